@@ -1,4 +1,4 @@
-"""Directories: made, emptied, and flushed to the disk together with their files."""
+"""Create directories, empty them, and flush them to the disk together with their files."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ _SYNC_THREADS = 4
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Make a directory and its missing parents, and return those that were made.
+    """Create a directory and its missing parents, and return those that were created.
 
     Returns:
         The new directories, the outermost first.
 
     Raises:
-        StorageError: a directory cannot be created; those made before it have been removed again.
+        StorageError: a directory cannot be created; those created before have been removed again.
     """
     new_folders: list[Path] = []
     try:
         with translate_os_errors(str(folder), doing="create"):
-            # Look upwards for the missing ones, then make them downwards.
+            # Find the missing directories upwards, then create them downwards.
             missing = []
             while not folder.exists():
                 missing.append(folder)
                 folder = folder.parent
             for path in reversed(missing):
-                with suppress(FileExistsError):  # another process makes the same one right now
+                # Another process may have created the directory in the meantime.
+                with suppress(FileExistsError):
                     path.mkdir()
                     new_folders.append(path)
     except BaseException:
@@ -90,7 +91,7 @@ def sync_folders(root: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in one directory to the disk; the content of its files is not flushed.
+    """Flush the names in one directory to the disk, but not the content of its files.
 
     Raises:
         StorageError: the system could not write.
@@ -108,6 +109,7 @@ def sync_file(file: Path) -> None:
 
 
 def _sync(path: Path, flags: int = 0) -> None:
+    """Open a file or directory, and flush it to the disk."""
     with translate_os_errors(str(path), doing="sync"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:

@@ -1,11 +1,11 @@
-"""Small files of a checkpoint, above all JSON objects, read within bounds.
+"""Read small files of a checkpoint, above all JSON objects, within bounds.
 
 ``json.loads`` builds up to 70 bytes of objects from every two bytes of a hostile file. An upper
 bound of the number of values is therefore counted before it runs: each value is preceded by a
 comma, a colon or an opening bracket.
 
 ``NaN`` and ``Infinity`` are accepted as Python's writers write them; configurations of state space
-models hold them.
+models contain them.
 
 Source: RFC 8259.
 """
@@ -23,26 +23,27 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20
 MAX_VALUES = 4_000_000
-"""Largest number of values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
+"""Maximum number of values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
 
 
 def read_small_file(
     store: ReadStore, file: str, *, max_bytes: int, key: str | None = None
 ) -> bytes:
-    """Read a file that must be small to be what its name says.
+    """Read a file that can only be valid if it is small.
 
     Args:
-        max_bytes: size of the largest file that is read.
+        max_bytes: maximum size of the file.
         key: the tensor that the file belongs to, for messages.
 
     Raises:
         CorruptError: the file is larger than ``max_bytes``.
         MissingShardError: the file does not exist.
+        StorageError: the file cannot be read.
     """
     size = store.size(file)
     if size > max_bytes:
         raise CorruptError(
-            f"the file is too large: {size:,} bytes, at most {max_bytes:,} are read",
+            f"the file is too large: {size:,} bytes (limit: {max_bytes:,})",
             file=file,
             key=key,
         )
@@ -52,11 +53,11 @@ def read_small_file(
 def read_json_object(
     store: ReadStore, file: str, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
 ) -> dict[str, object]:
-    """Read a file that holds one JSON object.
+    """Read a file that contains one JSON object.
 
     Args:
-        max_bytes: size of the largest file that is read.
-        max_values: largest number of values in the object, at any depth.
+        max_bytes: maximum size of the file.
+        max_values: maximum number of values in the object, at any depth.
 
     Raises:
         CorruptError: the file is too large, not JSON or not an object, or repeats a key.
@@ -68,35 +69,38 @@ def read_json_object(
 
 
 def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -> dict[str, object]:
-    """Parse bytes that hold one JSON object.
+    """Parse bytes that contain one JSON object.
 
     Args:
-        file: where the bytes come from, for messages.
-        max_values: largest number of values in the object, at any depth.
+        file: file from which the bytes were read, for messages.
+        max_values: maximum number of values in the object, at any depth.
 
     Raises:
         CorruptError: too many values, not JSON, not an object, or a key is repeated.
     """
+    # An upper bound: marks inside strings are counted too.
     n_values = sum(data.count(mark) for mark in (b",", b":", b"[", b"{"))
     if n_values > max_values:
         raise CorruptError(
-            f"too many JSON values: up to {n_values:,}, at most {max_values:,} are read", file=file
+            f"too many JSON values: up to {n_values:,} (limit: {max_values:,})", file=file
         )
+
+    # utf-8-sig also accepts a byte order mark. Deep nesting raises RecursionError.
     try:
         parsed = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeated_keys)
     except (ValueError, RecursionError) as err:
         raise CorruptError(
-            f"not a JSON file: {err}", file=file, hint="copy it again from where it came from"
+            f"not a JSON file: {err}", file=file, hint="copy the file again from its source"
         ) from err
     if not isinstance(parsed, dict):
         raise CorruptError(
-            f"the file holds a JSON {type(parsed).__name__}, not an object", file=file
+            f"the file contains a JSON {type(parsed).__name__} instead of an object", file=file
         )
     return parsed
 
 
 def _without_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return one JSON object as a dict, or raise ValueError if a key is repeated."""
+    """Convert the pairs of one JSON object to a dict; raise ValueError if a key is repeated."""
     values = dict(pairs)
     if len(values) != len(pairs):
         counts = Counter(key for key, _ in pairs)

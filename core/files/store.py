@@ -1,9 +1,9 @@
-"""Stores of files: the only module of ``core`` that opens a source file.
+"""Read and write files by name: the only module of ``core`` that opens a source file.
 
 A store is a directory of files with relative names. Formats read through ``ReadStore``; the copy
-engine also writes through ``WriteStore`` (a stage directory, or memory in tests). Names come out of
-untrusted files, so every one is checked: relative, no ``..``, no NUL, no backslash, no empty
-component. Symbolic links *inside* the directory are followed (the Hugging Face cache is made of
+engine also writes through ``WriteStore`` (a staging directory, or memory in tests). Names come from
+untrusted files, so every one is checked: relative, without ``..``, NUL, backslash or empty
+components. Symbolic links *inside* the directory are followed (the Hugging Face cache consists of
 them); only regular files are opened.
 """
 
@@ -48,11 +48,11 @@ class ReadStore(Protocol):
 
     @property
     def label(self) -> str:
-        """Return the name of the store in messages, usually its path."""
+        """Name of the store in messages, usually its path."""
 
     @property
     def entry(self) -> str | None:
-        """Return the one file that the user pointed at, or None if it was a directory."""
+        """Name of the one file that the user specified; None if it was a directory."""
 
     def files(self, under: str = "") -> list[str]:
         """Return the sorted names of the regular files in ``under``; [] if it is missing."""
@@ -76,10 +76,10 @@ class ReadStore(Protocol):
         """Read ``n_bytes`` bytes of a file from ``offset`` on."""
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read several pieces of a file, given as (offset, number of bytes)."""
+        """Read several ranges of a file, given as (offset, number of bytes)."""
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
-        """Fill buffers of ``n_bytes`` in total, one after the other, from ``offset`` on."""
+        """Fill consecutive buffers of ``n_bytes`` in total, from ``offset`` on."""
 
 
 class WriteStore(Protocol):
@@ -88,7 +88,7 @@ class WriteStore(Protocol):
     def create(self, name: str, n_bytes: int) -> None:
         """Create a file of ``n_bytes`` zero bytes and allocate its space.
 
-        A file of that size that exists already is kept as it is.
+        An existing file of that size is kept unchanged.
         """
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
@@ -99,8 +99,8 @@ def check_name(name: object, *, found_in: str | None = None) -> str:
     """Return ``name`` if it is a safe relative path, else raise.
 
     Args:
-        name: a file name out of a checkpoint.
-        found_in: the file that states the name, for the message.
+        name: a file name from a checkpoint.
+        found_in: the file that contains the name, for the message.
 
     Raises:
         UnsafeError: not a string, absolute, or with ``..``, NUL, a backslash or an empty component.
@@ -134,7 +134,7 @@ def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
         doing: the attempted operation, an infinitive such as ``read``.
 
     Raises:
-        MissingShardError: the file to be read does not exist.
+        MissingShardError: the file to read does not exist.
         CapacityError: the disk is full, a quota is exceeded, or the file is too large.
         StorageError: any other error of the system.
     """
@@ -155,7 +155,7 @@ def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
 
 
 def _has_kind(is_kind: Callable[[], bool]) -> bool:
-    """Return ``is_kind()`` of a directory entry; False for a link that leads to itself."""
+    """Call ``is_kind`` of a directory entry; return False for a link that leads to itself."""
     try:
         return is_kind()
     except OSError:
@@ -178,9 +178,10 @@ def list_files_below(store: ReadStore) -> dict[str, int]:
     """Return name → bytes of all regular files of a store, or of its ``entry`` alone."""
     if store.entry is not None:
         return {store.entry: store.size(store.entry)}
+
+    # List the directories depth first, and sort the names at the end.
     sizes: dict[str, int] = {}
     folders = [""]
-    # Directories are listed depth first, and the names sorted at the end.
     while folders:
         under = folders.pop()
         prefix = f"{under}/" if under else ""
@@ -192,14 +193,14 @@ def list_files_below(store: ReadStore) -> dict[str, int]:
 class LocalStore(ReadStore):
     """A directory of the local file system, read with ``pread`` from any number of threads.
 
-    Args:
-        root: the directory.
-        entry: the one file in it that the user pointed at, if so.
-        stamps: name → ``stamp`` of files as another process opened them. Sizes and times must
-            match; inodes are not compared, as they may differ between hosts.
-
     The first open of a file records its size, mtime and inode; ``verify_unchanged`` compares them
     at the end.
+
+    Args:
+        root: the directory.
+        entry: name of the one file that the user specified; None for the directory.
+        stamps: name → ``stamp`` of files as another process opened them. Sizes and times must
+            match; inodes are not compared, as they may differ between hosts.
     """
 
     entry: str | None = None
@@ -215,7 +216,7 @@ class LocalStore(ReadStore):
         self.entry = entry
         self._stamps = stamps or {}
         self._open: OrderedDict[str, _UsedDescriptor] = OrderedDict()
-        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._first_stamps: dict[str, tuple[int, int, int]] = {}
         self._links: set[tuple[str, str]] = set()
         """(parent, name) of the links to directories that have been listed."""
         self._lock = threading.Lock()
@@ -235,13 +236,15 @@ class LocalStore(ReadStore):
 
     @override
     def folders(self, under: str = "") -> list[str]:
-        """Return the sorted names of the directories in ``under``, links that lead on included.
+        """Return the sorted names of the directories in ``under``, including links to directories.
 
         Raises:
             UnsafeError: so many links lead to directories that they may form an endless loop.
         """
         names: list[str] = []
         for name, entry in self._entries(under):
+            # Two links that lead to each other's directories form a loop that ``leads_on`` cannot
+            # detect; the limit ends it.
             if entry.is_symlink():
                 if not leads_on(self.root / under / name):
                     continue
@@ -258,7 +261,7 @@ class LocalStore(ReadStore):
         return names
 
     def unreadable(self, under: str = "") -> list[str]:
-        """Return the names in ``under`` that hold no data: pipes, sockets, broken links, …"""
+        """Return the names in ``under`` that contain no data: pipes, sockets, broken links, …"""
         return [
             name
             for name, entry in self._entries(under)
@@ -301,46 +304,48 @@ class LocalStore(ReadStore):
 
         Raises:
             MissingShardError: the file does not exist.
-            UnsafeError: it is not a regular file.
-            StorageError: it cannot be opened.
+            UnsafeError: the file is not a regular file.
+            SourceChangedError: the file differs from its entry in ``stamps``.
+            StorageError: the file cannot be opened.
         """
-        if name not in self._seen:
+        if name not in self._first_stamps:
             with self._file(name):
                 pass
-        return self._seen[name][0]
+        return self._first_stamps[name][0]
 
     @property
     def opened(self) -> list[str]:
-        """Return the names of the files that have been opened so far."""
-        return list(self._seen)
+        """Names of the files that have been opened so far."""
+        return list(self._first_stamps)
 
     def stamp(self, name: str) -> tuple[int, int, int]:
-        """Return size, modification time (ns) and inode of a file as it was first opened."""
+        """Return size, modification time (ns) and inode of a file when it was first opened."""
         self.size(name)
-        return self._seen[name]
+        return self._first_stamps[name]
 
     @override
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
         """Read ``n_bytes`` bytes of a file from ``offset`` on.
 
-        A range beyond the end of the file is refused before memory is allocated for it.
+        A range beyond the end of the file is rejected before memory is allocated for it.
 
         Raises:
             TruncatedError, MissingShardError, UnsafeError, StorageError: as for ``read_into``.
             CapacityError: the bytes do not fit in memory.
         """
         with self._file(name) as fd, translate_os_errors(name, doing="read"):
-            size = self._seen[name][0]
+            size = self._first_stamps[name][0]
             if offset + n_bytes > size:
                 raise _too_short(name, size, offset, n_bytes)
             try:
                 data = os.pread(fd, n_bytes, offset)
                 if len(data) == n_bytes:
                     return data
-                buffer = bytearray(n_bytes)  # a signal, or more than one call can read
+                # A signal arrived, or the range is longer than one call can read.
+                buffer = bytearray(n_bytes)
             except (MemoryError, OverflowError) as err:
                 raise CapacityError(
-                    f"{n_bytes:,} bytes, to be read at once, do not fit in memory", file=name
+                    f"{n_bytes:,} bytes that must be read at once do not fit in memory", file=name
                 ) from err
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
@@ -354,7 +359,7 @@ class LocalStore(ReadStore):
             MissingShardError, UnsafeError, StorageError: as for ``size``.
         """
         with self._file(name) as fd, translate_os_errors(name, doing="read"):
-            # A call may read less than asked for.
+            # A call may read less than requested.
             done = 0
             while done < len(buffer):
                 n_read = os.preadv(fd, [buffer[done:]], offset + done)
@@ -365,11 +370,12 @@ class LocalStore(ReadStore):
     @override
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         with self._file(name) as fd, translate_os_errors(name, doing="read"):
-            pieces = [os.pread(fd, n_bytes, offset) for offset, n_bytes in spans]
+            parts = [os.pread(fd, n_bytes, offset) for offset, n_bytes in spans]
+        # Repeat reads that a signal, or the end of the file, has cut short.
         for number, (offset, n_bytes) in enumerate(spans):
-            if len(pieces[number]) != n_bytes:  # a signal, or the end of the file
-                pieces[number] = self.read(name, offset, n_bytes)
-        return pieces
+            if len(parts[number]) != n_bytes:
+                parts[number] = self.read(name, offset, n_bytes)
+        return parts
 
     @override
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
@@ -379,7 +385,8 @@ class LocalStore(ReadStore):
             batch_bytes = n_bytes if len(batch) == len(buffers) else sum(map(len, batch))
             with self._file(name) as fd, translate_os_errors(name, doing="read"):
                 is_short = os.preadv(fd, batch, offset) != batch_bytes
-            if is_short:  # a signal, or the end of the file
+            # After a signal, or at the end of the file, fill the buffers one by one.
+            if is_short:
                 position = offset
                 for buffer in batch:
                     self.read_into(name, position, buffer)
@@ -387,19 +394,20 @@ class LocalStore(ReadStore):
             offset += batch_bytes
 
     def verify_unchanged(self) -> None:
-        """Check that no file has changed since it was first opened.
+        """Raise if any file has changed since it was first opened.
 
         Raises:
             SourceChangedError: the size, modification time or inode of a file differs.
+            MissingShardError: a file does not exist any more.
         """
-        for name, before in self._seen.items():
+        for name, before in self._first_stamps.items():
             with translate_os_errors(name, doing="check"):
                 now = os.stat(self.path(name))
             if (now.st_size, now.st_mtime_ns, now.st_ino) != before:
                 raise SourceChangedError(
                     "the file changed while it was being read",
                     file=name,
-                    hint="run again when nothing writes to it",
+                    hint="run again when no other process writes to it",
                 )
 
     def close(self) -> None:
@@ -411,7 +419,7 @@ class LocalStore(ReadStore):
 
     @contextmanager
     def _file(self, name: str) -> Iterator[int]:
-        """Lend an open descriptor of ``name``; at most ``MAX_OPEN_FILES`` idle ones are kept."""
+        """Yield an open descriptor of ``name``; idle ones above ``MAX_OPEN_FILES`` are closed."""
         with self._lock:
             opened = self._open.get(name)
             if opened is None:
@@ -419,7 +427,8 @@ class LocalStore(ReadStore):
                 self._open[name] = opened
             self._open.move_to_end(name)
             opened.n_users += 1
-            # Close those that have been idle for longest.
+
+            # Close descriptors that have been idle longest, unless threads are using them.
             for old_name, old in list(self._open.items()):
                 if len(self._open) <= MAX_OPEN_FILES:
                     break
@@ -435,7 +444,7 @@ class LocalStore(ReadStore):
     def _open_regular(self, name: str) -> int:
         """Open a regular file, record its stamp, and return its descriptor."""
         with translate_os_errors(name, doing="open"):
-            # O_NONBLOCK: opening a pipe would wait for a writer before it can be refused.
+            # O_NONBLOCK: otherwise opening a pipe would wait for a writer.
             fd = os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             with translate_os_errors(name, doing="open"):
@@ -443,29 +452,33 @@ class LocalStore(ReadStore):
         except BaseException:
             _close(fd)
             raise
-        # Sizes of pipes and devices mean nothing, and reading them may never end.
+
+        # Pipes and devices have no meaningful size, and reading them may never end.
         if not stat.S_ISREG(status.st_mode):
             _close(fd)
             raise UnsafeError("not a regular file", file=name, hint="remove it from the checkpoint")
+
+        # On another host, the file must be the one for which the plan was made.
         expected = self._stamps.get(name)
         if expected is not None and tuple(expected[:2]) != (status.st_size, status.st_mtime_ns):
             _close(fd)
             raise SourceChangedError(
-                "size or modification time differ from those the plan was made for",
+                "the size or modification time has changed since the plan was made",
                 file=name,
                 hint="all hosts must see the same files, and nothing may write to them",
             )
-        self._seen.setdefault(name, (status.st_size, status.st_mtime_ns, status.st_ino))
+        self._first_stamps.setdefault(name, (status.st_size, status.st_mtime_ns, status.st_ino))
         return fd
 
 
 def _close(fd: int) -> None:
-    """Close a file that was only read, whose errors no longer matter."""
+    """Close a file that was only read: errors do not matter."""
     with suppress(OSError):
         os.close(fd)
 
 
 def _too_short(name: str, end: int, offset: int, n_bytes: int) -> TruncatedError:
+    """Return the error for a file that ends at byte ``end``, inside the range to read."""
     return TruncatedError(
         f"the file ends at byte {end:,}, {offset + n_bytes - end:,} bytes too early",
         file=name,
@@ -485,7 +498,7 @@ class _UsedDescriptor:
 
 
 class MemoryStore(ReadStore, WriteStore):
-    """Files in memory, for tests and for live tensors, to read and to write.
+    """Files in memory, for tests and for live tensors; can be read and written.
 
     Args:
         contents: name → bytes; a memoryview is used in place, other bytes are copied.
@@ -509,14 +522,14 @@ class MemoryStore(ReadStore, WriteStore):
     @override
     def files(self, under: str = "") -> list[str]:
         prefix = under + "/" if under else ""
-        rest = (name[len(prefix) :] for name in self.contents if name.startswith(prefix))
-        return sorted(name for name in rest if "/" not in name)
+        paths = (name[len(prefix) :] for name in self.contents if name.startswith(prefix))
+        return sorted(path for path in paths if "/" not in path)
 
     @override
     def folders(self, under: str = "") -> list[str]:
         prefix = under + "/" if under else ""
-        rest = (name[len(prefix) :] for name in self.contents if name.startswith(prefix))
-        return sorted({name.split("/")[0] for name in rest if "/" in name})
+        paths = (name[len(prefix) :] for name in self.contents if name.startswith(prefix))
+        return sorted({path.split("/")[0] for path in paths if "/" in path})
 
     @override
     def sizes(self, under: str = "") -> Mapping[str, int]:
@@ -565,9 +578,10 @@ class MemoryStore(ReadStore, WriteStore):
         self._content(name)[offset : offset + len(data)] = data
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """Do nothing: memory has no disk to write to ahead of time."""
+        """Do nothing: files in memory are never written to a disk."""
 
     def _content(self, name: str) -> bytearray | memoryview:
+        """Return the content of a file, in place."""
         try:
             return self.contents[check_name(name)]
         except KeyError as err:

@@ -1,7 +1,7 @@
-"""Recognise text in place of a file of weights: a Git LFS pointer, or a server's page or message.
+"""Recognise text instead of a weights file: a Git LFS pointer, or a server's page or message.
 
-A clone without Git LFS leaves pointers, and a download without permission the server's answer,
-under the name of the requested file. No binary format begins like a text.
+A clone without Git LFS leaves pointers, and a download without permission leaves the server's
+response, under the name of the requested file. No binary format begins like a text.
 
 Source: Git LFS specification 1.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 HEAD_BYTES = 64
-"""Bytes at the beginning of a file that are enough to tell."""
+"""Number of bytes at the beginning of a file that are sufficient to recognise a text."""
 _POINTER = b"version https://git-lfs"
 _MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|!--|html|head|\?xml|error)", re.IGNORECASE)
 _JSON = re.compile(rb"\s*(\{\s*\"|\[\s*[\[{\"])")
@@ -25,13 +25,13 @@ _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{4,}")
 
 @dataclass(frozen=True, slots=True)
 class Substitute:
-    """Text found in place of a file of weights.
+    """Text that was found instead of a weights file.
 
     Args:
-        title: what the file is, a noun with its article, for a message.
-        hint: how to get the file itself.
-        is_download: the text certainly comes from a download or a clone; other text may be what
-            the user meant to be there.
+        title: description of the text, a noun with its article, for a message.
+        hint: how to get the real file.
+        is_download: the text certainly comes from a download or a clone; other text may be
+            intended by the user.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Substitute:
 
 
 def substitute_of(head: bytes) -> Substitute | None:
-    """Recognise a text by the first ``HEAD_BYTES`` bytes of a file; return None for other files."""
+    """Recognise a text from the first ``HEAD_BYTES`` of a file; return None for other files."""
     again = "download the file again; a private or gated model needs a login first (hf auth login)"
     if head.startswith(_POINTER):
         return Substitute(
@@ -50,6 +50,7 @@ def substitute_of(head: bytes) -> Substitute | None:
         return Substitute(
             "a web page or a server's error message (HTML or XML), not the file itself", again
         )
+    # A user may have passed a JSON or text file on purpose: these are not certainly downloads.
     if _JSON.match(head):
         return Substitute(
             "JSON text, such as a server's error message, not the file itself",
@@ -59,7 +60,7 @@ def substitute_of(head: bytes) -> Substitute | None:
     if _TEXT.fullmatch(head):
         start = head[:32].decode("ascii").strip()
         return Substitute(
-            f"a text file that begins {start!r}, not a file of weights", again, is_download=False
+            f"a text file that begins with {start!r}, not a weights file", again, is_download=False
         )
     return None
 

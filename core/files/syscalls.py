@@ -1,4 +1,4 @@
-"""System calls that Python does not offer, with a harmless fallback where the system lacks them."""
+"""Call system functions that Python lacks, with a harmless fallback if they are missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _libc() -> Any:
 
 
 def allocate(fd: int, n_bytes: int) -> None:
-    """Set the length of a file, and reserve its space on the disk where the file system can.
+    """Set the length of a file, and reserve its space on the disk if the file system can.
 
     Raises:
         OSError: no space is left, or the file would be too large for the file system.
@@ -49,7 +49,8 @@ def allocate(fd: int, n_bytes: int) -> None:
             number = ctypes.get_errno()
             if number == errno.EINTR:
                 continue
-            if number in _MISSING:  # glibc's posix_fallocate would write to every block instead
+            # Do without: glibc's posix_fallocate would write to every block instead.
+            if number in _MISSING:
                 break
             raise OSError(number, os.strerror(number))
     os.ftruncate(fd, n_bytes)
@@ -64,13 +65,14 @@ def start_writeback(fd: int, offset: int, n_bytes: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends.
+    """Make the kernel kill this process when the thread that started it ends.
 
-    Kills it at once if ``parent_pid`` has ended already.
+    The process is killed at once if ``parent_pid`` has already ended.
     """
     prctl = getattr(_libc(), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before prctl took effect.
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -85,14 +87,15 @@ def rename_new(source: Path, target: Path) -> None:
     if not _renameat2(source, target, _RENAME_NOREPLACE):
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-        os.rename(source, target)  # a race could only replace a file or an empty directory
+        # In a race, os.rename could only replace a file or an empty directory.
+        os.rename(source, target)
 
 
 def exchange(first: Path, second: Path) -> bool:
     """Swap two names in one step.
 
     Returns:
-        False if the file system cannot do it; nothing has changed then.
+        False if the file system does not support this; nothing has changed then.
 
     Raises:
         OSError: as for ``os.rename``.

@@ -1,6 +1,6 @@
-"""URLs where a path is expected: refused, because only local files are read and written.
+"""Reject URLs where a path is expected, because only local files are read and written.
 
-Taken as a path, a URL is a relative one: writing to ``s3:/bucket/out`` would fill a local folder
+Used as a path, a URL is a relative one: writing to ``s3:/bucket/out`` would fill a local directory
 called ``s3:``.
 """
 
@@ -13,9 +13,9 @@ from urllib.parse import unquote
 from core.errors import UsageError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
-"""A scheme has two characters or more, so ``C:/`` is none; ``pathlib`` reduces ``//`` to ``/``."""
+"""A scheme has at least two characters, unlike ``C:/``; ``pathlib`` reduces ``//`` to ``/``."""
 _REMOTE = re.compile(r"[\w.-]+@[\w.-]+:")
-"""The form of scp and rsync: user@host:path."""
+"""The syntax of scp and rsync: user@host:path."""
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _AZURE = "copy with azcopy copy --recursive, and give the local path"
 _COPYING = {
@@ -32,16 +32,17 @@ _COPYING |= {"gcs": _COPYING["gs"], "s3a": _COPYING["s3"], "s3n": _COPYING["s3"]
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:
-    """Raise if a path is a URL or lies on another host (``user@host:path``).
+    """Raise if a path is a URL or is on another host (``user@host:path``).
 
     URLs are also recognised after ``pathlib`` has reduced their ``//`` to ``/``.
 
     Raises:
-        UsageError: the path is not local; the hint says how to get a local copy.
+        UsageError: the path is not local; the hint describes how to get a local copy.
     """
     text = os.fspath(path)
     match = _URL.fullmatch(text)
     if match is None:
+        # An existing file may have such a name.
         if _REMOTE.match(text) and not os.path.lexists(text):
             raise UsageError(
                 f"{text} is a path on another host; only local paths can be read and written",
@@ -66,7 +67,7 @@ def hub_download(model_id: str) -> str:
 
 
 def _copy_hint(scheme: str, location: str) -> str:
-    """Return how to get a local copy of a URL."""
+    """Return a hint how to get a local copy of a URL."""
     hub_page = _HUB_URL.match(location) if scheme in ("http", "https") else None
     if hub_page is not None:
         return f"download the model, and give the local path: {hub_download(hub_page[1])}"

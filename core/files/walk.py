@@ -1,8 +1,8 @@
 """List the files of a checkpoint in one walk over its directories, without opening any.
 
 Regular files, by name or by a symbolic link, count as files. Everything else (pipes, devices,
-sockets, broken links, directories that cannot be listed) is kept apart, so that no check ever opens
-it.
+sockets, broken links, directories that cannot be listed) is listed separately, so that no check
+ever opens it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from core.files.store import LocalStore, leads_on, translate_os_errors
 
 MAX_DEPTH = 64
-"""Levels of directories; deeper ones are not listed."""
+"""Maximum number of directory levels; deeper ones are not listed."""
 
 _LARGE_BYTES = 4 << 30
 
@@ -36,12 +36,12 @@ _KINDS = (
 
 @dataclass(slots=True)
 class Tree:
-    """The content of a directory and of all directories below it.
+    """Content of a directory and of all directories below it.
 
     Args:
         files: relative path → bytes, of every regular file.
         folders: relative paths of the directories below, each once even if links repeat it.
-        irregular: relative path → what the entry is, of everything that is neither.
+        irregular: relative path → description, of every other entry.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """The content of one directory.
+    """Content of one directory.
 
     Args:
         identity: device and inode of the directory; None if it was not listed, see ``irregular``.
@@ -78,8 +78,8 @@ def list_tree(
     Args:
         root: the directory.
         entry: the only file to list; None for all.
-        depth: how many levels of directories are listed; None for ``MAX_DEPTH``.
-        without: relative paths of directories and files that are left out.
+        depth: number of directory levels to list; None for ``MAX_DEPTH``.
+        without: relative paths of directories and files to skip.
     """
     tree = Tree()
     # One file only.
@@ -90,6 +90,7 @@ def list_tree(
         else:
             tree.irregular[entry] = size_or_kind
         return tree
+
     # All files, depth first.
     visited: set[tuple[int, int]] = set()
     waiting = [""]
@@ -104,17 +105,18 @@ def list_tree(
         if folder:
             tree.folders.append(folder)
         if depth is None or folder.count("/") + bool(folder) < depth:
-            # The last entry is taken next, so the first subfolder goes last.
+            # The last entry is popped first: reverse them, to keep the order of names.
             waiting += (path for path in reversed(listing.subfolders) if path not in without)
     tree.files = {path: size for path, size in sorted(tree.files.items()) if path not in without}
     return tree
 
 
 def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Listing:
-    """List one directory, unless it has been visited (as told by its device and inode)."""
+    """List one directory, unless its device and inode are in ``visited``."""
     path = root / folder
     prefix = f"{folder}/" if folder else ""
-    # Several links may lead to one directory, or round in a circle.
+
+    # Several links may lead to one directory, or form a loop.
     try:
         status = os.stat(path)
         identity = (status.st_dev, status.st_ino)
@@ -126,6 +128,7 @@ def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Lis
         return _Listing(
             None, irregular={folder: f"a directory that cannot be listed ({_reason(err)})"}
         )
+
     # Sort the entries into files, directories to list next, and everything else.
     listing = _Listing(identity)
     for entry in sorted_entries:
@@ -140,6 +143,8 @@ def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Lis
             listing.irregular[name] = content
         elif entry.name != _GIT:
             listing.subfolders.append(name)
+
+    # One entry is enough to report a tree that is too deep.
     if folder.count("/") >= MAX_DEPTH and listing.subfolders:
         listing.irregular[listing.subfolders[0]] = f"a directory more than {MAX_DEPTH} levels deep"
         listing.subfolders.clear()
@@ -147,7 +152,7 @@ def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Lis
 
 
 def _classify(entry: os.DirEntry[str], path: Path) -> int | str | None:
-    """Return the size of a regular file, None for a directory to list, or else what the entry is.
+    """Return the size of a regular file, None for a directory to list, or a description.
 
     Raises:
         OSError: the entry cannot be accessed.
@@ -162,7 +167,7 @@ def _classify(entry: os.DirEntry[str], path: Path) -> int | str | None:
 
 
 def _size_or_kind(path: Path) -> int | str:
-    """Return the size of a regular file in bytes, or what the entry is instead."""
+    """Return the size of a regular file in bytes, or a description of any other entry."""
     try:
         status = os.stat(path)
     except OSError as err:
@@ -175,6 +180,7 @@ def _size_or_kind(path: Path) -> int | str:
 
 
 def _reason(err: OSError) -> str:
+    """Return the reason of an error in the system's words."""
     return os.strerror(err.errno).lower() if err.errno else str(err)
 
 
@@ -189,7 +195,7 @@ def sparse_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
     """
     large = [name for name, size in files.items() if size >= _LARGE_BYTES]
     with translate_os_errors(store.label, doing="check"):
-        # st_blocks counts 512 bytes each: less than 1/256 of the file is on the disk.
+        # st_blocks counts units of 512 bytes. Sparse: less than 1/256 of the file is on the disk.
         return {
             name for name in large if os.stat(store.path(name)).st_blocks << 9 < files[name] >> 8
         }

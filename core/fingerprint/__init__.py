@@ -1,6 +1,6 @@
-"""fp1, the fingerprint of a tensor that is the same in every format and layout.
+"""Compute fp1, a fingerprint of a tensor that is the same in every format and layout.
 
 Start at ``definition``; ``kernel`` multiplies in numpy, torch or on a device, ``sums`` adds up the
-parts of a tensor. ``core.manifest`` makes fingerprints of checkpoints.
+parts of a tensor. ``core.manifest`` computes the fingerprints of checkpoints.
 Imports: arrays, device, errors.
 """

@@ -1,7 +1,7 @@
-"""Plan: a source catalog and a target catalog become proven work. Nothing is read or written here.
+"""Match a source catalog with a target catalog and prove the work; nothing is read or written here.
 
 Start at ``plan.make_plan``. ``match`` finds which source fills which part of one tensor and proves
-that nothing is missing; ``positions`` knows where the arrays of the output files lie; ``items``
-cuts the work into pieces for threads; ``box_reader`` reads any box through the same machinery.
+that nothing is missing; ``positions`` locates the arrays in the output files; ``items`` cuts the
+work into items for threads; ``box_reader`` reads any box of a checkpoint with the same code.
 Imports: arrays, catalog, errors, files.
 """

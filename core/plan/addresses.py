@@ -1,7 +1,7 @@
 """Find both ends of every transfer: byte addresses in source files, elements of target arrays.
 
-Ranks of fragments and arrays are brought together here (both are aligned at the last axis), and
-late-bound arrays are bound. From here on everything has one stride per axis of the tensor.
+A fragment and its array may differ in rank; both are aligned at the last axis. Late-bound arrays
+are bound here. The results have one stride per axis of the tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bind = Callable[[StoredArray], StoredArray]
 
 @dataclass(frozen=True, slots=True)
 class RecordCrc:
-    """A CRC-32 that the source records for a whole array.
+    """CRC-32 that the source records for a complete array.
 
     Args:
         file: the source file.
@@ -43,13 +43,14 @@ class RecordCrc:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The addresses of a source piece's elements.
+    """Addresses of a source fragment's elements.
 
     Args:
         file: the source file; None for zeros.
-        start: byte address of the piece's first element.
+        start: byte address of the fragment's first element.
         strides: bytes per axis of the tensor.
-        record: the CRC of the array, if it is recorded and the whole array is read.
+        record: the recorded CRC of the array; None unless there is one and the complete array is
+            read.
     """
 
     file: str | None
@@ -58,13 +59,13 @@ class Source:
     record: RecordCrc | None = None
 
     def at(self, delta: Sequence[int]) -> int:
-        """Return the byte address of the element that lies ``delta`` elements from the first."""
+        """Return the byte address of the element that is ``delta`` elements after the first."""
         return self.start + sum(d * step for d, step in zip(delta, self.strides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The positions of a target fragment's elements.
+    """Positions of a target fragment's elements.
 
     Args:
         array: number of the array in ``Places``.
@@ -77,12 +78,12 @@ class Destination:
     strides: Shape
 
     def at(self, delta: Sequence[int]) -> int:
-        """Return the flat index of the element that lies ``delta`` elements from the first."""
+        """Return the flat index of the element that is ``delta`` elements after the first."""
         return self.start + sum(d * step for d, step in zip(delta, self.strides, strict=True))
 
 
 class Ends:
-    """The addresses of the pieces and targets of one match, each computed once."""
+    """Addresses of the pieces and targets of one match, each computed once."""
 
     def __init__(self, match: Match, places: Places, bind: Bind) -> None:
         self._match = match
@@ -105,7 +106,11 @@ class Ends:
         return source
 
     def bound(self, fragment: Fragment, box: Box) -> Source:
-        """Return the source of a part of a fragment."""
+        """Return the source of a part of a fragment.
+
+        Raises:
+            CorruptError: the array's position is unknown, or its strides are negative.
+        """
         if fragment.array is None:
             return Source(
                 None, 0, tuple(n * itemsize(self._match.dtype) for n in c_strides(box.shape))
@@ -113,6 +118,7 @@ class Ends:
         array = self._bind(fragment.array)
         source = source_in(array, fragment, box)
         extent = array.extent
+        # A CRC of the complete array can only be checked if every element is read.
         if extent.crc is None or self._n_read.get(array.name) != prod(array.shape):
             return source
         record = RecordCrc(extent.file, array.name, array.n_bytes, extent.crc, extent.offset)
@@ -129,7 +135,7 @@ class Ends:
             of_array = c_strides(fragment.array.shape)
             start = sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
             destination = self._destinations[n_target] = Destination(
-                number, start, _aligned(of_array, fragment.box.rank)
+                number, start, _align_strides(of_array, fragment.box.rank)
             )
         return destination
 
@@ -150,23 +156,27 @@ def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
     """Return the addresses of a part of a fragment.
 
     Args:
-        array: the array of the fragment, bound.
-        fragment: the fragment that the array holds.
+        array: the fragment's array, bound.
+        fragment: a fragment of a tensor.
         box: the part of the fragment.
 
     Raises:
-        CorruptError: the array's position is not known, or its strides are negative.
+        CorruptError: the array's position is unknown, or its strides are negative.
     """
     extent = array.extent
     if extent.is_late:
         raise CorruptError("cannot find the array in its file", key=fragment.key)
+
+    # Strides of the array, in bytes.
     size = itemsize(array.dtype)
     of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
     if any(step < 0 for step in of_array):
         raise CorruptError(
             f"strides {extent.strides} are negative", key=fragment.key, file=extent.file
         )
-    strides = _aligned(of_array, box.rank)
+
+    # The fragment begins at ``fragment.at`` in the array, and the box inside the fragment.
+    strides = _align_strides(of_array, box.rank)
     start = extent.offset + sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
     start += sum(
         (a - b) * step for a, b, step in zip(box.offset, fragment.box.offset, strides, strict=True)
@@ -174,8 +184,8 @@ def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
     return Source(extent.file, start, strides)
 
 
-def _aligned(strides: Sequence[int], rank: int) -> Shape:
-    """Return the strides of an array's axes as those of a tensor's, aligned at the last.
+def _align_strides(strides: Sequence[int], rank: int) -> Shape:
+    """Convert the strides of an array's axes to those of a tensor's, aligned at the last axis.
 
     The stride is 0 where the array has no such axis.
     """
@@ -184,5 +194,5 @@ def _aligned(strides: Sequence[int], rank: int) -> Shape:
 
 
 def delta(box: Box, origin: Box) -> list[int]:
-    """Return how many elements a box begins after another, per axis."""
+    """Return by how many elements a box begins after another one, per axis."""
     return [a - b for a, b in zip(box.offset, origin.offset, strict=True)]

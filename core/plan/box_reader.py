@@ -2,24 +2,23 @@
 
 ::
 
-    key, box ── match ──▶ pieces that meet it ──┬── consecutive in file and buffer: one read,
-    straight to its place
-                                                ├── long rows: one vectored read into their places
-                                                └── anything else: read as a block, then copied
-                                                (``core.arrays.gather``)
+    key, box ── match ──▶ fragments that meet it ────┬── consecutive in file and buffer:
+                                                     │     one read, into the buffer
+                                                     ├── long rows: one vectored read
+                                                     └── anything else: read as a block, then
+                                                           copied (``core.arrays.gather``)
 
-Of replicas the first is read. Memory is the caller's two buffers, and a bounded cache of decoded
-units for arrays that are compressed.
+Of several replicas the first is read. Memory is the caller's two buffers, and a bounded cache of
+decoded units for arrays that are compressed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
-from core.arrays.box import Box, Shape
+from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import BoxIndex
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import (
@@ -36,11 +35,13 @@ from core.catalog.stored import PlannedArray
 from core.errors import in_checkpoint
 from core.files.store import ReadStore
 from core.plan.addresses import Source, source_in
+from core.plan.bands import cut_rows, row_bands
 from core.plan.match import match
 
 _MIN_VECTOR_BYTES = 16 << 10
 """Shorter rows are cheaper to copy in memory than to pass to the kernel one by one."""
 _FEW = 8
+"""Number of fragments up to which a linear search is faster than an index."""
 
 
 def bands(shape: Shape, size: int, band_bytes: int) -> Iterator[Box]:
@@ -51,20 +52,8 @@ def bands(shape: Shape, size: int, band_bytes: int) -> Iterator[Box]:
         size: bytes per element.
         band_bytes: maximum size of a box, unless one element is longer.
     """
-    if 0 in shape:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    axis = 0
-    while axis < len(shape) - 1 and prod(shape[axis + 1 :]) * size > band_bytes:
-        axis += 1
-    rows = max(1, band_bytes // (prod(shape[axis + 1 :]) * size))
-    tail = shape[axis + 1 :]
-    for index in product(*(range(n) for n in shape[:axis])):
-        for first in range(0, shape[axis], rows):
-            n = min(rows, shape[axis] - first)
-            yield Box((*index, first, *(0,) * len(tail)), (*(1,) * axis, n, *tail))
+    if 0 not in shape:
+        yield from row_bands(full_box(shape), *cut_rows(shape, size, band_bytes))
 
 
 class BoxReader:
@@ -83,23 +72,25 @@ class BoxReader:
         self._store = DecodedStore(store, cache_bytes=cache_bytes)
 
     def tensor(self, key: str) -> TensorReader:
-        """Return access to one tensor, visible or hidden, whose pieces are proven to cover it.
+        """Return access to one tensor, visible or hidden, whose fragments are proven to cover it.
 
         Raises:
             KeyError: the checkpoint has no such tensor.
             MissingShardError: a part of the tensor is missing.
-            CorruptError, UnsupportedError: its pieces contradict each other.
+            CorruptError, UnsupportedError: the fragments of the tensor contradict each other.
         """
+        # Match the checkpoint with a target that is the dense tensor in memory.
         meta = self._catalog.meta(key)
         array = PlannedArray(f"dense:{key}", meta.dtype, meta.shape)
         with in_checkpoint(self._store.label):
             work = match(
                 self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key
             )
-            pieces = [
-                _AddressedPiece(box, self._source(fragment, box)) for box, fragment in work.pieces
+            fragments = [
+                _AddressedFragment(box, self._source(fragment, box))
+                for box, fragment in work.pieces
             ]
-        return TensorReader(self._store, work.dtype, meta.shape, pieces)
+        return TensorReader(self._store, work.dtype, meta.shape, fragments)
 
     def _source(self, fragment: Fragment, box: Box) -> Source:
         """Return the addresses of a part of a fragment."""
@@ -111,7 +102,7 @@ class BoxReader:
 
 
 @dataclass(frozen=True, slots=True)
-class _AddressedPiece:
+class _AddressedFragment:
     """A box of a tensor, and the addresses of its elements."""
 
     box: Box
@@ -127,56 +118,60 @@ class TensorReader:
     """
 
     def __init__(
-        self, store: DecodedStore, dtype: str, shape: Shape, pieces: Sequence[_AddressedPiece]
+        self, store: DecodedStore, dtype: str, shape: Shape, fragments: Sequence[_AddressedFragment]
     ) -> None:
         self._store = store
         self.dtype = dtype
         self.shape = shape
-        self._pieces = pieces
+        self._fragments = fragments
         self._size = itemsize(dtype)
-        self._index = BoxIndex([piece.box for piece in pieces]) if len(pieces) > _FEW else None
+        self._index = (
+            BoxIndex([fragment.box for fragment in fragments]) if len(fragments) > _FEW else None
+        )
 
     def read(self, box: Box, out: memoryview, raw: memoryview) -> None:
         """Fill a buffer with the elements of a box in C order.
 
         Args:
             box: a box inside the tensor.
-            out: a buffer as long as the box.
-            raw: scratch space; the larger, the fewer reads where elements are scattered.
+            out: a buffer of the box's size.
+            raw: scratch space; the larger it is, the fewer reads scattered elements need.
 
         Raises:
-            TruncatedError, MissingShardError, StorageError, CorruptError: as the store and
-            encodings raise them.
+            TruncatedError, MissingShardError, StorageError: a file is too short, missing or
+                unreadable.
+            CorruptError: an encoded array cannot be decoded.
         """
         target = dense_layout(box.shape, self._size)
-        for piece, common in self._meeting(box):
-            delta = [a - b for a, b in zip(common.offset, piece.box.offset, strict=True)]
-            source = StridedLayout(piece.source.at(delta), piece.source.strides)
-            place = sum(
+        for fragment, common in self._meeting(box):
+            # Address of the common box in the file, and in the buffer.
+            delta = [a - b for a, b in zip(common.offset, fragment.box.offset, strict=True)]
+            source = StridedLayout(fragment.source.at(delta), fragment.source.strides)
+            position = sum(
                 (a - b) * step
                 for a, b, step in zip(common.offset, box.offset, target.strides, strict=True)
             )
             with in_checkpoint(self._store.label):
                 self._fill(
-                    piece.source.file,
+                    fragment.source.file,
                     source,
                     out,
-                    StridedLayout(place, target.strides),
+                    StridedLayout(position, target.strides),
                     common.shape,
                     raw,
                 )
 
-    def _meeting(self, box: Box) -> Iterator[tuple[_AddressedPiece, Box]]:
-        """Yield the pieces that meet a box, with what they have in common."""
+    def _meeting(self, box: Box) -> Iterator[tuple[_AddressedFragment, Box]]:
+        """Yield the fragments that meet a box, each with the common box."""
         if self._index is not None:
             yield from (
-                (self._pieces[number], common) for number, common in self._index.meeting(box)
+                (self._fragments[number], common) for number, common in self._index.meeting(box)
             )
             return
-        for piece in self._pieces:
-            common = piece.box.intersect(box)
+        for fragment in self._fragments:
+            common = fragment.box.intersect(box)
             if common is not None:
-                yield piece, common
+                yield fragment, common
 
     def _fill(
         self,
@@ -187,28 +182,30 @@ class TensorReader:
         shape: Shape,
         raw: memoryview,
     ) -> None:
-        """Read one part of a box to its position in the buffer."""
-        # Zeros by rule are in no file.
+        """Read one part of a box into its position in the buffer."""
+        # Zeros by rule are not in any file.
         if file is None:
             n_axes, n_bytes = inner_run(shape, self._size, target)
             zeros = bytes(n_bytes)
             for (start,) in list_addresses(shape[:n_axes], target):
                 out[start : start + n_bytes] = zeros
             return
+
         # A part that is consecutive on both sides takes one read.
         n_axes, n_bytes = inner_run(shape, self._size, source, target)
         if n_axes == 0:
             self._store.read_into(file, source.start, out[target.start : target.start + n_bytes])
             return
-        # A part that is consecutive in the file goes into its rows, or through the scratch space.
+
+        # A part that is consecutive in the file is read into its rows, or via the scratch space.
         total = prod(shape) * self._size
         if inner_run(shape, self._size, source)[0] == 0:
             if n_bytes >= _MIN_VECTOR_BYTES:
-                places = [
+                rows = [
                     out[start : start + n_bytes]
                     for (start,) in list_addresses(shape[:n_axes], target)
                 ]
-                self._store.read_vector(file, source.start, places, total)
+                self._store.read_vector(file, source.start, rows, total)
                 return
             if total <= len(raw):
                 self._store.read_into(file, source.start, raw[:total])
@@ -221,6 +218,8 @@ class TensorReader:
                     itemsize=self._size,
                 )
                 return
+
+        # Everything else is gathered from as few reads as the scratch space allows.
         read_box(
             lambda address, buffer: self._store.read_into(file, address, buffer),
             source,

@@ -4,40 +4,39 @@ The matched boxes of a tensor become
 
 * **moves**: a run of bytes that is consecutive in its source and in all its destinations; streamed;
 * **interleaves**: sources and destinations that meet in boxes which are not consecutive on both
-  sides
-(splits and merges
-  along an inner axis). All connected sources and destinations are walked in common row bands, so
-  that every
-  source byte is read once and every destination byte is written once, both in long runs;
+  sides (splits and merges along an inner axis). All connected sources and destinations are walked
+  in common row bands, so that every source byte is read once and every destination byte is written
+  once, both in long runs;
 * **comparisons**: replicas with their primary.
 
 Items are about ``ITEM_BYTES`` long, so that threads share the largest tensor too. The items and
-their order follow from the plan alone: a resumed run meets the same ones. Everything here is
-integers; only late-bound addresses are asked for through ``bind``.
+their order follow from the plan alone: a resumed run repeats the same ones. Everything here is
+integers; only late-bound addresses are looked up through ``bind``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import gcd, prod
+from math import gcd
 
-from core.arrays.box import Box, Shape
+from core.arrays.box import Box
 from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.coverage import first_overlap
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import is_dense
 from core.catalog.catalog import Fragment
 from core.plan.addresses import Bind, Destination, Ends, Source
+from core.plan.bands import cut_rows, row_bands
 from core.plan.match import Match
 from core.plan.positions import Places
 
 ITEM_BYTES = 32 << 20
 """Approximate number of target bytes of one item."""
 _MANY_ENDS = 16
-"""Many ends for one item: copies that are compared, or one source and its destinations."""
+"""Number of sources and destinations above which an item is cut shorter."""
 _SMALL_BYTES = 64 << 10
+"""Runs shorter than this on average are interleaved, if there are more than ``_MANY_RUNS``."""
 _MANY_RUNS = 64
 
 
@@ -48,7 +47,7 @@ class Move:
     Args:
         key: key of the tensor.
         n_elements: length of the run.
-        source: where the run begins.
+        source: address of the run's first element.
         destinations: (array number, flat element index) of each copy to write.
         dtypes: dtypes of the source and of the target.
     """
@@ -61,7 +60,7 @@ class Move:
 
     @property
     def n_bytes(self) -> int:
-        """Return the number of bytes to write."""
+        """Total length of all destinations, in bytes."""
         return self.n_elements * itemsize(self.dtypes[1]) * len(self.destinations)
 
 
@@ -82,8 +81,8 @@ class Interleave:
         key: key of the tensor.
         links: the pairs of a source and a destination that meet; the boxes are disjoint.
         bands: boxes to walk, in C order.
-        is_regular: every link spans each band on the axes up to the cut one, so that bands of one
-            shape differ only by their addresses.
+        is_regular: every link spans each band on the axes up to the one that is cut, so that bands
+            of one shape differ only by their addresses.
         dtypes: dtypes of the source and of the target.
     """
 
@@ -101,9 +100,9 @@ class Comparison:
     Args:
         key: key of the tensor.
         box: the region; the sources begin at its first element.
-        primary: the source that is used.
+        primary: the source whose bytes are written.
         copies: the other sources.
-        bands: parts of the box, each at most a digest block long.
+        bands: parts of the box, each at most as long as a digest block.
         dtype: dtype of all sources.
     """
 
@@ -117,7 +116,7 @@ class Comparison:
 
 Item = Move | Interleave | Comparison
 ItemNumber = tuple[int, int]
-"""Number of the tensor in the plan, and of the item in the tensor; the same for every worker."""
+"""Index of the tensor in the plan, and of the item in the tensor; the same for every worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +124,10 @@ class Portion:
     """The part of a tensor that one worker does.
 
     Args:
-        number: number of the tensor in the plan.
-        match: the work of the whole tensor.
-        start, stop: the worker does the items that begin in these bytes, as ``weight_of`` counts
-            them; None for the end.
+        number: index of the tensor in the plan.
+        match: the proven work of the complete tensor.
+        start, stop: the worker does the items that begin in these bytes, counted by ``weight_of``;
+            a stop of None is the end.
     """
 
     number: int
@@ -151,6 +150,7 @@ def items_of_portion(
     if portion.start == 0 and portion.stop is None:
         yield from (((portion.number, n), item) for n, item in enumerate(items))
         return
+    # Items are cut from the complete tensor, so that they have the same numbers for every worker.
     begin = 0
     for n, item in enumerate(items):
         if portion.stop is not None and begin >= portion.stop:
@@ -161,7 +161,7 @@ def items_of_portion(
 
 
 def weight_of(item: Item) -> int:
-    """Return about how many bytes an item reads and writes."""
+    """Return approximately how many bytes an item reads and writes."""
     if isinstance(item, Move):
         return item.n_bytes + (
             0 if item.source.file is None else item.n_elements * itemsize(item.dtypes[0])
@@ -178,17 +178,51 @@ def items_of(
     """Yield the work items of one tensor: comparisons, then moves, then interleaves.
 
     Args:
+        places: positions of the target's arrays.
+        bind: finds the positions of the source's late-bound arrays.
         band_bytes: maximum number of source bytes in a band of an interleave.
-        item_bytes: about how many bytes an item is to hold.
+        item_bytes: approximate number of bytes of an item.
     """
     if match.meta.n_elements == 0:
         return
-    ends = Ends(match, places, bind)
-    yield from _comparisons(match, ends, min(band_bytes, BLOCK_BYTES), item_bytes)
 
-    # Boxes that are consecutive on both sides are moved, the others woven.
-    size = itemsize(match.dtype)
+    # Comparisons come first, so that most differences show before the tensor is written.
+    ends = Ends(match, places, bind)
+    yield from _list_comparisons(match, ends, min(band_bytes, BLOCK_BYTES), item_bytes)
+
+    # One item reads a run once, and writes it to all its destinations.
+    runs, interleaved = _split_runs(match, ends)
     dtypes = (match.dtype, match.meta.dtype)
+    for (n_piece, box), n_targets in runs.items():
+        targets = [ends.destination_of(n_target, box) for n_target in n_targets]
+        move = Move(
+            match.meta.key,
+            box.n_elements,
+            ends.source_of(n_piece, box),
+            tuple((target.array, target.start) for target in targets),
+            dtypes,
+        )
+        yield from _cut_move(move, _item_bytes(item_bytes, 1 + len(targets)))
+
+    # What is not consecutive is interleaved, together with everything that it is connected to.
+    for layer in _layers(interleaved):
+        for links in _components(layer, match, ends):
+            yield from _cut_interleave(
+                match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes
+            )
+
+
+def _split_runs(
+    match: Match, ends: Ends
+) -> tuple[dict[tuple[int, Box], list[int]], list[tuple[int, int, Box]]]:
+    """Split the pairs of a match into runs that are moved, and pairs that are interleaved.
+
+    Returns:
+        runs: (piece index, box) → indices of the targets; consecutive in the source and in all of
+            them.
+        interleaved: the other pairs, as in ``Match.pairs``.
+    """
+    size = itemsize(match.dtype)
     runs: dict[tuple[int, Box], list[int]] = {}
     interleaved: list[tuple[int, int, Box]] = []
     for n_piece, n_target, box in match.pairs:
@@ -197,87 +231,67 @@ def items_of(
             runs.setdefault((n_piece, box), []).append(n_target)
         else:
             interleaved.append((n_piece, n_target, box))
-    if _are_many_and_small(match, runs, size):
+
+    # Many tiny runs that share few arrays on one side become long ones if they are interleaved.
+    if (
+        len(runs) > _MANY_RUNS
+        and sum(box.n_elements for _, box in runs) * size < _SMALL_BYTES * len(runs)
+        and 4 * min(len(match.targets), len(match.pieces)) < len(runs) + 4
+    ):
         interleaved += [
             (n_piece, n_target, box)
-            for (n_piece, box), targets in runs.items()
-            for n_target in targets
+            for (n_piece, box), n_targets in runs.items()
+            for n_target in n_targets
         ]
         runs = {}
-
-    # Cut both into items.
-    for (n_piece, box), n_targets in runs.items():
-        source = ends.source_of(n_piece, box)
-        to = [ends.destination_of(n_target, box) for n_target in n_targets]
-        move = Move(
-            match.meta.key,
-            box.n_elements,
-            source,
-            tuple((end.array, end.start) for end in to),
-            dtypes,
-        )
-        yield from _cut_move(move, _item_bytes(item_bytes, 1 + len(to)))
-    for layer in _layers(interleaved):
-        for links in _components(layer, match, ends):
-            yield from _cut_interleave(
-                match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes
-            )
+    return runs, interleaved
 
 
 def _item_bytes(item_bytes: int, n_ends: int) -> int:
-    """Return how many bytes of one end an item holds.
+    """Return the length of an item, in bytes of one source or destination.
 
-    It is less where so many copies would make the item far more work than others.
+    Items with many of them are shorter: otherwise they would be far more work than others.
     """
     return item_bytes if n_ends <= _MANY_ENDS else max(1, item_bytes * _MANY_ENDS // n_ends)
 
 
-def _are_many_and_small(match: Match, runs: Mapping[tuple[int, Box], object], size: int) -> bool:
-    """Return whether there are so many tiny runs that interleaving them makes long ones.
-
-    That is the case where they share few arrays on one side.
-    """
-    return (
-        len(runs) > _MANY_RUNS
-        and sum(box.n_elements for _, box in runs) * size < _SMALL_BYTES * len(runs)
-        and 4 * min(len(match.targets), len(match.pieces)) < len(runs) + 4
-    )
-
-
-def _comparisons(
+def _list_comparisons(
     match: Match, ends: Ends, band_bytes: int, item_bytes: int
 ) -> Iterator[Comparison]:
     """Yield the comparisons of one tensor's copies with their primaries."""
+    # All copies of a region are compared in one item, which reads the primary once.
     groups: dict[tuple[Box, int], list[Fragment]] = {}
     primaries: dict[int, Fragment] = {}
     for box, fragment, primary in match.copies:
         groups.setdefault((box, id(primary)), []).append(fragment)
         primaries[id(primary)] = primary
+
+    size = itemsize(match.dtype)
     for (box, number), fragments in groups.items():
         used = ends.bound(primaries[number], box)
         copies = tuple(dict.fromkeys(ends.bound(fragment, box) for fragment in fragments))
-        size = itemsize(match.dtype)
-        axis = _cut_axis(box.shape, size, band_bytes)
+        axis, rows = cut_rows(box.shape, size, band_bytes)
         group_bytes = _item_bytes(item_bytes, 1 + len(copies))
-        for bands in _bands(box, axis, size, 1, band_bytes=band_bytes, item_bytes=group_bytes):
+        for bands in _group_bands(box, axis, rows, size, 1, group_bytes):
             yield Comparison(match.meta.key, box, used, copies, bands, match.dtype)
 
 
 def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:
-    """Yield a move in parts of about ``item_bytes``.
-
-    It is cut where a block of the first destination begins.
-    """
+    """Yield a move in parts of about ``item_bytes``."""
     source_size, target_size = (itemsize(name) for name in move.dtypes)
     position = move.destinations[0][1] * target_size
     done = 0
     while done < move.n_elements:
+        # Cut where a digest block of the first destination begins: few items share a block then.
         stop = position + done * target_size + item_bytes
         if item_bytes >= 2 * BLOCK_BYTES:
             stop -= stop % BLOCK_BYTES
         end = max(done + 1, (stop - position) // target_size)
+
+        # A remainder of less than 1/16 of an item is not worth an item of its own.
         if end * target_size + item_bytes // 16 > move.n_elements * target_size:
             end = move.n_elements
+
         source = Source(
             move.source.file, move.source.start + done * source_size, (), move.source.record
         )
@@ -287,31 +301,34 @@ def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:
 
 
 def _layers(pairs: list[tuple[int, int, Box]]) -> list[list[tuple[int, int, Box]]]:
-    """Return pairs in groups whose boxes are disjoint.
-
-    Targets that repeat a region go to other groups.
-    """
+    """Return pairs in groups whose boxes are disjoint."""
     if first_overlap([box for _, _, box in pairs]) is None:
         return [pairs] if pairs else []
-    of_target: dict[int, list[tuple[int, int, Box]]] = {}
-    for pair in pairs:
-        of_target.setdefault(pair[1], []).append(pair)
+
+    # Targets that repeat the boxes of earlier ones: the n-th repetition goes to the n-th layer.
     n_repeats: dict[tuple[Box, ...], int] = {}
     by_turn: dict[int, list[tuple[int, int, Box]]] = {}
-    for group in of_target.values():
+    for group in _group_by_target(pairs):
         boxes = tuple(box for _, _, box in group)
         turn = n_repeats[boxes] = n_repeats.get(boxes, 0) + 1
         by_turn.setdefault(turn, []).extend(group)
+
+    # Targets that overlap only partly get a layer each.
     layers = []
     for layer in by_turn.values():
         if first_overlap([box for _, _, box in layer]) is None:
             layers.append(layer)
-        else:  # targets that overlap in part get a layer each
-            separate: dict[int, list[tuple[int, int, Box]]] = {}
-            for pair in layer:
-                separate.setdefault(pair[1], []).append(pair)
-            layers += list(separate.values())
+        else:
+            layers += _group_by_target(layer)
     return layers
+
+
+def _group_by_target(pairs: list[tuple[int, int, Box]]) -> list[list[tuple[int, int, Box]]]:
+    """Return pairs grouped by their target, in the order of each target's first pair."""
+    groups: dict[int, list[tuple[int, int, Box]]] = {}
+    for pair in pairs:
+        groups.setdefault(pair[1], []).append(pair)
+    return list(groups.values())
 
 
 def _components(
@@ -326,11 +343,14 @@ def _components(
     parent: dict[object, object] = {}
 
     def root(node: object) -> object:
+        """Return the representative of a node's group (union-find with path halving)."""
         while (above := parent.setdefault(node, node)) != node:
             parent[node] = parent[above]
             node = above
         return node
 
+    # Connect both ends of each pair. An end with gaps in its array is represented by the array:
+    # what fills the gaps belongs to the same group.
     for n_piece, n_target, _ in pairs:
         box, fragment = match.pieces[n_piece]
         source: object = ("piece", n_piece)
@@ -343,6 +363,8 @@ def _components(
             destination = ("to", ends.destination(n_target).array)
         parent[root(source)] = root(destination)
         parent[root(("piece", n_piece))] = root(source)
+
+    # Collect the links by group.
     groups: dict[object, list[Link]] = {}
     for n_piece, n_target, box in pairs:
         link = Link(box, ends.source_of(n_piece, box), ends.destination_of(n_target, box))
@@ -354,71 +376,63 @@ def _cut_interleave(
     key: str, links: list[Link], dtypes: tuple[str, str], *, band_bytes: int, item_bytes: int
 ) -> Iterator[Interleave]:
     """Yield interleaves of about ``item_bytes`` for a group of connected links."""
-    rank = links[0].box.rank
-    offset = tuple(min(link.box.offset[axis] for link in links) for axis in range(rank))
-    end = tuple(max(link.box.end[axis] for link in links) for axis in range(rank))
-    bounds = Box(offset, tuple(b - a for a, b in zip(offset, end, strict=True)))
+    bounds = _bounding_box([link.box for link in links])
     size, target_size = (itemsize(name) for name in dtypes)
+
+    # Sources in C order need only short bands (256 KiB per file, at least 1 MiB). Transposed ones
+    # use the full size, because their runs grow with the band.
     n_ends = len({link.destination.array for link in links} | {link.source.file for link in links})
     is_consecutive = all(
         sorted(link.source.strides, reverse=True) == list(link.source.strides) for link in links
     )
     wanted_bytes = min(band_bytes, max(1 << 20, n_ends << 18)) if is_consecutive else band_bytes
-    axis = _cut_axis(bounds.shape, size, wanted_bytes)
+
+    axis, rows = cut_rows(bounds.shape, size, wanted_bytes)
     is_regular = all(
-        link.box.offset[: axis + 1] == offset[: axis + 1]
-        and link.box.end[: axis + 1] == end[: axis + 1]
+        link.box.offset[: axis + 1] == bounds.offset[: axis + 1]
+        and link.box.end[: axis + 1] == bounds.end[: axis + 1]
         for link in links
     )
     row_bytes = links[0].destination.strides[axis] * target_size
-    for bands in _bands(
-        bounds, axis, size, row_bytes, band_bytes=wanted_bytes, item_bytes=item_bytes
-    ):
+    for bands in _group_bands(bounds, axis, rows, size, row_bytes, item_bytes):
         yield Interleave(key, links, bands, is_regular, dtypes)
 
 
-def _cut_axis(shape: Shape, size: int, band_bytes: int) -> int:
-    """Return the first axis of which the elements behind one index fit into a band."""
-    axis = 0
-    while axis < len(shape) - 1 and prod(shape[axis + 1 :]) * size > band_bytes:
-        axis += 1
-    return axis
+def _bounding_box(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box that contains all boxes."""
+    offset = tuple(map(min, zip(*(box.offset for box in boxes), strict=True)))
+    end = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
+    return Box(offset, tuple(b - a for a, b in zip(offset, end, strict=True)))
 
 
-def _bands(
-    bounds: Box, axis: int, size: int, row_bytes: int, *, band_bytes: int, item_bytes: int
+def _group_bands(
+    bounds: Box, axis: int, rows: int, size: int, row_bytes: int, item_bytes: int
 ) -> Iterator[list[Box]]:
-    """Yield row bands of a box, in groups of about ``item_bytes``.
+    """Yield the row bands of a box, in groups of about ``item_bytes``.
 
     Args:
-        axis: the axis along which the bands are cut.
+        axis, rows: the axis along which the bands are cut, and the number of rows in a band.
         size: bytes per element.
-        row_bytes: bytes of a destination's row; groups end at its digest blocks where that comes
-        out even.
-        band_bytes: maximum size of a band, unless one element is longer.
-        item_bytes: bytes of a group.
+        row_bytes: bytes of a destination's row. Groups end where a digest block of the destination
+            ends, if that is not too far away.
+        item_bytes: approximate size of a group.
     """
-    shape = bounds.shape
-    if not shape:
+    if not bounds.shape:
         yield [bounds]
         return
-    rows = max(1, band_bytes // (prod(shape[axis + 1 :]) * size))
+
+    # After every ``even`` rows the destination is at the start of a digest block.
     even = BLOCK_BYTES // gcd(BLOCK_BYTES, row_bytes)
     if axis == 0 and even < rows:
         rows -= rows % even
     bands: list[Box] = []
     n_bytes = 0
-    for index in product(*(range(n) for n in shape[:axis])):
-        for first in range(0, shape[axis], rows):
-            start = (*index, first, *(0,) * (len(shape) - axis - 1))
-            extent = (*(1,) * axis, min(rows, shape[axis] - first), *shape[axis + 1 :])
-            bands.append(
-                Box(tuple(a + b for a, b in zip(bounds.offset, start, strict=True)), extent)
-            )
-            n_bytes += prod(extent) * size
-            is_even = axis > 0 or (first + rows) % even == 0
-            if n_bytes >= item_bytes and (is_even or n_bytes >= 2 * item_bytes):
-                yield bands
-                bands, n_bytes = [], 0
+    for band in row_bands(bounds, axis, rows):
+        bands.append(band)
+        n_bytes += band.n_elements * size
+        is_even = axis > 0 or (band.end[0] - bounds.offset[0]) % even == 0
+        if n_bytes >= item_bytes and (is_even or n_bytes >= 2 * item_bytes):
+            yield bands
+            bands, n_bytes = [], 0
     if bands:
         yield bands

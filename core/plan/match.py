@@ -1,4 +1,4 @@
-"""Match the fragments of source and target of one tensor: which source fills which part, proven."""
+"""Match the source and target fragments of one tensor: prove which source fills which part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from core.plan.positions import described, region_shape
 
 @value(frozen=True, slots=True)
 class Match:
-    """The proven work of one tensor.
+    """Proven work of one tensor.
 
     Args:
         meta: the target tensor.
@@ -32,7 +32,7 @@ class Match:
         copies: (common box, fragment, primary): fragments whose bytes must equal the primary's in
             that box.
         targets: the target fragments that are not empty.
-        pairs: (number of the piece, number of the target, common box).
+        pairs: (index in ``pieces``, index in ``targets``, common box).
     """
 
     meta: TensorMeta
@@ -54,127 +54,114 @@ def match(
     """Match source and target of one tensor, and prove that every element is filled.
 
     Args:
-        zeros: boxes that no source holds and that are zero.
+        zeros: boxes that have no source and are zero.
         covers: the target's fragments must cover the tensor; they need not if other processes fill
-        the rest.
+            the remainder.
 
     Raises:
-        MissingShardError, CorruptError, UnsupportedError: as for ``make_plan``.
+        MissingShardError: the source lacks the tensor, or a region that the target requires.
+        CorruptError: boxes are out of bounds, or shapes or dtypes contradict each other.
+        UnsupportedError: the cast is not supported.
     """
-    return matched(source, target.meta(key), target.fragments(key), zeros=zeros, covers=covers)
+    return match_fragments(
+        source, target.meta(key), target.fragments(key), zeros=zeros, covers=covers
+    )
 
 
-def matched(
+def match_fragments(
     source: Catalog,
     meta: TensorMeta,
-    wanted: Sequence[TargetFragment],
+    fragments: Sequence[TargetFragment],
     *,
     zeros: Sequence[Box] = (),
     covers: bool = True,
 ) -> Match:
-    """Do what ``match`` does for a target tensor and its fragments.
+    """Match a source with a target tensor whose fragments the caller has looked up.
 
     Args:
         meta: the target tensor.
-        wanted: the target's fragments.
+        fragments: the target's fragments.
         zeros, covers: as for ``match``.
+
+    Raises:
+        MissingShardError, CorruptError, UnsupportedError: as for ``match``.
     """
     key = meta.key
     if key not in source.tensors and key not in source.hidden:
         raise MissingShardError("the source has no such tensor", key=key)
-    have, stored = source.meta(key), source.fragments(key)
-    if len(stored) == len(wanted) == 1 and not zeros and have.shape == meta.shape:
-        if (simple := _of_whole(stored[0], have, wanted[0], meta)) is not None:
-            return simple
+    source_meta, stored = source.meta(key), source.fragments(key)
 
-    # Check both sides on their own.
-    targets = [fragment for fragment in wanted if not fragment.box.is_empty]
-    _check_shapes(have, meta, zeros)
-    dtype = _check_fragments(stored, have)
+    # Most tensors are one array on both sides; none of the work below is needed for them.
+    if not zeros and (simple := _match_arrays(stored, source_meta, fragments, meta)) is not None:
+        return simple
+
+    # Check both sides separately.
+    targets = [fragment for fragment in fragments if not fragment.box.is_empty]
+    _check_shapes(source_meta, meta, zeros)
+    dtype = _check_fragments(stored, source_meta)
     _check_targets(targets, meta, dtype=dtype)
 
-    # Match them: whole tensors at once, others box by box.
-    offered = [fragment for fragment in stored if not fragment.box.is_empty]
-    offered += [Fragment(key, box, None, ()) for box in zeros if not box.is_empty]
-    if offered and targets and _are_whole(offered, meta) and _are_whole(targets, meta):
-        return _match_whole(meta, dtype, offered, targets)
-    pieces, copies = _primaries(offered)
-    pairs = _pairs(key, [box for box, _ in pieces], targets, meta)
+    # Match them. Zeros come last, so that a stored fragment is preferred where both exist.
+    zero_fragments = [Fragment(key, box, None, ()) for box in zeros]
+    candidates = [f for f in (*stored, *zero_fragments) if not f.box.is_empty]
+    pieces, copies = _split_primaries(candidates)
+    pairs = _pair(key, [box for box, _ in pieces], targets, meta)
     if covers:
-        _check_covered(meta, [fragment.box for fragment in targets])
+        _check_covered(meta, targets)
     return Match(meta, dtype, pieces, copies, targets, pairs)
 
 
-def _match_whole(
-    meta: TensorMeta, dtype: str, offered: Sequence[Fragment], targets: Sequence[TargetFragment]
-) -> Match:
-    """Return the work of a tensor whose fragments are all whole; the first is the primary."""
-    primary = offered[0]
-    copies = [
-        (fragment.box, fragment, primary)
-        for fragment in offered[1:]
-        if fragment.array != primary.array
-    ]
-    box = primary.box
-    return Match(
-        meta, dtype, [(box, primary)], copies, targets, [(0, n, box) for n in range(len(targets))]
-    )
-
-
-def _of_whole(
-    fragment: Fragment, have: TensorMeta, target: TargetFragment, meta: TensorMeta
+def _match_arrays(
+    stored: Sequence[Fragment],
+    source_meta: TensorMeta,
+    fragments: Sequence[TargetFragment],
+    meta: TensorMeta,
 ) -> Match | None:
-    """Return the work of a tensor that is one array on both sides, as most are, or None."""
+    """Match a tensor that is exactly one complete array on both sides; return None for others.
+
+    Raises:
+        UnsupportedError: the cast is not supported.
+    """
+    if not (len(stored) == len(fragments) == 1 and source_meta.shape == meta.shape):
+        return None
+    fragment, target = stored[0], fragments[0]
     array, planned = fragment.array, target.array
     if array is None or planned is None or planned.dtype != meta.dtype or fragment.box.is_empty:
         return None
-    if not (is_all(fragment, array, have) and is_all(target, planned, meta)):
+    if not (is_all(fragment, array, source_meta) and is_all(target, planned, meta)):
         return None
     if array.dtype != meta.dtype:
         check_cast(array.dtype, meta.dtype, key=meta.key)
-    return Match(
-        meta, array.dtype, [(fragment.box, fragment)], (), [target], [(0, 0, fragment.box)]
-    )
+    box = fragment.box
+    return Match(meta, array.dtype, [(box, fragment)], (), [target], [(0, 0, box)])
 
 
 def is_all(fragment: AnyFragment, array: AnyArray, meta: TensorMeta) -> bool:
-    """Return whether a fragment is all of the tensor and all of its array."""
+    """Return whether a fragment is the complete tensor and its array holds nothing else."""
     box = fragment.box
     return box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at)
 
 
-def _are_whole(fragments: Sequence[AnyFragment], meta: TensorMeta) -> bool:
-    """Return whether every fragment is all of the tensor and all of its array.
-
-    Then nothing is cut, as with experts and norms.
-    """
-    return all(
-        fragment.box.shape == meta.shape
-        and fragment.array is not None
-        and fragment.array.shape == meta.shape
-        for fragment in fragments
-    )
-
-
-def _check_shapes(have: TensorMeta, want: TensorMeta, zeros: Sequence[Box]) -> None:
-    """Raise unless source and target have one shape, or the target is larger by zeros.
+def _check_shapes(source: TensorMeta, target: TensorMeta, zeros: Sequence[Box]) -> None:
+    """Raise unless source and target have the same shape, or zeros fill what the target adds.
 
     Raises:
         CorruptError: the shapes differ.
     """
-    if have.shape == want.shape or want.flexible:
+    if source.shape == target.shape or target.flexible:
         return
-    grows = len(have.shape) == len(want.shape) and all(
-        a <= b for a, b in zip(have.shape, want.shape, strict=True)
+    grows = len(source.shape) == len(target.shape) and all(
+        old <= new for old, new in zip(source.shape, target.shape, strict=True)
     )
     if not (zeros and grows):
         raise CorruptError(
-            f"the source has shape {have.shape}, but the target has {want.shape}", key=want.key
+            f"the source has shape {source.shape}, but the target has {target.shape}",
+            key=target.key,
         )
 
 
 def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
-    """Check the bounds of the source's fragments, and return the one dtype of their arrays.
+    """Check the bounds of the source's fragments, and return the common dtype of their arrays.
 
     Raises:
         CorruptError: a fragment is out of bounds, or the dtypes differ.
@@ -196,13 +183,13 @@ def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
 
 
 def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta, *, dtype: str) -> None:
-    """Raise unless every fragment of the target lies in bounds, in an array of the right dtype.
+    """Raise unless every target fragment is in bounds and has an array of the target's dtype.
 
     Args:
         dtype: dtype of the source.
 
     Raises:
-        CorruptError: a fragment does not.
+        CorruptError: a fragment is out of bounds, has no array, or its array has another dtype.
         UnsupportedError: the source cannot be cast to the target's dtype.
     """
     for fragment in targets:
@@ -221,87 +208,108 @@ def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta, *, dtype
 
 
 def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
-    """Raise unless a fragment lies in its tensor and in its array.
+    """Raise unless a fragment is within the bounds of its tensor and of its array.
 
     Raises:
-        CorruptError: it does not.
+        CorruptError: the fragment is out of bounds.
     """
     box, array = fragment.box, fragment.array
     if array is not None and is_all(fragment, array, meta):
         return
+
+    # Bounds of the tensor; zeros have no array and need no other check.
     if box.rank != len(meta.shape) or any(
         stop > n for stop, n in zip(box.end, meta.shape, strict=True)
     ):
         raise CorruptError(
             f"{described(box)} is out of bounds for shape {meta.shape}",
             key=meta.key,
-            file=None if array is None else _file(array),
+            file=_file(array),
         )
     if array is None:
         return
-    shape = region_shape(box, len(array.shape))
-    fits = shape is not None and all(
-        start >= 0 and start + n <= extent
-        for start, n, extent in zip(fragment.at, shape, array.shape, strict=True)
-    )
-    if not fits:
+
+    # Bounds of the array, whose rank may differ.
+    region = region_shape(box, len(array.shape))
+    if region is None or not all(
+        0 <= start <= extent - n
+        for start, n, extent in zip(fragment.at, region, array.shape, strict=True)
+    ):
         raise CorruptError(
-            f"{described(box)} does not fit at {fragment.at} in array {array.name!r} of shape {array.shape}",
+            f"{described(box)} does not fit at {fragment.at} "
+            f"in array {array.name!r} of shape {array.shape}",
             key=meta.key,
             file=_file(array),
         )
 
 
+# A hostile metadata file of 5,000 chunks can have millions of overlaps.
 _MOST_OVERLAPS = 250_000
 
 
-def _primaries(
-    offered: Sequence[Fragment],
+def _split_primaries(
+    candidates: Sequence[Fragment],
 ) -> tuple[list[tuple[Box, Fragment]], list[tuple[Box, Fragment, Fragment]]]:
-    """Return disjoint pieces, earlier fragments first, and the copies that overlap them.
+    """Return ``Match.pieces`` and ``Match.copies`` of fragments; earlier fragments are preferred.
 
     Raises:
-        CorruptError: implausibly many pieces overlap.
+        CorruptError: implausibly many fragments overlap.
     """
-    first: dict[Box, Fragment] = {}
+    # Replicas have equal boxes. One that is the same bytes of the same array needs no comparison.
+    primary_of: dict[Box, Fragment] = {}
     copies = []
-    for fragment in offered:
-        primary = first.setdefault(fragment.box, fragment)
+    for fragment in candidates:
+        primary = primary_of.setdefault(fragment.box, fragment)
         if primary is not fragment and (fragment.array, fragment.at) != (primary.array, primary.at):
             copies.append((fragment.box, fragment, primary))
-    boxes = list(first)
-    if first_overlap(boxes) is None:
-        return list(first.items()), copies
-    index = BoxIndex(boxes)
-    fragments = list(first.values())
+
+    # Distinct boxes rarely overlap.
+    if first_overlap(list(primary_of)) is None:
+        return list(primary_of.items()), copies
+    pieces, overlaps = _subtract_earlier(list(primary_of.values()))
+    return pieces, copies + overlaps
+
+
+def _subtract_earlier(
+    fragments: Sequence[Fragment],
+) -> tuple[list[tuple[Box, Fragment]], list[tuple[Box, Fragment, Fragment]]]:
+    """Return what each fragment adds to the earlier ones, and what it has in common with them.
+
+    Raises:
+        CorruptError: implausibly many fragments overlap.
+    """
+    index = BoxIndex([fragment.box for fragment in fragments])
     pieces: list[tuple[Box, Fragment]] = []
+    copies: list[tuple[Box, Fragment, Fragment]] = []
     n_overlaps = 0
     for number, fragment in enumerate(fragments):
-        rest = [fragment.box]
+        # The remainder stays disjoint, so that every element is compared with one primary only.
+        remainder = [fragment.box]
         for earlier, common in sorted(index.meeting(fragment.box), key=lambda hit: hit[0]):
-            if earlier < number:
-                n_overlaps += 1
-                if (
-                    n_overlaps > _MOST_OVERLAPS
-                ):  # a hostile metadata file of 5,000 chunks can have millions
-                    raise CorruptError(
-                        f"more than {_MOST_OVERLAPS:,} pairs of its pieces overlap",
-                        key=fragment.key,
-                    )
-                copies += [
-                    (part, fragment, fragments[earlier])
-                    for old in rest
-                    if (part := old.intersect(common)) is not None
-                ]
-                rest = [piece for old in rest for piece in old.subtract(common)]
-        pieces += [(box, fragment) for box in rest]
+            if earlier >= number:
+                break
+            n_overlaps += 1
+            if n_overlaps > _MOST_OVERLAPS:
+                raise CorruptError(
+                    f"more than {_MOST_OVERLAPS:,} pairs of its shards overlap", key=fragment.key
+                )
+            copies += [
+                (part, fragment, fragments[earlier])
+                for box in remainder
+                if (part := box.intersect(common)) is not None
+            ]
+            remainder = [part for box in remainder for part in box.subtract(common)]
+        pieces += [(box, fragment) for box in remainder]
     return pieces, copies
 
 
-def _pairs(
+def _pair(
     key: str, boxes: list[Box], targets: list[TargetFragment], meta: TensorMeta
 ) -> list[tuple[int, int, Box]]:
-    """Return (piece number, target number, common box) for every piece and target that meet.
+    """Return ``Match.pairs``: every source piece and target that meet, with their common box.
+
+    Args:
+        boxes: disjoint boxes of the source pieces.
 
     Raises:
         MissingShardError: a part of a target has no source.
@@ -310,6 +318,7 @@ def _pairs(
     index: BoxIndex | None = None
     pairs = []
     for n_target, fragment in enumerate(targets):
+        # Equal boxes need no search; the index is built for the first box that differs.
         box = fragment.box
         same = number_of.get(box)
         if same is not None:
@@ -317,34 +326,38 @@ def _pairs(
             continue
         index = index or BoxIndex(boxes)
         hits = sorted(index.meeting(box), key=lambda hit: hit[1].offset)
+
+        # The pieces are disjoint: they cover the target exactly if the volumes agree.
         if sum(common.n_elements for _, common in hits) != box.n_elements:
             hole = first_hole(box, [common for _, common in hits])
             raise MissingShardError(
                 f"{described(hole)} of the tensor of shape {meta.shape} is missing",
                 key=key,
-                hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
+                hint="a shard is missing or incomplete; "
+                "copy the checkpoint again or use an older one",
             )
         pairs += [(n_piece, n_target, common) for n_piece, common in hits]
     return pairs
 
 
-def _check_covered(meta: TensorMeta, boxes: list[Box]) -> None:
-    """Raise unless boxes, which may repeat or overlap, cover a tensor.
+def _check_covered(meta: TensorMeta, targets: Sequence[TargetFragment]) -> None:
+    """Raise unless the target fragments, which may repeat or overlap, cover the tensor.
 
     Raises:
-        CorruptError: a region of the tensor lies in no box.
+        CorruptError: a region of the tensor is not in any fragment.
     """
     if meta.n_elements == 0:
         return
-    distinct = list(dict.fromkeys(boxes))
+    distinct = list(dict.fromkeys(fragment.box for fragment in targets))
     region = full_box(meta.shape)
     if distinct == [region] or is_tiled(region, distinct):
         return
+    # Boxes that overlap do not tile the region, but may still cover it.
     hole = first_hole(region, distinct)
     if hole is not None:
-        raise CorruptError(f"{described(hole)} would not be written anywhere", key=meta.key)
+        raise CorruptError(f"{described(hole)} would not be written to any file", key=meta.key)
 
 
-def _file(array: AnyArray) -> str | None:
-    """Return the file of a stored array, for errors."""
+def _file(array: AnyArray | None) -> str | None:
+    """Return the file of an array, for errors; planned arrays and zeros have none."""
     return array.extent.file if isinstance(array, StoredArray) else None

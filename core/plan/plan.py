@@ -2,17 +2,16 @@
 
 ``make_plan`` shows, before any byte moves, that
 
-* every target fragment lies in an array that a file image places, and the fragments of an array
-tile it;
-* the arrays of a file image lie in the file without touching each other, and every one of them gets
-filled;
-* the target fragments of a tensor cover it, and every element they ask for has a source (or is zero
-by rule);
+* every target fragment belongs to an array that has a position in an output file, and the
+  fragments of an array tile it;
+* the arrays of an output file do not overlap, and every one of them is filled;
+* the target fragments of a tensor cover it, and every element that they require has a source (or
+  is zero by rule);
 * where sources overlap, one is the *primary* and the others are *copies* to be compared with it.
 
-No work is kept: ``Plan.match`` derives that of one key again when it is copied, so that the
-fragments of all keys never exist at once. What is kept is metadata, whose memory counts like that
-of buffers.
+The plan does not store the matches: ``Plan.match`` derives the match of a key again when the key is
+copied, so that the fragments of all keys never exist at once. The plan holds metadata only, and
+their memory counts like that of buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
 from core.errors import CapacityError
 from core.plan.items import Portion
-from core.plan.match import Match, match, matched
+from core.plan.match import Match, match, match_fragments
 from core.plan.positions import ArrayCoverage, Places
 
 if TYPE_CHECKING:
@@ -39,22 +38,22 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 DEFAULT_THREADS = 2
 DEFAULT_BUFFER_BYTES = 24 * MIB
-"""Buffer size per thread. Runs that are consecutive on both sides touch one MiB of it, splits and
-merges along an inner axis one to four; transposed sources profit from all.
+"""Buffer size per thread.
+
+Runs that are consecutive on both sides use one MiB of it, splits and merges along an inner axis one
+to four MiB; transposed sources profit from the full size.
 """
 MIN_BUFFER_BYTES = MIB
 RUNTIME_BYTES = 48 * MIB
 """Memory of the interpreter, its modules and numpy."""
 DECODER_BYTES = 192 * MIB
-"""Memory of tensorstore and other codecs besides the pieces that they decode."""
+"""Memory of tensorstore and other codecs, in addition to the units that they decode."""
 TENSOR_BYTES = 4 << 10
-"""Metadata per tensor: its catalogs, its place in a nested state, the text of a header, its line in
-the manifest.
-"""
+"""Metadata per tensor: catalog entries, path in a nested state, header text, manifest line."""
 PIECE_BYTES = 3 << 9
 """Metadata per source fragment and per placed array."""
 MATCH_BYTES = 1 << 10
-"""Memory per fragment of the tensor that is being copied, besides ``PIECE_BYTES``."""
+"""Memory per fragment of the tensor that is being copied, in addition to ``PIECE_BYTES``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +65,19 @@ class Plan:
         places: positions of the target's arrays.
         zeros: regions of target tensors that are zero by rule.
         threads: number of copying threads.
-        buffer_bytes: maximum size of the buffers of a thread.
+        buffer_bytes: maximum size of a thread's buffers.
         read_bytes: source bytes to read, copies included.
         write_bytes: bytes of the target's arrays.
         file_bytes: bytes of all output files.
-        n_fragments: source fragments that take part.
-        n_copies: replicas to compare.
+        n_fragments: number of source fragments that are read.
+        n_copies: number of replicas to compare.
         memory_bytes: memory that the process needs.
-        metadata_bytes: how much of it is metadata, which cannot be less.
-        cache_bytes: cache for decoded pieces of encoded arrays; 0 if nothing is encoded.
+        metadata_bytes: the part of ``memory_bytes`` that is metadata and cannot be reduced.
+        cache_bytes: cache for decoded units of encoded arrays; 0 if nothing is encoded.
         compares: copies are compared with the primary; otherwise they are not read.
-        n_ignored: copies that are not compared.
-        copy_bytes: how many of ``read_bytes`` are those of copies.
-        is_share: the target is only what one of several processes fills.
+        n_ignored: number of copies that are not compared.
+        copy_bytes: the part of ``read_bytes`` that belongs to copies.
+        is_share: the target is only the part that one of several processes fills.
     """
 
     source: Catalog
@@ -102,16 +101,16 @@ class Plan:
 
     @property
     def least_read_bytes(self) -> int:
-        """Return the minimum number of bytes to read: every element that is needed, once."""
+        """Minimum number of source bytes to read: every required element once."""
         return self.read_bytes - self.copy_bytes
 
     @property
     def images(self) -> Sequence[FileImage]:
-        """Return the file images."""
+        """Descriptions of the files to write."""
         return self.places.images
 
     def keys(self) -> Iterator[str]:
-        """Yield the keys with work, in order."""
+        """Yield the keys that have arrays to fill, in order."""
         return _keys(self.target, self.places)
 
     def portions(self) -> Iterator[Portion]:
@@ -123,7 +122,7 @@ class Plan:
         return self.source.bind(store, array)
 
     def match(self, key: str) -> Match:
-        """Return the work of one key, derived again."""
+        """Derive the match of one key again."""
         work = match(
             self.source, self.target, key, zeros=self.zeros.get(key, ()), covers=not self.is_share
         )
@@ -132,7 +131,12 @@ class Plan:
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the work of all keys so far."""
+    """Sums over the matches of all keys so far.
+
+    Args:
+        decode_bytes: largest memory that decoding one tensor's encoded arrays takes.
+        most_fragments: largest number of source fragments of one tensor.
+    """
 
     read_bytes: int = 0
     copy_bytes: int = 0
@@ -141,6 +145,23 @@ class _Totals:
     decode_bytes: int = 0
     most_fragments: int = 0
     n_ignored: int = 0
+
+    def add(self, work: Match) -> None:
+        """Add the match of one key."""
+        # Zeros by rule have no array: they are written, but not read.
+        stored = [(box, fragment) for box, fragment in work.pieces if fragment.array is not None]
+        n_copies = len(work.copies)
+        n_fragments = len(stored) + n_copies
+        size = itemsize(work.dtype)
+        copy_bytes = size * sum([prod(box.shape) for box, _, _ in work.copies])
+        self.read_bytes += size * sum([prod(box.shape) for box, _ in stored]) + copy_bytes
+        self.copy_bytes += copy_bytes
+        self.n_fragments += n_fragments
+        self.most_fragments = max(self.most_fragments, n_fragments, len(work.pairs))
+        self.n_copies += n_copies
+        self.decode_bytes = max(
+            self.decode_bytes, decoding_bytes([fragment for _, fragment in stored])
+        )
 
 
 def make_plan(
@@ -159,49 +180,50 @@ def make_plan(
 
     Args:
         source: a catalog whose arrays have extents; it has every key of the target.
-        target: a catalog whose arrays the images place by name. A key of its ``aliases`` whose
-        array is not placed has no bytes of its own and is passed over.
-        images: file images, from the target format's ``lay_out``.
-        zeros: target key → boxes that no source holds and that are zero; None takes
-        ``target.zeros``.
+        target: a catalog whose arrays the images place by name. A key in its ``aliases`` whose
+            array has no position has no bytes of its own and is skipped.
+        images: the files to write, from the target format's ``lay_out``.
+        zeros: target key → boxes that have no source and are zero; None uses ``target.zeros``.
         threads: number of copying threads.
         memory_bytes: memory limit of the process, imports included; None for no limit.
-        beside_bytes: how much of it is taken by what is not counted here.
+        beside_bytes: memory that the caller uses for other purposes; it counts against the limit.
         compares: compare copies with the primary; otherwise they are not read.
-        is_share: the target is only what this process holds or wants (``core.live.share``,
-        ``core.live.tensors``): its fragments need not cover their tensors, nor fill the arrays.
+        is_share: the target is only the part that this process holds or requests
+            (``core.live.share``, ``core.live.tensors``): its fragments need not cover their
+            tensors, nor fill the arrays.
 
     Raises:
-        MissingShardError: the source lacks a tensor, or a region that the target asks for.
+        MissingShardError: the source lacks a tensor, or a region that the target requires.
         CorruptError: boxes are out of bounds, shapes differ, target arrays have holes or are
-        written twice, or images are invalid.
+            written twice, or file images are invalid.
         UnsupportedError: a cast is not supported.
         CapacityError: the work does not fit into ``memory_bytes``.
     """
     if zeros is None:
         zeros = target.zeros
 
-    # Match every tensor, and count the work.
+    # Match every tensor, and add up the work. No match is stored, see the module's docstring.
     places = Places(images)
     totals = _Totals()
     coverage = ArrayCoverage(places)
     for key in _keys(target, places):
-        wanted = target.fragments(key)
-        work = matched(
-            source, target.meta(key), wanted, zeros=zeros.get(key, ()), covers=not is_share
+        fragments = target.fragments(key)
+        work = match_fragments(
+            source, target.meta(key), fragments, zeros=zeros.get(key, ()), covers=not is_share
         )
-        coverage.add(wanted)
+        coverage.add(fragments)
         if not compares:
             totals.n_ignored += len(work.copies)
             work = replace(work, copies=())
-        _count(totals, work)
+        totals.add(work)
+    # Only now can arrays with holes be detected: several keys may share an array.
     if not is_share:
         coverage.finish()
 
-    # Divide the memory.
+    # Divide the memory between buffers and caches.
     n_tensors = len(target.tensors) + len(target.hidden)
     metadata = _Metadata(n_tensors, len(places), totals.n_fragments, totals.most_fragments)
-    memory = _memory(threads, metadata, totals.decode_bytes, memory_bytes, beside_bytes)
+    memory = _divide_memory(threads, metadata, totals.decode_bytes, memory_bytes, beside_bytes)
     return Plan(
         source=source,
         target=target,
@@ -225,7 +247,7 @@ def make_plan(
 
 
 def _keys(target: TargetCatalog, places: Places) -> Iterator[str]:
-    """Yield the target's keys, without aliases whose arrays are in no file."""
+    """Yield the target's keys, except aliases whose arrays are not in any file."""
     for keys in (target.tensors, target.hidden):
         for key in keys:
             if key in target.aliases and all(
@@ -236,32 +258,14 @@ def _keys(target: TargetCatalog, places: Places) -> Iterator[str]:
             yield key
 
 
-def _count(totals: _Totals, work: Match) -> None:
-    """Add the work of one key to the totals."""
-    stored = [(box, fragment) for box, fragment in work.pieces if fragment.array is not None]
-    n_copies, n_pairs = len(work.copies), len(work.pairs)
-    n_fragments = len(stored) + n_copies
-    size = itemsize(work.dtype)
-    copy_bytes = size * sum([prod(box.shape) for box, _, _ in work.copies])
-    totals.read_bytes += size * sum([prod(box.shape) for box, _ in stored]) + copy_bytes
-    totals.copy_bytes += copy_bytes
-    totals.n_fragments += n_fragments
-    totals.most_fragments = max(totals.most_fragments, n_fragments, n_pairs)
-    totals.n_copies += n_copies
-    totals.decode_bytes = max(
-        totals.decode_bytes, decoding_bytes([fragment for _, fragment in stored])
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """The division of the process's memory.
+    """Division of the process's memory.
 
     Args:
-        threads: number of copying threads; fewer than were asked for where decoding would take too
-            much.
-        buffer_bytes: buffers per thread.
-        cache_bytes: cache for decoded pieces.
+        threads: number of copying threads; fewer than requested if decoding would take too much.
+        buffer_bytes: buffer size per thread.
+        cache_bytes: cache for decoded units.
         n_bytes: memory that the process needs.
     """
 
@@ -273,12 +277,12 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """The amount of metadata.
+    """Amount of metadata.
 
     Args:
-        n_tensors: tensors of the target, hidden ones included.
-        n_arrays: placed arrays.
-        n_fragments: fragments of the source.
+        n_tensors: number of target tensors, hidden ones included.
+        n_arrays: number of target arrays that have a position in a file.
+        n_fragments: number of source fragments.
         most_fragments: largest number of source fragments of one tensor.
     """
 
@@ -289,12 +293,13 @@ class _Metadata:
 
     @property
     def n_bytes(self) -> int:
-        """Return the memory that the metadata take."""
-        pieces = PIECE_BYTES * (self.n_arrays + self.n_fragments)
-        return TENSOR_BYTES * self.n_tensors + pieces + MATCH_BYTES * self.most_fragments
+        """Memory that the metadata take."""
+        fragment_bytes = PIECE_BYTES * (self.n_arrays + self.n_fragments)
+        # Matches exist one at a time, so that only the largest one counts.
+        return TENSOR_BYTES * self.n_tensors + fragment_bytes + MATCH_BYTES * self.most_fragments
 
 
-def _memory(
+def _divide_memory(
     threads: int,
     metadata: _Metadata,
     decode_bytes: int,
@@ -305,10 +310,10 @@ def _memory(
 
     Args:
         metadata: the metadata, which take memory as long as the work lasts.
-        decode_bytes: memory that decoding one piece of an encoded array takes at most; 0 if nothing
-        is encoded.
+        decode_bytes: maximum memory for decoding one unit of an encoded array; 0 if nothing is
+            encoded.
         memory_bytes: memory limit of the process; None for no limit.
-        beside_bytes: memory taken by what is not counted here.
+        beside_bytes: memory that the caller uses for other purposes.
 
     Raises:
         CapacityError: the work does not fit.
@@ -316,26 +321,27 @@ def _memory(
     fixed = beside_bytes + RUNTIME_BYTES + metadata.n_bytes + (DECODER_BYTES if decode_bytes else 0)
     buffer_bytes, cache_bytes = DEFAULT_BUFFER_BYTES, DEFAULT_CACHE_BYTES if decode_bytes else 0
     if memory_bytes is not None:
-        while (
-            threads > 1
-            and decode_bytes
-            and fixed + threads * (MIN_BUFFER_BYTES + decode_bytes) > memory_bytes
-        ):
-            threads -= 1
-        rest = memory_bytes - fixed - threads * decode_bytes
-        buffer_bytes = min(buffer_bytes, rest // threads)
+        # Every thread decodes a unit of its own: use only as many threads as fit.
+        if decode_bytes:
+            n_fitting = (memory_bytes - fixed) // (MIN_BUFFER_BYTES + decode_bytes)
+            threads = max(1, min(threads, n_fitting))
+
+        # Buffers come first: below the minimum there is no work, without a cache it is only slower.
+        free_bytes = memory_bytes - fixed - threads * decode_bytes
+        buffer_bytes = min(buffer_bytes, free_bytes // threads)
         if buffer_bytes < MIN_BUFFER_BYTES:
             least = fixed + threads * (MIN_BUFFER_BYTES + decode_bytes)
             load = f"{threads} threads and {metadata.n_arrays:,} arrays"
             if metadata.n_fragments > metadata.n_arrays:
-                load += f" from {metadata.n_fragments:,} pieces"
+                load += f" from {metadata.n_fragments:,} source fragments"
             if decode_bytes:
-                load += f" and the largest encoded piece ({-(-decode_bytes // MIB):,} MiB decoded)"
+                load += f" and the largest encoded chunk ({-(-decode_bytes // MIB):,} MiB decoded)"
             raise CapacityError(
-                f"{load} need {-(-least // MIB):,} MiB of memory, but the limit is {memory_bytes // MIB:,} MiB",
+                f"{load} need {-(-least // MIB):,} MiB of memory, "
+                f"but the limit is {memory_bytes // MIB:,} MiB",
                 hint=f"set the memory limit to at least {-(-least // MIB)} MiB"
                 + (", or use fewer threads" if threads > 1 else ""),
             )
-        cache_bytes = min(cache_bytes, rest - threads * buffer_bytes)
+        cache_bytes = min(cache_bytes, free_bytes - threads * buffer_bytes)
     need = fixed + threads * (buffer_bytes + decode_bytes) + cache_bytes
     return _Memory(threads, buffer_bytes, cache_bytes, need)

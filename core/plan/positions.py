@@ -1,4 +1,4 @@
-"""Locate the arrays of file images, and prove that every one of them is filled exactly once."""
+"""Locate the arrays of the output files, and prove that each of them is filled exactly once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from core.files.store import check_name
 
 
 class Places:
-    """The positions of the file images' arrays, as columns.
+    """Positions of the arrays in the output files, as columns.
 
     Args:
-        images: the file images; their paths and the names of their arrays are unique.
+        images: the files to write; their paths and the names of their arrays are unique.
 
     Raises:
-        CorruptError: an array lies outside its file, overlaps another one, or is placed twice.
-        UnsafeError: a path leaves the destination.
+        CorruptError: an array exceeds its file, overlaps another one, or has two positions.
+        UnsafeError: a path leads out of the destination.
     """
 
     def __init__(self, images: Sequence[FileImage]) -> None:
@@ -38,38 +38,35 @@ class Places:
         for number, image in enumerate(images):
             check_name(image.path)
             if image.path in paths:
-                raise CorruptError("two file images have the same path", file=image.path)
+                raise CorruptError("two output files have the same path", file=image.path)
             paths.add(image.path)
-            self._place(number, image)
 
-    def _place(self, number: int, image: FileImage) -> None:
-        """Add the arrays of a file image.
-
-        Raises:
-            CorruptError: an array lies outside the file, overlaps another one, or is placed twice.
-        """
-        end = 0
-        for placed in image.arrays:
-            name, n_bytes = placed.array.name, placed.array.n_bytes
-            if placed.offset < end or placed.offset + n_bytes > image.size:
-                raise CorruptError(
-                    f"array {name!r} is placed at bytes {placed.offset}–{placed.offset + n_bytes}, "
-                    f"but bytes {end}–{image.size} are free",
-                    file=image.path,
-                )
-            if name in self._number:
-                raise CorruptError(f"array {name!r} is placed twice", file=image.path)
-            end = placed.offset + n_bytes
-            self._number[name] = len(self._offset)
-            self._image.append(number)
-            self._offset.append(placed.offset)
-            self._n_bytes.append(n_bytes)
+            # Arrays are in the order of their offsets: each begins at or after the previous one's
+            # end.
+            end = 0
+            for placed in image.arrays:
+                name, n_bytes = placed.array.name, placed.array.n_bytes
+                if placed.offset < end or placed.offset + n_bytes > image.size:
+                    raise CorruptError(
+                        f"array {name!r} is placed at bytes {placed.offset}–"
+                        f"{placed.offset + n_bytes}, but bytes {end}–{image.size} are free",
+                        file=image.path,
+                    )
+                if name in self._number:
+                    raise CorruptError(f"array {name!r} is placed twice", file=image.path)
+                end = placed.offset + n_bytes
+                self._number[name] = len(self._offset)
+                self._image.append(number)
+                self._offset.append(placed.offset)
+                self._n_bytes.append(n_bytes)
 
     @classmethod
     def of_columns(
         cls, paths: Sequence[str], image: columns[int], offset: columns[int], n_bytes: columns[int]
     ) -> Places:
-        """Return positions that the lead has stored, without images; arrays have numbers for names.
+        """Return positions from columns that the lead worker has stored, without file images.
+
+        The arrays' names are their numbers.
 
         Args:
             paths: paths of the files.
@@ -89,17 +86,17 @@ class Places:
         return len(self._offset)
 
     def number_of(self, name: str) -> int | None:
-        """Return an array's number, in the order of images and their arrays, or None."""
+        """Return an array's number, in the order of files and their arrays, or None."""
         if self._is_numbered:
             return int(name)
         return self._number.get(name)
 
     def names(self) -> Iterator[str]:
-        """Return the arrays' names, by number."""
+        """Yield the arrays' names, by number."""
         return map(str, range(len(self))) if self._is_numbered else iter(self._number)
 
     def file_of(self, number: int) -> str:
-        """Return the path of the file image that holds an array."""
+        """Return the path of the output file that contains an array."""
         return self._paths[self._image[number]]
 
     def offset_of(self, number: int) -> int:
@@ -112,12 +109,12 @@ class Places:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of all arrays."""
+        """Total bytes of all arrays."""
         return sum(self._n_bytes)
 
 
 class ArrayCoverage:
-    """Proves that target fragments tile every placed array.
+    """Proof that target fragments tile every array of the output files.
 
     Fragments of one array may belong to several keys.
     """
@@ -129,10 +126,10 @@ class ArrayCoverage:
         self._n_filled: dict[int, int] = {}
 
     def add(self, fragments: Sequence[TargetFragment]) -> None:
-        """Add the target fragments of one key; an array is proven as soon as its volume is reached.
+        """Add the target fragments of one key, and check each array that is full now.
 
         Raises:
-            CorruptError: an array is not placed, placed with another size, or written twice.
+            CorruptError: an array is in no file, has another size there, or is written twice.
         """
         for fragment in fragments:
             array = fragment.array
@@ -143,7 +140,9 @@ class ArrayCoverage:
                 raise CorruptError(f"array {array.name!r} is not in any file", key=fragment.key)
             if self._places.bytes_of(number) != array.n_bytes:
                 raise CorruptError(
-                    f"array {array.name!r} is placed with another size", key=fragment.key
+                    f"array {array.name!r} has {array.n_bytes:,} bytes, "
+                    f"but {self._places.bytes_of(number):,} bytes are reserved in the file",
+                    key=fragment.key,
                 )
             if fragment.box.is_empty:
                 continue
@@ -152,11 +151,16 @@ class ArrayCoverage:
                     f"array {array.name!r} is written twice, by {described(fragment.box)}",
                     key=fragment.key,
                 )
+
+            # Most arrays have one fragment: nothing has to be kept for them.
             shape = region_shape(fragment.box, len(array.shape))
-            assert shape is not None
+            assert shape is not None  # checked by match_fragments
             if shape == array.shape and number not in self._parts:
                 self._is_done[number] = 1
                 continue
+
+            # Others keep their fragments until the volumes add up: then the fragments tile the
+            # array unless two of them overlap.
             parts = self._parts.setdefault(number, [])
             parts.append((Box(fragment.at, shape), fragment.key))
             self._n_filled[number] = self._n_filled.get(number, 0) + prod(shape)
@@ -166,7 +170,7 @@ class ArrayCoverage:
                 del self._parts[number], self._n_filled[number]
 
     def finish(self) -> None:
-        """Check that every array is filled, once all keys have been added.
+        """Raise unless every array is filled; call it after all keys have been added.
 
         Raises:
             CorruptError: a region of an array is not written.
@@ -187,7 +191,11 @@ class ArrayCoverage:
 
 
 def _refuse_double_writes(array: PlannedArray, parts: list[tuple[Box, str]]) -> None:
-    """Raise if fragments of an array overlap."""
+    """Raise if fragments of an array overlap.
+
+    Raises:
+        CorruptError: two fragments overlap.
+    """
     boxes = [box for box, _ in parts]
     overlap = first_overlap(boxes)
     if overlap is not None:
@@ -200,7 +208,8 @@ def _refuse_double_writes(array: PlannedArray, parts: list[tuple[Box, str]]) -> 
 def region_shape(box: Box, rank: int) -> Shape | None:
     """Return the shape of a fragment's region in an array of ``rank`` axes, aligned at the last.
 
-    None means that the array has too few axes.
+    Returns:
+        None if the array has too few axes.
     """
     extra = rank - box.rank
     if extra >= 0:
@@ -209,7 +218,7 @@ def region_shape(box: Box, rank: int) -> Shape | None:
 
 
 def described(box: Box | None) -> str:
-    """Return a box as text for messages: ``[0:4, 8:16]``."""
+    """Format a box for messages: ``[0:4, 8:16]``."""
     if box is None:
         return "the region"
     if box.rank == 0:

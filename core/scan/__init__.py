@@ -1,6 +1,6 @@
-"""The scan: one pass over every byte of a checkpoint, in threads and ranks, in bounded memory.
+"""Scan a checkpoint: one pass over every byte, in threads and ranks, in bounded memory.
 
-Start at ``run.scan``. ``observer`` is what takes part (values, replicas, digests), ``windows`` the
-order in which bytes are read, ``sums`` what comes out.
+Start at ``run.scan``. ``observer`` defines what takes part (values, replicas, digests), ``windows``
+the order in which bytes are read, ``sums`` the results.
 Imports: arrays, catalog, device, errors, files, team.
 """

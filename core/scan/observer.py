@@ -1,6 +1,6 @@
-"""Define observers: they get the elements of arrays, or the bytes of files, that a scan reads.
+"""Define observers, which receive the elements of arrays or the bytes of files that a scan reads.
 
-Each rank of a team has its own observers, which get that rank's share. The states of the ranks'
+Each rank of a team has its own observers, which receive that rank's share. The states of the ranks'
 observers are then merged into the observers of the lead.
 """
 
@@ -15,50 +15,50 @@ class Observer(Protocol):
     """An observer of the elements of arrays; called from several threads."""
 
     def sees(self, array: StoredArray) -> bool:
-        """Return whether the observer wants the elements of an array; asked once for each."""
+        """Return whether the observer needs an array's elements; called once for each array."""
 
     def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
-        """Take a run of elements.
+        """Process a run of elements.
 
         Args:
             array: the array as the catalog has it.
             start: index of the run's first element in the array's C order. Runs come in any order;
-                together they are the whole array, each element once. An array of more than 1 MiB is
-                mostly cut at multiples of 1 MiB from its start.
+                together they are the complete array, each element once. An array of more than 1 MiB
+                is mostly cut at multiples of 1 MiB from its start.
             data: the elements, little endian; at most 1 MiB, valid during the call only.
         """
 
     def finish(self, array: StoredArray) -> None:
-        """Take note that all elements of an array have been fed.
+        """Finish an array, after all of its elements have been fed.
 
         Called once for each array, but not if some elements could not be read.
         """
 
     def state(self) -> Any:
-        """Return what the observer has gathered; it must be small and picklable.
+        """Return what the observer has collected; it must be small and picklable.
 
         For an array of which several ranks are fed parts, ``finish`` is called only at the lead,
-        once all states have been merged.
+        after all states have been merged.
         """
 
     def merge(self, state: Any) -> None:
-        """Add the state of another rank's observer, which got other elements."""
+        """Add the state of another rank's observer, which received other elements."""
 
 
 class FileObserver(Protocol):
     """An observer of the bytes of files; called from several threads."""
 
     def reads(self, file: str, n_bytes: int) -> bool:
-        """Return whether the observer wants the bytes of a file, in order and from one thread."""
+        """Return whether the observer needs the bytes of a file, in order and from one thread."""
 
     def feed_file(self, file: str, offset: int, data: memoryview) -> None:
-        """Take the next bytes of a file; valid during the call only."""
+        """Process the next bytes of a file; they are valid during the call only."""
 
     def finish_file(self, file: str) -> None:
-        """Take note that all of a file has been fed; not called if some of it could not be read."""
+        """Finish a file, after all of it has been fed; not called if a part could not be read."""
 
     def state(self) -> Any:
-        """Return what the observer has gathered about whole files; it must be picklable."""
+        """Return what the observer has collected about complete files; it must be picklable."""
 
     def merge(self, state: Any) -> None:
-        """Add the state of another rank's observer, which got other files."""
+        """Add the state of another rank's observer, which received other files."""

@@ -1,18 +1,18 @@
 """Scan a checkpoint: one pass over every byte, in several threads, in bounded memory.
 
-Files are read in segments, each byte once, and handed on while they lie in the processor's cache:
-to the sums (``core.scan.sums``) and, array by array, to *observers*. Arrays whose elements do not
-follow each other in their file, or must be decoded, are read separately
-(``core.scan.separate_arrays``) and handed on as dense elements, of which sums are made too.
+Files are read in segments, each byte once, and passed on while they are in the processor's cache:
+to the sums (``core.scan.sums``) and, array by array, to *observers*. Arrays whose elements are not
+consecutive in their file, or must be decoded, are read separately (``core.scan.separate_arrays``)
+and passed on as dense elements, whose sums are computed too.
 
-What cannot be read is noted, and the scan goes on. Errors of observers end the scan, unless they
-are of this toolkit's own tree.
+What cannot be read is recorded as a problem, and the scan goes on. Errors of observers end the
+scan, unless they are subclasses of ``CheckpointingException``.
 
 The ranks of a team divide the files (``core.scan.share``); the lead joins their results, as if it
 had read everything.
 
 Memory: a window of 1 MiB per thread; for strided arrays two bands more; for encoded arrays one unit
-and what decoding takes, within ``memory_bytes``; about half a kilobyte for every array.
+and the memory for decoding it, within ``memory_bytes``; about half a kilobyte for every array.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY_BYTES = 512 << 20
 CRCS = WantedSums()
 Progress = Callable[[int, int], None]
-"""Takes the bytes of files read so far and the bytes of all files; called from reading threads."""
+"""Receives the bytes read so far and the bytes of all files; called from reading threads."""
 
 
 class StatedIn(Protocol):
-    """A reader of the CRCs that files state of their parts."""
+    """A reader of the CRCs that files record for their parts."""
 
     def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterable[StatedCrc]:
-        """Return the CRCs that a file states.
+        """Return the CRCs that a file records.
 
         Args:
             n_bytes: size of the file.
-            report: takes the errors in parts of the file that are passed over.
+            report: receives the errors in parts of the file that are skipped.
         """
 
 
@@ -99,30 +99,33 @@ def scan(
     """Read every file once.
 
     Args:
-        catalog: its arrays are handed on; None if the metadata cannot be read: then only files are.
+        catalog: its arrays are passed to observers; None if the metadata cannot be read: then only
+            files are scanned.
         store: the checkpoint's files.
-        observers: get the elements of arrays.
+        observers: receive the elements of arrays.
         files: size by name of the files to read; None for all files of the store.
-        file_observers: get the bytes of files.
+        file_observers: receive the bytes of files.
         wanted: the sums to compute.
-        stated_in: reads the CRCs that files state; without it none is compared.
-        arrays: arrays to read, in place of all arrays of the catalog; an array whose name came
-            before is passed over.
-        threads: None for as many as there are processors.
+        stated_in: reads the CRCs that files record; without it none is compared.
+        arrays: arrays to read instead of all arrays of the catalog; an array whose name occurred
+            before is skipped.
+        threads: number of threads; None for the number of processors.
         memory_bytes: maximum bytes that decoding may take at once.
         progress: called with the bytes that this rank has read.
         team: divides the work; each rank calls this with the same arguments, and observers of its
             own.
-        device: the device on which observers work; bytes that are read for it are pinned, and sent
-            to it once for all observers.
+        device: the device on which observers work; the bytes to send are pinned, and sent to it
+            once for all observers.
 
     Returns:
         The results; on ranks other than the lead only those of their shares. The lead's observers
-        have got everything.
+        have received everything.
 
     Raises:
         WorkerError: the ranks of a team do not see the same files.
+        StoppedError: another rank has failed.
     """
+    # Fragments without an array are zeros: there is nothing to read.
     if arrays is None:
         candidates = (
             () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
@@ -130,10 +133,17 @@ def scan(
         arrays = (array for array in candidates if array is not None)
 
     def prepare() -> ScanRun:
+        """List the files, and group the arrays by file; several fragments may share an array."""
+        names: set[str] = set()
+        by_file: dict[str, list[StoredArray]] = {}
+        for array in arrays:
+            if array.name not in names:
+                names.add(array.name)
+                by_file.setdefault(array.extent.file, []).append(array)
         return ScanRun(
             store,
             list_files_below(store) if files is None else files,
-            _group_by_file(arrays),
+            by_file,
             bind=(lambda array: array)
             if catalog is None
             else lambda array: catalog.bind(store, array),
@@ -147,7 +157,10 @@ def scan(
             device=device,
         )
 
+    # The ranks divide the work without communication: this needs equal metadata everywhere.
     run = require_agreement(team, prepare, ScanRun.observed_state, subject=store.label)
+
+    # Read. The lead then joins the results of all ranks.
     n_threads = threads or len(os.sched_getaffinity(0))
     if team.size == 1:
         run.run_threads(n_threads)
@@ -157,26 +170,15 @@ def scan(
     return run.result
 
 
-def _group_by_file(arrays: Iterable[StoredArray]) -> dict[str, list[StoredArray]]:
-    """Return the arrays of each file, without those whose name came before."""
-    names: set[str] = set()
-    by_file: dict[str, list[StoredArray]] = {}
-    for array in arrays:
-        if array.name not in names:
-            names.add(array.name)
-            by_file.setdefault(array.extent.file, []).append(array)
-    return by_file
-
-
 @dataclass(frozen=True, slots=True)
 class _ScannedFile:
     """A file that is being read.
 
     Args:
-        plan: how the file is read.
+        plan: the order in which the file is read.
         sums: the sums of the file.
         readers: observers of the file's bytes.
-        observers: observers by array name, of the arrays that any observer wants.
+        observers: observers by array name, for the arrays that any observer needs.
     """
 
     plan: FilePlan
@@ -187,7 +189,7 @@ class _ScannedFile:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A piece of work: a part of a file."""
+    """A work item: a part of a file."""
 
     file: _ScannedFile
     start: int
@@ -197,14 +199,14 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _SeparateItem:
-    """A piece of work: an array that is read separately."""
+    """A work item: an array that is read separately."""
 
     file: _ScannedFile
     array: SeparateArray
 
 
 _Errors = list[tuple[StoredArray | None, CheckpointingException]]
-"""Arrays that cannot be read (None for the whole file), with the reasons."""
+"""Arrays that cannot be read (None for the complete file), with the reasons."""
 
 
 class ScanRun:
@@ -240,7 +242,8 @@ class ScanRun:
         self._team = team
         self._share = divide_files(team, files, arrays)
         self._meter = Meter()
-        self._divided_files: dict[str, _ScannedFile | None] = {}  # those that several ranks read
+        # The files that several ranks read; None if the file cannot be read.
+        self._divided_files: dict[str, _ScannedFile | None] = {}
         self._items = self._all_items()
         self._n_bytes = sum(files.values())
         self._done_bytes = 0
@@ -249,23 +252,25 @@ class ScanRun:
         self._threads = ThreadGroup("scan")
 
     def run_threads(self, n_threads: int) -> None:
-        """Read in threads; the calling thread waits and stays open to signals."""
+        """Read in threads; the calling thread waits and stays responsive to signals."""
         self._threads.run(self._work, n_threads)
 
     def observed_state(self) -> object:
-        """Return what all ranks must see alike, for their shares to fit together."""
+        """Return the metadata that must be equal on all ranks, for their shares to fit together."""
         names = [(file, [array.name for array in arrays]) for file, arrays in self._arrays.items()]
         return self._share.spans, names
 
     def read_share(self, n_threads: int) -> ScanPart:
         """Read this rank's share and return the results for the lead."""
-        begun = time.monotonic()
+        start_time = time.monotonic()
         self._meter = Meter(self._team, self._share.n_bytes)
         self.run_threads(n_threads)
         self._meter.finish()
+
+        # The lead keeps its results and observers; only its figures are needed.
         rank, n_bytes = self._team.rank, self.result.read_bytes + self.result.separate_bytes
         files = {} if is_lead(self._team) else dict(self._parts_of_divided_files())
-        figures = Figures(rank, self._team.hosts[rank], n_bytes, 0, time.monotonic() - begun)
+        figures = Figures(rank, self._team.hosts[rank], n_bytes, 0, time.monotonic() - start_time)
         if is_lead(self._team):
             return ScanPart(figures)
         states = [observer.state() for observer in self._observers]
@@ -273,7 +278,7 @@ class ScanRun:
         return ScanPart(figures, self.result, files, states, file_states)
 
     def _parts_of_divided_files(self) -> Iterator[tuple[str, FilePart]]:
-        """Yield the sums that this rank has of files that it shares with others, by name."""
+        """Yield, by name, this rank's sums of files that it shares with other ranks."""
         for name, file in self._divided_files.items():
             if file is None or file.sums.is_complete:
                 continue
@@ -282,24 +287,27 @@ class ScanRun:
             except CheckpointingException as err:
                 self._note(name, None, err)
                 continue
+            # The rank may have planned the file without reading any of it.
             if part.of_file.runs:
                 yield name, part
 
     def join(self, parts: Sequence[ScanPart]) -> None:
         """Add the results of all ranks, by rank; called at the lead."""
-        # The lead plans files too of which it has read nothing itself, to join the others' sums.
+        # To join the sums of other ranks, the lead also plans files that it has not read itself.
         for name in self._share.spans:
             if name not in self._divided_files and any(name in part.files for part in parts):
                 self._divided_files[name] = self._open_file(
                     name, self._arrays.get(name, []), is_owner=False
                 )
 
+        # Complete files first, then those that several ranks have read.
         for part in parts[1:]:
             self._merge(part)
         for name, file in self._divided_files.items():
             if file is not None:
-                self._join_file(file, [part.files[name] for part in parts if name in part.files])
+                self._join_file(name, file, parts)
 
+        # Sort: the result must not depend on the number of ranks.
         order = {name: number for number, name in enumerate(self._share.spans)}
         self.result.mismatches.sort(
             key=lambda mismatch: (order[mismatch.file], mismatch.stated.start)
@@ -315,18 +323,20 @@ class ScanRun:
         for reader, state in zip(self._file_observers, part.file_states, strict=True):
             reader.merge(state)
 
-    def _join_file(self, file: _ScannedFile, parts: Iterable[FilePart]) -> None:
-        """Add the sums that other ranks have of a file."""
+    def _join_file(self, name: str, file: _ScannedFile, parts: Sequence[ScanPart]) -> None:
+        """Add the other ranks' sums of a file."""
         for part in parts:
+            if name not in part.files:
+                continue
             try:
-                for array in file.sums.join(part, self._store):
+                for array in file.sums.join(part.files[name], self._store):
                     for observer in file.observers.get(array.name, ()):
                         observer.finish(array)
             except CheckpointingException as err:
-                self._note(file.plan.file, None, err)
+                self._note(name, None, err)
 
     def _all_items(self) -> Iterator[_Segment | _SeparateItem]:
-        """Yield the pieces of this rank's work, file by file; each file is planned at its turn."""
+        """Yield this rank's work items, file by file; each file is planned at its turn."""
         for name in self._share.spans:
             if not self._share.meets(name):
                 continue
@@ -340,11 +350,13 @@ class ScanRun:
     def _items_of_file(
         self, name: str, file: _ScannedFile, *, is_owner: bool
     ) -> Iterator[_Segment | _SeparateItem]:
-        """Yield the pieces of this rank's work on a file."""
+        """Yield this rank's work items of a file."""
         share = self._share
         for array in file.plan.empty if is_owner else ():
             self._finish(file, array, empty_sum(array, self._wanted))
-        if file.readers and file.plan.n_bytes:  # they want the bytes in order, so in one piece
+
+        # File observers need the bytes in order: then the file is one item.
+        if file.readers and file.plan.n_bytes:
             if is_owner:
                 yield _Segment(file, 0, file.plan.n_bytes, file.plan.ranges)
         else:
@@ -362,10 +374,10 @@ class ScanRun:
     def _open_file(
         self, name: str, arrays: list[StoredArray], *, is_owner: bool
     ) -> _ScannedFile | None:
-        """Plan how a file is read, and ask the observers what they want of it.
+        """Plan how a file is read, and find the observers that need it.
 
         Args:
-            is_owner: this rank notes the problems of the file, which several ranks may plan.
+            is_owner: this rank records the problems of the file, which several ranks may plan.
 
         Returns:
             The file; None if it cannot be read at all.
@@ -375,6 +387,8 @@ class ScanRun:
         except CheckpointingException as err:
             self._note_all(name, [(None, err)], is_owner=is_owner)
             return None
+
+        # Plan the file from its arrays and its recorded CRCs.
         bound, bind_errors = self._bind_arrays(name, arrays)
         stated, stated_errors = self._read_stated(name, n_bytes)
         plan, plan_errors = plan_file(name, n_bytes, bound, stated)
@@ -382,10 +396,13 @@ class ScanRun:
         if stated or any(is_checked(separate.bound) for separate in plan.separate):
             self.result.covered.add(name)
 
+        # Find the observers that need its bytes or arrays.
         observers = self._observers_of(array for array, _ in bound)
         readers = [observer for observer in self._file_observers if observer.reads(name, n_bytes)]
         sums = FileSums(plan, self._wanted, self.result, self._lock)
-        if n_bytes == 0 and is_owner:  # no segment will end it
+
+        # An empty file has no segment that could finish it.
+        if n_bytes == 0 and is_owner:
             sums.finish(self._store)
             for observer in readers:
                 observer.finish_file(name)
@@ -397,7 +414,8 @@ class ScanRun:
         """Find the positions of arrays in their file.
 
         Returns:
-            The arrays as the catalog has them and with their positions, and those without one.
+            The arrays as the catalog has them and with their positions; and the arrays without a
+            position, with the reasons.
         """
         bound, errors = [], _Errors()
         for array in arrays:
@@ -413,7 +431,7 @@ class ScanRun:
         return bound, errors
 
     def _read_stated(self, name: str, n_bytes: int) -> tuple[list[StatedCrc], _Errors]:
-        """Return the CRCs that a file states, and what is wrong with their records."""
+        """Return the CRCs that a file records, and the errors in these records."""
         stated: list[StatedCrc] = []
         errors = _Errors()
         if self._stated_in is not None:
@@ -426,7 +444,7 @@ class ScanRun:
         return stated, errors
 
     def _observers_of(self, arrays: Iterable[StoredArray]) -> dict[str, list[Observer]]:
-        """Return the observers that want an array, by name of the arrays that have any."""
+        """Return the observers of each array, by name, for arrays that any observer needs."""
         observers = {
             array.name: [observer for observer in self._observers if observer.sees(array)]
             for array in arrays
@@ -434,26 +452,30 @@ class ScanRun:
         return {name: interested for name, interested in observers.items() if interested}
 
     def _note_all(self, file: str, errors: _Errors, *, is_owner: bool) -> None:
+        """Record problems of a file, on its owner only: other ranks find the same ones."""
         for array, error in errors if is_owner else ():
             self._note(file, array, error)
 
     def _note(self, file: str, array: StoredArray | None, error: CheckpointingException) -> None:
+        """Record a problem."""
         with self._lock:
             self.result.problems.append(ReadProblem(file, array, error))
 
     def _finish(self, file: _ScannedFile, array: StoredArray, total: Sum) -> None:
-        """Record the sums of an array that was read separately, and tell its observers."""
+        """Record the sums of an array that was read separately, and notify its observers."""
         with self._lock:
             self.result.arrays[array.name] = total
         for observer in file.observers.get(array.name, ()):
             observer.finish(array)
 
     def _next_item(self) -> _Segment | _SeparateItem | None:
+        """Return the next work item; None if there are no more or the scan was stopped."""
         with self._items_lock:
             return None if self._threads.is_stopped() else next(self._items, None)
 
     def _work(self) -> None:
-        """Take pieces of work and read them until there are none; the task of one thread."""
+        """Read work items until there are none; the task of one thread."""
+        # Each thread reuses one window; it is pinned if a device works on its bytes.
         window = host_buffer(
             self._device if self._device is not None and self._device.work else None, WINDOW_BYTES
         )
@@ -466,12 +488,13 @@ class ScanRun:
                 else:
                     self._read_segment(item, window)
             except StoppedError:
+                # Another rank has failed: this is not a problem of the file.
                 raise
             except CheckpointingException as err:
                 self._note(item.file.plan.file, array, err)
 
     def _read_segment(self, item: _Segment, window: memoryview) -> None:
-        """Read a segment window by window, and hand each window on while it is in the cache."""
+        """Read a segment window by window, and pass each window on while it is in the cache."""
         file, name = item.file, item.file.plan.file
         sums = SegmentSums(file.plan, item.start, item.ranges, self._wanted)
         feeder = _SegmentFeeder(file, item.ranges)
@@ -483,11 +506,12 @@ class ScanRun:
             for reader in file.readers:
                 reader.feed_file(name, start, data)
             sums.feed(data)
+            # With a device, all observers of the window share one copy to it.
             with uploaded_once(self._device, data):
                 feeder.feed(data, start)
             self._report(len(data))
 
-        # Arrays may end in this segment, or in one that another thread has read before.
+        # Segments may finish in any order: the last one to finish completes an array.
         for array in file.sums.add(sums, self._store):
             for observer in file.observers.get(array.name, ()):
                 observer.finish(array)
@@ -522,7 +546,7 @@ class ScanRun:
 
 
 class _SegmentFeeder:
-    """Feeds the arrays of a segment to their observers, window by window."""
+    """Passes the arrays of a segment to their observers, window by window."""
 
     def __init__(self, file: _ScannedFile, ranges: Iterable[FileRange]) -> None:
         self._waiting = iter(
@@ -542,10 +566,13 @@ class _SegmentFeeder:
         Args:
             start: byte address of the window.
         """
+        # Open the arrays that begin in this window.
         stop = start + len(data)
         while self._next is not None and self._next[0].start < stop:
             self._open.append(self._next)
             self._next = next(self._waiting, None)
+
+        # Pass on the part of each open array that is in the window.
         for file_range, observers in self._open:
             array = file_range.content
             assert isinstance(array, StoredArray)

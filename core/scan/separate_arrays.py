@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 BAND_BYTES = 4 << 20
 _CACHE_BYTES = 16 << 20
 _MAX_REPEATS = 64
-"""How many times an array may repeat its stored bytes, as expanded tensors do."""
+"""Maximum number of times that an array may repeat its stored bytes, as expanded tensors do."""
 _MIB = 1 << 20
 
 Feed = Callable[[int, memoryview], None]
-"""Takes a run of elements: the index of the first in C order, and the elements."""
+"""Receives a run of elements: the index of the first in C order, and the elements."""
 
 
 class MemoryBudget:
-    """An amount of memory that threads share.
+    """Amount of memory that threads share.
 
     Args:
         n_bytes: maximum bytes in use at once.
@@ -51,18 +51,19 @@ class MemoryBudget:
 
     @contextmanager
     def reserve(self, n_bytes: int, array: StoredArray) -> Iterator[None]:
-        """Wait until so many bytes are free, and reserve them for the block.
+        """Wait until this many bytes are free, and reserve them for the block.
 
         Raises:
-            CapacityError: the whole budget is smaller.
+            CapacityError: the complete budget is smaller.
         """
+        # A request above the budget would wait forever.
         if n_bytes > self._n_bytes:
             raise CapacityError(
-                f"reading this array takes {n_bytes / _MIB:,.1f} MiB of memory, "
-                f"{self._n_bytes / _MIB:,.1f} MiB are allowed",
+                f"reading this array needs {n_bytes / _MIB:,.1f} MiB of memory, "
+                f"but the limit is {self._n_bytes / _MIB:,.1f} MiB",
                 key=array.name,
                 file=array.extent.file,
-                hint="allow more memory",
+                hint="raise the memory limit",
             )
         with self._changed:
             self._changed.wait_for(lambda: self._free_bytes >= n_bytes)
@@ -76,12 +77,12 @@ class MemoryBudget:
 
 
 class SeparateReader:
-    """The reader of separate arrays of one thread, with its buffers.
+    """Reader of separate arrays, with the buffers of one thread.
 
     Args:
         store: the files.
-        budget: memory for decoding, of all threads together.
-        is_stopped: asked between runs whether the scan has been stopped.
+        budget: memory for decoding, shared by all threads.
+        is_stopped: called between runs; True if the scan has been stopped.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class SeparateReader:
         self._raw: memoryview | None = None
 
     def read(self, separate: SeparateArray, feed: Feed, wanted: WantedSums) -> Sum | None:
-        """Feed all elements of an array, in order.
+        """Pass on all elements of an array, in order.
 
         Returns:
             The sums of the array's dense bytes; None if the scan was stopped.
@@ -105,11 +106,13 @@ class SeparateReader:
         array = separate.bound
         size = itemsize(array.dtype)
         run = RunSum(0, array.n_bytes, crc=wanted.crc, digest=wanted.has_digest(array))
-        for piece in self._pieces(array):
-            for start in range(0, len(piece), WINDOW_BYTES):
+        # Bands and units consist of complete elements; observers get them in smaller runs.
+        blocks = self._bands(array) if array.extent.encoding is None else self._units(array)
+        for block in blocks:
+            for start in range(0, len(block), WINDOW_BYTES):
                 if self._is_stopped():
                     return None
-                data = piece[start : start + WINDOW_BYTES]
+                data = block[start : start + WINDOW_BYTES]
                 feed(run.n_bytes // size, data)
                 run.feed(data)
         digest = (
@@ -117,21 +120,20 @@ class SeparateReader:
         )
         return Sum(run.n_bytes, run.crc if wanted.crc else None, digest)
 
-    def _pieces(self, array: StoredArray) -> Iterator[memoryview]:
-        """Yield the dense bytes of an array, in order, in pieces of whole elements."""
-        return self._bands(array) if array.extent.encoding is None else self._units(array)
-
     def _units(self, array: StoredArray) -> Iterator[memoryview]:
         """Yield the decoded units of an encoded array."""
         extent = array.extent
         assert extent.encoding is not None
         encoding = extent.encoding
+
+        # Observers receive complete elements, so that every unit must contain complete elements.
         if encoding.unit_bytes < array.n_bytes and encoding.unit_bytes % itemsize(array.dtype):
             raise UnsupportedError(
-                f"{encoding.name} data come in units that cut elements",
+                f"the chunk size of the {encoding.name} data is not a multiple of the element size",
                 file=extent.file,
                 key=array.name,
             )
+
         # Threads wait here until a unit and its decoding fit into the shared memory.
         with self._budget.reserve(
             min(encoding.unit_bytes, array.n_bytes) + encoding.working_bytes, array
@@ -149,18 +151,21 @@ class SeparateReader:
                 yield data
 
     def _bands(self, array: StoredArray) -> Iterator[memoryview]:
-        """Yield the elements of a strided array, gathered in bands of its C order."""
+        """Yield the elements of a strided array, gathered in bands in C order."""
         extent = array.extent
         size = itemsize(array.dtype)
         strides = tuple(step * size for step in extent.strides or c_strides(array.shape))
-        stored = size + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
+
         # Strides of 0 repeat elements; a few stored bytes must not become endless work.
+        stored = size + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
         if array.n_bytes > _MAX_REPEATS * stored + BAND_BYTES:
             raise CapacityError(
-                f"{stored} stored bytes are repeated to {array.n_bytes} bytes",
+                f"the strides expand {stored:,} stored bytes to {array.n_bytes:,} bytes",
                 file=extent.file,
                 key=array.name,
             )
+
+        # The buffers are allocated for the first strided array: most checkpoints have none.
         if self._band is None or self._raw is None:
             self._band, self._raw = (memoryview(mmap.mmap(-1, BAND_BYTES)) for _ in range(2))
         for index, shape in split_into_bands(array.shape, BAND_BYTES // size):
@@ -181,22 +186,22 @@ class SeparateReader:
 
 
 def is_checked(array: StoredArray) -> bool:
-    """Return whether decoding an array compares its bytes with a checksum."""
+    """Return whether decoding an array verifies a checksum."""
     encoding = array.extent.encoding
     return encoding is not None and has_checksum(encoding)
 
 
 def split_into_bands(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:
-    """Split an array into boxes that are runs of its C order, one after the other.
+    """Split an array into boxes that are consecutive runs of its C order.
 
     Args:
-        shape: in elements.
+        shape: shape of the array, in elements.
         most_elements: maximum elements of a box.
 
     Yields:
         The index of the first element, and the shape, of each box.
     """
-    # Trailing axes that fit completely stay whole; the axis before them is cut into runs of rows.
+    # Trailing axes that fit stay uncut; the axis before them is cut into runs of rows.
     axis = len(shape)
     inner = 1
     while axis > 0 and inner * shape[axis - 1] <= most_elements:

@@ -1,14 +1,14 @@
-"""Divide what is read among the ranks of a team, and hold what they send to the lead.
+"""Divide the bytes to read among the ranks of a team, and define the results they send to the lead.
 
 ::
 
     files     |   a   |         b         | c |      d      |      one after the other
     ranks     |     0     |     1     |     2     |   3     |      equal runs of bytes
 
-The work of a file is its bytes, followed by the bytes of arrays that are read separately. A piece
-of work belongs to the rank in whose run its first byte lies. Every rank derives this from the
-metadata alone, so no rank has to ask. A file that lies in several runs is put together by the lead,
-from what each rank has of it.
+The work of a file is its bytes, followed by the bytes of arrays that are read separately. A work
+item belongs to the rank whose run contains its first byte. Every rank derives this from the
+metadata alone, without communication. The results of a file that several ranks read are joined by
+the lead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from core.team.protocol import Figures
 
 _PIECES = 32
-"""About how many pieces a rank reads; so no share is longer than another by more than 3 %."""
+"""Approximate number of items per rank; shares then differ by at most 3 %."""
 _LEAST_BYTES = 2 * WINDOW_BYTES
-"""Minimum bytes of a piece: blocks that two pieces share are read twice."""
+"""Minimum bytes of an item: blocks that two items share are read twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The division of work among the ranks, as one of them sees it.
+    """Division of work among the ranks, as one of them sees it.
 
     Args:
         rank, size: number of this rank, and of all ranks.
@@ -49,22 +49,22 @@ class RankShare:
     spans: Mapping[str, tuple[int, int]] = field(repr=False)
 
     def owner(self, position: int) -> int:
-        """Return the rank in whose run a byte of all work lies."""
+        """Return the rank whose run contains a byte of all work."""
         return (
             min(position * self.size // self.total_bytes, self.size - 1) if self.total_bytes else 0
         )
 
     def owners(self, name: str) -> range:
-        """Return the ranks in whose runs a file or tensor lies."""
+        """Return the ranks whose runs contain parts of a file or tensor."""
         start, stop = self.spans[name]
         return range(self.owner(start), self.owner(max(start, stop - 1)) + 1)
 
     def meets(self, name: str) -> bool:
-        """Return whether some of the work of a file or tensor may be this rank's."""
+        """Return whether this rank's run contains a part of a file or tensor."""
         return self.rank in self.owners(name)
 
     def is_own(self, name: str, offset: int = 0) -> bool:
-        """Return whether this rank does the piece of work that begins at ``offset``.
+        """Return whether this rank does the work item that begins at ``offset``.
 
         The offset counts from the beginning of the work on the file or tensor of that name.
         """
@@ -73,7 +73,7 @@ class RankShare:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of this rank's run."""
+        """Length of this rank's run, in bytes."""
         first, last = (
             -(-self.total_bytes * rank // self.size) for rank in (self.rank, self.rank + 1)
         )
@@ -81,7 +81,7 @@ class RankShare:
 
     @property
     def piece_bytes(self) -> int:
-        """Return about how many bytes of a file make a piece of work."""
+        """Approximate number of bytes of a file in a work item."""
         if self.size == 1:
             return SEGMENT_BYTES
         return min(SEGMENT_BYTES, max(_LEAST_BYTES, self.total_bytes // (self.size * _PIECES)))
@@ -121,7 +121,7 @@ def divide_in_order(team: Team, sizes: Iterable[tuple[str, int]]) -> RankShare:
 
 
 def _separate_bytes(array: StoredArray) -> int:
-    """Return the bytes of an array that are read separately, judging by its metadata."""
+    """Return the bytes of an array that are read separately, according to its metadata."""
     extent = array.extent
     is_run = extent.strides is None or is_c_contiguous(array.shape, extent.strides)
     return array.n_bytes if extent.encoding is not None or not is_run else 0
@@ -129,10 +129,10 @@ def _separate_bytes(array: StoredArray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScanPart:
-    """The results that a rank sends to the lead.
+    """Results that a rank sends to the lead.
 
     Args:
-        figures: how much the rank did.
+        figures: amount of work that the rank did.
         scanned: results that are complete; None from the lead itself, which has them.
         files: sums of files that the rank shares with others, by name.
         states: states of the rank's observers.
@@ -147,15 +147,15 @@ class ScanPart:
 
 
 class Meter:
-    """Reports the progress of this rank to the team, in the end exactly as many bytes as expected.
+    """Reports the progress of this rank to the team: in the end exactly as many bytes as announced.
 
     Args:
-        team: gets the reports.
-        n_bytes: this rank's share. Pieces of work are not cut at its ends, so the bytes that are
-            done are a little more or less.
+        team: receives the reports.
+        n_bytes: this rank's share. Work items are not cut at its ends, so that the actual number of
+            bytes is slightly larger or smaller.
 
     Attributes:
-        n_bytes: bytes that have been done.
+        n_bytes: bytes that have been read.
     """
 
     def __init__(self, team: Team = ALONE, n_bytes: int = 0) -> None:
@@ -179,6 +179,6 @@ class Meter:
         self._team.advance(reported_bytes)
 
     def finish(self) -> None:
-        """Report the rest of the share as done."""
+        """Report the remainder of the share as done."""
         self._team.advance(self._unreported_bytes)
         self._unreported_bytes = 0

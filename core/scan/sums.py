@@ -1,6 +1,6 @@
-"""Compute what a scan finds about bytes: CRC-32s and digests of files and arrays, and stated CRCs.
+"""Compute CRC-32s and digests of files and arrays, and compare CRCs that the checkpoint records.
 
-Every byte goes through the CRC once: CRCs are computed of the pieces between all borders, and then
+Every byte goes through the CRC once: CRCs are computed for the runs between all borders, and then
 combined.
 """
 
@@ -29,7 +29,7 @@ class WantedSums:
     """The sums that a scan computes.
 
     Args:
-        crc: CRC-32s of everything; without them no stated CRC is checked.
+        crc: CRC-32s of everything; without them no recorded CRC is checked.
         array_digests, file_digests: digests as in ``core.arrays.checksum``.
         digests_of: names of arrays whose digests are computed in any case.
     """
@@ -46,12 +46,12 @@ class WantedSums:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The sums of a file, or of the dense bytes of an array.
+    """Sums of a file, or of the dense bytes of an array.
 
     Args:
         n_bytes: number of bytes.
-        crc: CRC-32; None if it was not wanted.
-        digest: digest in hexadecimal digits; None if it was not wanted.
+        crc: CRC-32; None if it was not requested.
+        digest: digest in hexadecimal digits; None if it was not requested.
     """
 
     n_bytes: int
@@ -68,12 +68,12 @@ def empty_sum(array: StoredArray, wanted: WantedSums) -> Sum:
 
 @dataclass(frozen=True, slots=True)
 class CrcMismatch:
-    """Bytes that do not have the CRC-32 that the checkpoint states.
+    """Bytes whose CRC-32 differs from the one that the checkpoint records.
 
     Args:
-        file: the file that holds the bytes.
-        stated: position of the bytes, and the stated CRC.
-        actual_crc: the CRC that the bytes have.
+        file: the file that contains the bytes.
+        stated: position of the bytes, and the recorded CRC.
+        actual_crc: CRC of the bytes.
         arrays: names of arrays that overlap the bytes.
     """
 
@@ -89,7 +89,7 @@ class ReadProblem:
 
     Args:
         file: the file.
-        array: the array; None if the whole file could not be read.
+        array: the array; None if the complete file could not be read.
         error: the reason.
     """
 
@@ -100,15 +100,15 @@ class ReadProblem:
 
 @dataclass(slots=True)
 class ScanResult:
-    """The results of a scan.
+    """Results of a scan.
 
     Args:
-        files: sums by file name; only of files that were read to the end.
-        arrays: sums by array name; only of arrays that were read to the end.
-        mismatches: bytes that do not have their stated CRC.
-        n_stated: number of stated CRCs that were compared.
+        files: sums by file name; only for files that were read to the end.
+        arrays: sums by array name; only for arrays that were read to the end.
+        mismatches: bytes whose CRC differs from the recorded one.
+        n_stated: number of recorded CRCs that were compared.
         problems: files and arrays that could not be read.
-        covered: files in which a checksum that they state protects at least some bytes.
+        covered: files with a recorded checksum that protects at least some of their bytes.
         read_bytes: bytes of files that were read in order.
         separate_bytes: bytes of arrays that were read separately.
         figures: figures of the workers that divided the work; empty without a team.
@@ -138,11 +138,11 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """The sums that one rank has of a file that it shares with others.
+    """One rank's sums of a file that it shares with others.
 
     Args:
         of_file: sums of the file's bytes.
-        of_ranges: sums of incomplete ranges, by number in ``FilePlan.ranges``.
+        of_ranges: sums of incomplete ranges, by index in ``FilePlan.ranges``.
     """
 
     of_file: ArrayPart
@@ -150,10 +150,10 @@ class FilePart:
 
 
 class SegmentSums:
-    """The sums of one segment of a file, fed in order.
+    """Sums of one segment of a file, fed in order.
 
     Args:
-        plan: how the file is read.
+        plan: the order in which the file is read.
         start: byte address at which the segment begins.
         ranges: ranges that overlap the segment, by address.
         wanted: the sums to compute.
@@ -165,8 +165,18 @@ class SegmentSums:
         self._crc = wanted.crc
         self._position = start
         self.of_file = RunSum(start, plan.n_bytes, crc=False, digest=wanted.file_digests)
+        # A range may have begun in an earlier segment: its sums start at an offset then.
         self.of_ranges = [
-            (file_range, _begin_run(file_range, start, wanted)) for file_range in ranges
+            (
+                file_range,
+                RunSum(
+                    max(0, start - file_range.start),
+                    file_range.stop - file_range.start,
+                    crc=False,
+                    digest=_has_digest(file_range, wanted),
+                ),
+            )
+            for file_range in ranges
         ]
         self._borders = sorted(
             {border for file_range in ranges for border in (file_range.start, file_range.stop)}
@@ -175,10 +185,10 @@ class SegmentSums:
         self._open: list[tuple[FileRange, RunSum]] = []
 
     def feed(self, data: memoryview) -> None:
-        """Take the next bytes of the segment."""
+        """Add the next bytes of the segment."""
         start, stop = self._position, self._position + len(data)
         self._position = stop
-        # Between two borders the same ranges are open, so the piece's CRC counts for all of them.
+        # Between two borders the same ranges are open, so that one CRC counts for all of them.
         borders = self._borders[
             bisect_right(self._borders, start) : bisect_left(self._borders, stop)
         ]
@@ -186,47 +196,45 @@ class SegmentSums:
             self._feed_piece(data[begin - start : end - start], begin, end)
 
     def _feed_piece(self, data: memoryview, start: int, stop: int) -> None:
-        """Take bytes that no border cuts."""
+        """Add bytes that contain no border."""
+        # One pass over the bytes; the CRCs of all open ranges are combined with the result.
         crc = crc32(data) if self._crc else 0
         _feed_with_crc(self.of_file, data, crc)
-        # Open the ranges that begin here; those that end here are closed below.
+
+        # Open the ranges that begin here.
         while (
             self._n_begun < len(self.of_ranges) and self.of_ranges[self._n_begun][0].start <= start
         ):
             self._open.append(self.of_ranges[self._n_begun])
             self._n_begun += 1
-        is_ended = False
+
+        # Feed all open ranges, and close those that end here.
+        is_any_complete = False
         for file_range, run in self._open:
             _feed_with_crc(run, data, crc)
-            is_ended |= file_range.stop <= stop
-        if is_ended:
+            is_any_complete |= file_range.stop <= stop
+        if is_any_complete:
             self._open = [pair for pair in self._open if pair[0].stop > stop]
 
 
-def _begin_run(file_range: FileRange, start: int, wanted: WantedSums) -> RunSum:
-    """Return empty sums for the part of a range that begins at address ``start`` or later."""
-    offset = max(0, start - file_range.start)
-    n_bytes = file_range.stop - file_range.start
-    return RunSum(offset, n_bytes, crc=False, digest=_has_digest(file_range, wanted))
-
-
 def _has_digest(file_range: FileRange, wanted: WantedSums) -> bool:
+    """Return whether a range is an array whose digest is computed."""
     return isinstance(file_range.content, StoredArray) and wanted.has_digest(file_range.content)
 
 
 def _feed_with_crc(run: RunSum, data: memoryview, crc: int) -> None:
-    """Feed a run bytes whose CRC has been computed."""
+    """Add bytes whose CRC has already been computed to a run."""
     run.crc = crc32_combine(run.crc, crc, len(data)) if run.n_bytes else crc
     run.feed(data)
 
 
 class FileSums:
-    """The sums of one file, whose segments are read by any threads, in any order.
+    """Sums of one file, whose segments are read by any threads, in any order.
 
     Args:
-        plan: how the file is read.
+        plan: the order in which the file is read.
         wanted: the sums to compute.
-        result: gets the sums that are complete.
+        result: receives the sums that are complete.
         lock: guards the result and these sums.
     """
 
@@ -249,6 +257,7 @@ class FileSums:
         Returns:
             The arrays whose elements have now all been read.
         """
+        # Under the lock, only collect: finishing sums may read the file, and locks again.
         with self._lock:
             self._result.read_bytes += sums.of_file.n_bytes
             self._file.add(sums.of_file)
@@ -260,11 +269,12 @@ class FileSums:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every byte of the file has been read."""
+        """True if every byte of the file has been read."""
         return self._file.is_complete
 
     def part(self, store: ReadStore) -> FilePart:
         """Return the sums of the file and its incomplete ranges, for ``join`` elsewhere."""
+        # Every process numbers the ranges alike: the plans are equal.
         numbers = {id(file_range): number for number, file_range in enumerate(self._plan.ranges)}
         sums = {numbers[key]: range_sums for key, range_sums in self._ranges.items()}
         return FilePart(
@@ -276,7 +286,7 @@ class FileSums:
         )
 
     def join(self, part: FilePart, store: ReadStore) -> list[StoredArray]:
-        """Add the sums that another process has of the file.
+        """Add another process's sums of the file.
 
         Returns:
             The arrays whose elements have now all been read.
@@ -290,7 +300,7 @@ class FileSums:
     def _record(
         self, complete: Sequence[tuple[FileRange, ArraySum]], store: ReadStore, *, is_read: bool
     ) -> list[StoredArray]:
-        """Put complete sums into the result, and return the arrays that are complete."""
+        """Add complete sums to the result, and return the arrays that are complete."""
         if is_read:
             self.finish(store)
         arrays = []
@@ -305,7 +315,7 @@ class FileSums:
         return arrays
 
     def finish(self, store: ReadStore) -> None:
-        """Put the sums of the file, all of which has been read, into the result."""
+        """Add the sums of the file, which has been read completely, to the result."""
         total = self._finish_sum(self._file, 0, store)
         with self._lock:
             self._result.files[self._plan.file] = total
@@ -333,11 +343,12 @@ class FileSums:
         return lambda offset, buffer: store.read_into(self._plan.file, base + offset, buffer)
 
     def _finish_sum(self, sums: ArraySum, base: int, store: ReadStore) -> Sum:
+        """Return the final sums of a range; blocks that two segments share are read again."""
         crc, digest = sums.finish(self._reader(base, store))
         return Sum(sums.n_bytes, crc if self._wanted.crc else None, digest.hex() or None)
 
     def _compare(self, stated: StatedCrc, crc: int | None) -> None:
-        """Compare the CRC of some bytes with the stated one, unless it was not computed."""
+        """Compare the CRC of some bytes with the recorded one, unless it was not computed."""
         if crc is None:
             return
         with self._lock:

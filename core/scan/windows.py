@@ -1,13 +1,13 @@
-"""Plan in which windows a scan reads a file, from where its arrays lie.
+"""Plan the windows in which a scan reads a file, from the positions of its arrays.
 
 ::
 
     file      |header|  array a  |gap|      array b, large        |directory|
     windows   |        1         |    2    |    3    |    4       |
 
-Arrays whose elements follow each other in the file are handed out as the windows pass them. Arrays
-that overlap (views of one storage) are handed out together, as long as the elements of one do not
-straddle those of another. All others are read *separately*: strided, encoded and straddling ones.
+Arrays whose elements are consecutive in the file are passed on as the windows reach them. Arrays
+that overlap (views of one storage) are passed on together, as long as the elements of one do not
+straddle those of another. All others are read *separately*: strided, encoded and straddling arrays.
 
 A window ends where no element is cut: anywhere in a gap; in an array at multiples of
 ``WINDOW_BYTES`` from its start. Everything here is integers.
@@ -29,21 +29,18 @@ from core.errors import CapacityError, CheckpointingException, CorruptError, Tru
 WINDOW_BYTES = BLOCK_BYTES
 """Bytes of a file that a thread holds at once, and of the blocks of large arrays."""
 MAX_SHARING = 64
-"""How many times over the arrays may share the bytes of a file.
-
-Thousands of views of one storage would take forever.
-"""
+"""Maximum ratio of the arrays' bytes to the file's: thousands of views would take forever."""
 SEGMENT_BYTES = 32 << 20
-"""Bytes of a file that a thread reads, about, before it takes the next piece of work."""
+"""Approximate number of bytes that a thread reads before it takes the next work item."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A range of bytes of a file that has a meaning.
+    """A range of bytes of a file: an array, or bytes whose CRC is recorded.
 
     Args:
         start, stop: byte addresses in the file.
-        content: the array whose elements these bytes are, or the CRC that is stated for them.
+        content: the array whose elements these bytes are, or their recorded CRC.
     """
 
     start: int
@@ -66,12 +63,12 @@ class SeparateArray:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """The plan how a file is read.
+    """Plan for reading a file.
 
     Args:
         file: name of the file.
         n_bytes: size of the file.
-        ranges: arrays and stated CRCs of the file that have bytes, by address.
+        ranges: arrays and recorded CRCs of the file that have bytes, by address.
         clusters: disjoint regions, by address, that windows may only cut at multiples of
             ``WINDOW_BYTES`` from their start.
         separate: arrays to be read separately.
@@ -88,13 +85,13 @@ class FilePlan:
     def segments(
         self, most_bytes: int = SEGMENT_BYTES
     ) -> Iterator[tuple[int, int, tuple[FileRange, ...]]]:
-        """Yield the pieces of work of a file, by address; none for an empty file.
+        """Yield the segments of a file, each a work item, by address; none for an empty file.
 
         Args:
-            most_bytes: about how long a piece is, at least ``WINDOW_BYTES``.
+            most_bytes: approximate length of a segment, at least ``WINDOW_BYTES``.
 
         Yields:
-            Start and stop of the piece, and the ranges that overlap it.
+            Start and stop of the segment, and the ranges that overlap it.
         """
         active: list[FileRange] = []
         n_taken = start = 0
@@ -115,7 +112,7 @@ class FilePlan:
             start = end
 
     def _cut(self, start: int, most_bytes: int) -> int:
-        """Return where a piece ends that begins at ``start``, which is 0 or an end of a piece."""
+        """Return the end of a segment or window that begins at ``start`` (0, or a previous end)."""
         limit = start + most_bytes
         if limit >= self.n_bytes:
             return self.n_bytes
@@ -139,12 +136,12 @@ def plan_file(
         file: name of the file.
         n_bytes: size of the file.
         arrays: every array in the file, as the catalog has it and with its position.
-        stated: CRCs that the file states.
+        stated: CRCs that the file records.
 
     Returns:
-        The plan, and the arrays that do not lie in the file or are too many, with the reasons.
+        The plan; and the arrays that exceed the file or share its bytes too often, with the errors.
     """
-    # Which arrays can be handed out as the windows pass them, and which are read separately?
+    # Decide which arrays are passed on as the windows reach them, and which are read separately.
     arranged = _arrange_arrays(arrays, n_bytes)
     ranges, clusters, straddling = _cluster_ranges(
         sorted(arranged.ranges, key=attrgetter("start", "stop"))
@@ -154,7 +151,7 @@ def plan_file(
         bound_by_name = {array.name: bound for array, bound in arrays}
         separate += [SeparateArray(array, bound_by_name[array.name]) for array in straddling]
 
-    # Stated CRCs are ranges too, but windows may cut them anywhere.
+    # Recorded CRCs are ranges too, but windows may cut them anywhere.
     ranges += [
         FileRange(crc.start, crc.stop, crc)
         for crc in stated
@@ -169,10 +166,10 @@ def plan_file(
 
 @dataclass(frozen=True, slots=True)
 class _ArrangedArrays:
-    """The arrays of a file by the way in which they are read.
+    """Arrays of a file by the way in which they are read.
 
     Args:
-        ranges: arrays whose elements follow each other.
+        ranges: arrays whose elements are consecutive.
         separate: strided and encoded arrays.
         empty: arrays without elements.
         errors: arrays that cannot be read, with the reasons.
@@ -195,12 +192,19 @@ def _arrange_arrays(
         assert not extent.is_late, "bound before"
         if array.n_bytes == 0:
             arranged.empty.append(array)
+        # Encoded arrays are not views of the file; their bounds are checked when they are decoded.
         elif extent.encoding is not None:
             arranged.separate.append(SeparateArray(array, bound))
-        elif err := _error_if_outside(bound, n_bytes) or _error_if_too_many(
-            bound, total := total + array.n_bytes, n_bytes
-        ):
+        elif err := _error_if_outside(bound, n_bytes):
             arranged.errors.append((array, err))
+        elif (total := total + array.n_bytes) > MAX_SHARING * n_bytes:
+            too_many = CapacityError(
+                f"the arrays up to this one add up to {total:,} bytes, "
+                f"but the file has only {n_bytes:,} bytes",
+                file=extent.file,
+                key=bound.name,
+            )
+            arranged.errors.append((array, too_many))
         elif extent.strides is None or is_c_contiguous(bound.shape, extent.strides):
             arranged.ranges.append(FileRange(extent.offset, extent.offset + array.n_bytes, array))
         else:
@@ -211,13 +215,13 @@ def _arrange_arrays(
 def _cluster_ranges(
     ranges: Sequence[FileRange],
 ) -> tuple[list[FileRange], list[tuple[int, int]], list[StoredArray]]:
-    """Join overlapping arrays to clusters.
+    """Join overlapping arrays into clusters.
 
     Args:
         ranges: arrays, by address.
 
     Returns:
-        The arrays that are handed out as windows pass them, the regions that they cover, and the
+        The arrays that are passed on as windows reach them, the regions that they cover, and the
         arrays whose elements straddle those of others.
     """
     regular: list[FileRange] = []
@@ -225,6 +229,7 @@ def _cluster_ranges(
     straddling: list[StoredArray] = []
     for file_range in ranges:
         assert isinstance(file_range.content, StoredArray)
+        # An overlapping array joins the cluster if its elements are aligned to its start.
         begin, end = clusters[-1] if clusters else (0, 0)
         if file_range.start >= end:
             clusters.append((file_range.start, file_range.stop))
@@ -238,8 +243,9 @@ def _cluster_ranges(
 
 
 def _error_if_outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
-    """Return the error for an array that does not lie in its file, else None."""
+    """Return an error if an array exceeds its file or has negative strides, else None."""
     extent = bound.extent
+    # Without negative strides, the last element has the highest address.
     steps = extent.strides
     if steps is None:
         end = extent.offset + bound.n_bytes
@@ -250,7 +256,7 @@ def _error_if_outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
         return CorruptError(f"strides {steps} are negative", file=extent.file, key=bound.name)
     if extent.offset < 0 or end > n_bytes:
         return TruncatedError(
-            f"the array ends at byte {end}, the file at byte {n_bytes}",
+            f"the array ends at byte {end}, but the file ends at byte {n_bytes}",
             file=extent.file,
             key=bound.name,
             span=(extent.offset, end),
@@ -259,25 +265,13 @@ def _error_if_outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
     return None
 
 
-def _error_if_too_many(bound: StoredArray, total_bytes: int, n_bytes: int) -> CapacityError | None:
-    """Return the error for one view too many of the bytes of its file, else None."""
-    if total_bytes <= MAX_SHARING * n_bytes:
-        return None
-    extent = bound.extent
-    return CapacityError(
-        f"the arrays up to this one have {total_bytes:,} bytes in a file of {n_bytes:,} bytes",
-        file=extent.file,
-        key=bound.name,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class StatedCrc:
-    """The CRC-32 that a checkpoint states for some bytes of a file.
+    """CRC-32 that a checkpoint records for some bytes of a file.
 
     Args:
         start, stop: byte addresses in the file.
-        crc: the stated CRC-32.
+        crc: the recorded CRC-32.
         name: name of the bytes for messages: ``record data/0``.
     """
 

@@ -1,7 +1,7 @@
-"""A destination appears complete or not at all: stages, journals, locks, replacement.
+"""Publish a destination complete or not at all: staging directory, journal, locks, replacement.
 
-Start at ``stage``, which draws what lies on disk at each step. ``journal`` is what ``--resume``
-continues from, ``replacement`` what ``--force`` does. The next run removes what a crash left
-(``Stage._begin``, ``stale``).
+Start at ``stage``, which shows what is on disk at each step. ``journal`` is what ``--resume``
+continues from, ``replacement`` implements ``--force``. The next run removes what a crash left
+behind (``Stage._begin``, ``stale``).
 Imports: copy, errors, files, formats, manifest, opening, plan.
 """

@@ -14,14 +14,14 @@ from core.opening.open import ITERATION_DIR, store_of_file
 
 
 def check_replaceable(dst: Path, paths: Iterable[str]) -> None:
-    """Raise unless replacing ``dst`` removes only a checkpoint that the new one takes the place of.
+    """Raise unless ``dst`` is free, or is a checkpoint that the new one replaces completely.
 
     Args:
-        dst: the destination; it may be free.
+        dst: the destination; it need not exist.
         paths: paths of the new files, relative to the destination.
 
     Raises:
-        UsageError: the destination is not a checkpoint, or holds other iterations that would be
+        UsageError: the destination is not a checkpoint, or contains other iterations that would be
             lost.
     """
     if not os.path.lexists(dst) or (dst.is_dir() and not any(dst.iterdir())):
@@ -32,21 +32,24 @@ def check_replaceable(dst: Path, paths: Iterable[str]) -> None:
             file=str(dst),
             hint="remove it, or choose another destination",
         )
+
+    # Iterations that the new checkpoint does not have are training progress: never remove them.
     new_names = {path.split("/")[0] for path in paths}
     lost = [] if dst.is_file() else [name for name in _iterations_in(dst) if name not in new_names]
     if lost:
         raise UsageError(
-            f"the destination holds other iterations ({', '.join(lost[:4])}), which would be lost",
+            f"the destination contains other iterations ({', '.join(lost[:4])}) that would be lost",
             file=str(dst),
             hint="choose another destination, or move them elsewhere first",
         )
 
 
 def _holds_checkpoint(path: Path) -> bool:
-    """Return whether a path holds a checkpoint, intact or damaged.
+    """Return whether a path is a checkpoint, intact or damaged.
 
-    A path does if a format recognises it, or if it has a manifest that this toolkit wrote.
+    It is one if a format recognises it, or if it has a manifest that this toolkit wrote.
     """
+    # A manifest is sufficient: a damaged checkpoint may not be recognised by any format.
     if path.is_file():
         if (path.parent / manifest_name(path.name)).is_file():
             return True
@@ -65,7 +68,7 @@ def _holds_checkpoint(path: Path) -> bool:
 
 
 def _iterations_in(root: Path) -> list[str]:
-    """Return the names of the folders of a directory that are named like iterations."""
+    """Return the names of the subdirectories that are named like iterations."""
     return [
         name
         for name in LocalStore(root).folders()

@@ -1,4 +1,4 @@
-"""Write the files of a stage: create them at full size, fill them from many threads, sync them."""
+"""Write the files of a staging directory: create them at full size, fill them, sync them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class StageStore:
-    """A directory that is being written.
+    """A directory that is being written, from any number of threads.
 
     Args:
         root: the directory, which exists.
@@ -40,7 +40,7 @@ class StageStore:
         self._lock = threading.Lock()
 
     def create(self, name: str, n_bytes: int) -> None:
-        """Create a file of ``n_bytes`` zero bytes and reserve its space; keep one of that size.
+        """Create a file of zero bytes and reserve its space; keep an existing file of this size.
 
         Raises:
             CapacityError: the disk is full, or a limit on file sizes is reached.
@@ -53,13 +53,12 @@ class StageStore:
             with self._file(name) as fd:
                 size = os.fstat(fd).st_size
                 if size != n_bytes:
-                    if (
-                        size
-                    ):  # an empty file may be getting its bytes from another process right now
+                    # Old bytes of another size are discarded. An empty file is not truncated
+                    # again: another process may be filling it right now.
+                    if size:
                         os.ftruncate(fd, 0)
-                    os.ftruncate(
-                        fd, n_bytes
-                    )  # at once; reserving space may lengthen the file step by step
+                    # Set the size in one step; reserving space may lengthen the file gradually.
+                    os.ftruncate(fd, n_bytes)
                     allocate(fd, n_bytes)
         self._names.add(name)
 
@@ -67,8 +66,8 @@ class StageStore:
         """Create a hard link to an existing file.
 
         Raises:
-            UnsupportedError: stage and file are on different file systems, or theirs has no hard
-                links.
+            UnsupportedError: the two directories are on different file systems, or their file
+                system has no hard links.
             StorageError: the link cannot be created.
         """
         path = self.root / check_name(name)
@@ -80,9 +79,9 @@ class StageStore:
                 if err.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
                     raise
                 raise UnsupportedError(
-                    f"no hard link to this file is possible here: {err.strerror}",
+                    f"cannot create a hard link to this file: {err.strerror}",
                     file=str(existing),
-                    hint="write to the file system of the source, or leave --metadata-only out",
+                    hint="write to the file system of the source, or omit --metadata-only",
                 ) from err
         self._linked.add(name)
 
@@ -91,9 +90,10 @@ class StageStore:
 
         Raises:
             CapacityError: the disk is full.
-            StorageError: the system cannot write.
+            StorageError: the file cannot be written.
         """
         with self._file(name) as fd, translate_os_errors(name, doing="write"):
+            # The system may write less than requested.
             done = os.pwrite(fd, data, offset)
             while done < len(data):
                 done += os.pwrite(fd, memoryview(data)[done:], offset + done)
@@ -103,7 +103,7 @@ class StageStore:
 
         Raises:
             TruncatedError: the file is too short.
-            StorageError: the system cannot read.
+            StorageError: the file cannot be read.
         """
         with self._file(name) as fd, translate_os_errors(name, doing="read back"):
             done = 0
@@ -123,7 +123,7 @@ class StageStore:
         """Wait until the bytes of a file are on the disk.
 
         Raises:
-            StorageError: the system could not write.
+            StorageError: the system could not write them.
         """
         with self._file(name) as fd, translate_os_errors(name, doing="sync"):
             os.fsync(fd)
@@ -132,7 +132,7 @@ class StageStore:
         """Sync every file that was created, opened or linked here.
 
         Raises:
-            StorageError: the system could not write.
+            StorageError: the system could not write them.
         """
         with ThreadPoolExecutor(_SYNC_THREADS) as pool:
             for _ in pool.map(self.sync, sorted(self._names)):
@@ -144,15 +144,15 @@ class StageStore:
         """Sync the files, then the directories, the innermost first.
 
         Raises:
-            StorageError: the system could not write.
+            StorageError: the system could not write them.
         """
         self.sync_files()
         sync_folders(self.root)
 
     def close(self) -> None:
-        """Close every file, and let no file be opened any more.
+        """Close every file; no file can be opened afterwards.
 
-        A file that a thread still uses is closed when that thread is done with it.
+        A file that a thread still uses is closed when that thread has finished with it.
 
         Raises:
             StorageError: a write that was still pending failed.
@@ -168,12 +168,13 @@ class StageStore:
         """Yield a descriptor of a file; about ``MAX_OPEN_FILES`` descriptors are kept open."""
         with self._lock:
             if self._is_closed:
-                raise StorageError("the stage is closed", file=name)
+                raise StorageError("the staging directory is closed", file=name)
             opened = self._open.get(name)
             if opened is None:
                 with translate_os_errors(name, doing="open"):
                     opened = _StageFile(os.open(self.root / check_name(name), _FLAGS))
                 self._open[name] = opened
+                # ``sync_files`` also syncs files that another process has created.
                 self._names.add(name)
                 self._close_idle()
             self._open.move_to_end(name)
@@ -184,6 +185,7 @@ class StageStore:
             self._release(name, opened)
 
     def _release(self, name: str, opened: _StageFile) -> None:
+        """Close a file after its last use, if ``close`` had to skip it."""
         with self._lock:
             opened.n_users -= 1
             if self._is_closed and opened.n_users == 0:
@@ -198,9 +200,8 @@ class StageStore:
                     self._close(name)
 
     def _close(self, name: str) -> None:
-        with translate_os_errors(
-            name, doing="close"
-        ):  # here network file systems report failed writes
+        # Network file systems report failed writes when the file is closed.
+        with translate_os_errors(name, doing="close"):
             os.close(self._open.pop(name).fd)
 
 

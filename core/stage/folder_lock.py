@@ -1,7 +1,7 @@
-"""Lock a directory so that one process at a time works in it: the lock of a stage.
+"""Lock a staging directory, so that only one process at a time works in it.
 
-The lock is ``flock`` on the directory itself. The system releases it when the process that holds it
-ends in any way, so a directory left behind by a killed process is not locked.
+The lock is ``flock`` on the directory itself. The system releases it when the process ends in any
+way, so a directory left behind by a killed process is not locked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_LOCKS = (
 
 @dataclass(frozen=True, slots=True)
 class FolderLock:
-    """The lock of a directory that this process may work in.
+    """Lock of a directory that this process may work in.
 
     Args:
         fd: descriptor of the directory; closing it releases the lock.
@@ -40,7 +40,7 @@ def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
 
     Args:
         folder: the directory.
-        dst: the destination that is written by means of the directory, for messages.
+        dst: the destination that is written through the directory, for messages.
 
     Raises:
         StorageError: another process has locked the directory, or the system refuses.
@@ -57,7 +57,8 @@ def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
                     fd = os.open(
                         folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
                     )
-                except FileNotFoundError:  # its owner has just removed it
+                except FileNotFoundError:
+                    # Its owner has just removed it: try again.
                     continue
                 is_sure = _lock(fd, folder, dst)
                 # Between opening and locking, the owner may have removed the directory.
@@ -75,6 +76,7 @@ def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
 
 
 def _close(fd: int) -> None:
+    """Close a descriptor, ignoring errors."""
     with suppress(OSError):
         os.close(fd)
 
@@ -83,13 +85,13 @@ def _lock(fd: int, folder: Path, dst: Path) -> bool:
     """Lock a directory; return False if the file system does not support locks.
 
     Raises:
-        StorageError: another process has locked it.
+        StorageError: another process has locked the directory.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as err:
         raise StorageError(
-            "another process is writing this destination",
+            "another process is writing to this destination",
             file=str(dst),
             hint=f"wait until it has finished; it has locked {folder.name}",
         ) from err
@@ -101,7 +103,7 @@ def _lock(fd: int, folder: Path, dst: Path) -> bool:
 
 
 def is_current(fd: int, folder: Path) -> bool:
-    """Return whether the opened directory still has its name, and no other directory took it."""
+    """Return whether an open directory or file still exists under its name."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(folder))
     except FileNotFoundError:

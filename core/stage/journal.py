@@ -1,13 +1,13 @@
-"""Record which work items of a stage are done, so that an interrupted run can be continued.
+"""Record which work items are done, so that an interrupted run can be continued.
 
-Each worker writes a journal next to the stage's data, a file of JSON lines. Items are numbered by
-the plan alone, so whoever continues reads all journals, however many workers there were or are. The
-first line names the plan (``identity``); each other line lists items whose bytes were on the disk
-when it was written, with the CRC-32 of every range. A run that is killed loses at most the items
-since the last line (``BATCH_BYTES``); a torn last line counts as not written. Whoever continues
-reads the listed ranges again and trusts only those that have the listed CRC. A run that does not
-wait for the disk (``--no-fsync``) lists items as soon as they are written: they outlive the
-process, and the CRCs show whether they outlived the machine.
+Each worker writes a journal, a file of JSON lines, next to the data in the staging directory. Items
+are numbered by the plan alone, so that a resumed run reads all journals, however many workers there
+were or are. The first line names the plan (``identity``); each other line lists items whose bytes
+were on the disk when it was written, with the CRC-32 of every range. A run that is killed loses at
+most the items since the last line (``BATCH_BYTES``); a torn last line counts as not written. A
+resumed run reads the listed ranges again and trusts only those that have the listed CRC. A run
+that does not wait for the disk (``--no-fsync``) lists items as soon as they are written: they
+survive the end of the process, and the CRCs show whether they survived a crash of the machine.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def journal_path(stage_dir: Path, rank: int = 0) -> Path:
 
 def journals_in(stage_dir: Path) -> list[Path]:
     """Return the paths of the journals of all workers of earlier runs."""
-    with translate_os_errors(str(stage_dir), doing="look into"):
+    with translate_os_errors(str(stage_dir), doing="list the directory"):
         return sorted([*stage_dir.glob(_FIRST), *stage_dir.glob("journal-*.jsonl")])
 
 
 class FileJournal:
-    """The journal file of one worker; safe for threads.
+    """Journal file of one worker; safe for threads.
 
     Args:
         path: path of the journal file.
         identity: identity of the plan (``core.convert.stored_plan.file.identity_of``).
-        sync: brings the bytes of some files to the disk.
-        batch_bytes: written bytes after which a line is due.
+        sync: writes the bytes of the given files to the disk and waits for it.
+        batch_bytes: number of written bytes after which a line is due.
         others: journals of other workers, which are only read.
-        keys: numbers of the tensors whose items will be asked for; None for all.
+        keys: indices of the tensors whose items ``done`` will look up; None for all.
     """
 
     def __init__(
@@ -76,10 +76,14 @@ class FileJournal:
         self._pending_files: set[str] = set()
         self._pending_bytes = 0
         self._is_trusted = True
+
+        # Read what earlier runs have recorded, in this journal and in those of other workers.
         self._done, n_valid = _read(path, identity, keys)
         for other in others:
             if other != path:
                 self._done.update(_read(other, identity, keys)[0])
+
+        # Continue after the last complete line; a journal of another plan is overwritten.
         with translate_os_errors(path.name, doing="write"):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             os.ftruncate(self._fd, n_valid)
@@ -90,13 +94,13 @@ class FileJournal:
     def done(self, item: ItemNumber) -> ItemRecord | None:
         """Return what an earlier run recorded for an item, or None."""
         entry = self._done.get(item)
-        return None if entry is None else _record(entry)
+        return None if entry is None else _decode(entry)
 
     def add(self, item: ItemNumber, record: ItemRecord, files: Iterable[str]) -> None:
-        """Record an item whose bytes are written to ``files``; now and then wait for the disk.
+        """Record an item whose bytes are written to ``files``; sync them when a batch is full.
 
         Raises:
-            StorageError, CapacityError: the system cannot write.
+            StorageError, CapacityError: the files or the journal cannot be written.
         """
         with self._lock:
             self._pending.append((item, record))
@@ -107,16 +111,18 @@ class FileJournal:
             self.flush()
 
     def flush(self) -> None:
-        """Bring pending items to the disk, their data first.
+        """Write pending items to the journal, after their data are on the disk.
 
         Raises:
-            StorageError, CapacityError: the system cannot write.
+            StorageError, CapacityError: the files or the journal cannot be written.
         """
         with self._line_lock:
-            # Other threads go on adding items while this batch is synced.
+            # Take the batch; other threads go on adding items while it is synced.
             with self._lock:
                 pending, files = self._pending, self._pending_files
                 self._pending, self._pending_files, self._pending_bytes = [], set(), 0
+
+            # Data before the line: a line must never list bytes that a crash can lose.
             if pending and self._is_trusted:
                 try:
                     self._sync(files)
@@ -124,10 +130,10 @@ class FileJournal:
                     self.distrust()
                     raise
                 with translate_os_errors(self._path.name, doing="write"):
-                    self._append({"items": [_entry(item, record) for item, record in pending]})
+                    self._append({"items": [_encode(item, record) for item, record in pending]})
 
     def distrust(self) -> None:
-        """Stop recording, after a failed sync: the system reports lost bytes only once."""
+        """Stop recording, after a failed sync: the system reports lost bytes only one time."""
         self._is_trusted = False
 
     def close(self) -> None:
@@ -144,7 +150,8 @@ class FileJournal:
             os.fdatasync(self._fd)
         except OSError:
             self.distrust()
-            with suppress(OSError):  # half a line would hide the lines after it
+            # An incomplete line would hide the lines after it.
+            with suppress(OSError):
                 os.ftruncate(self._fd, begin)
             raise
 
@@ -160,7 +167,7 @@ def _read(
     """Read the journal of a plan.
 
     Args:
-        keys: numbers of the tensors whose items are wanted; None for all.
+        keys: indices of the tensors whose items are read; None for all.
 
     Returns:
         The entries by item, and the bytes of the complete lines; ({}, 0) if there is no journal or
@@ -186,36 +193,36 @@ def _read(
                 n_valid += len(line)
     except MissingShardError:
         return {}, 0
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-    ):  # torn by a crash: the lines before it still count
+    except (ValueError, KeyError, TypeError, IndexError):
+        # A line that was torn by a crash: the lines before it still count.
         return done, n_valid
     return done, n_valid
 
 
-def _entry(item: ItemNumber, record: ItemRecord) -> list[object]:
-    """Return what is written to a journal for an item."""
+def _encode(item: ItemNumber, record: ItemRecord) -> list[object]:
+    """Return an item's entry in the journal.
+
+    ``[tensor, item, written, checked]``, with written ranges ``[array, offset, n_bytes, crc]`` and
+    checked ranges ``[file, array, array bytes, recorded crc, array start, offset, n_bytes, crc]``.
+    """
     written = [[run.array, run.offset, run.n_bytes, run.crc] for run in record.written]
     checked = [
         [
-            r.record.file,
-            r.record.array,
-            r.record.n_bytes,
-            r.record.crc,
-            r.record.start,
-            r.offset,
-            r.n_bytes,
-            r.crc,
+            run.record.file,
+            run.record.array,
+            run.record.n_bytes,
+            run.record.crc,
+            run.record.start,
+            run.offset,
+            run.n_bytes,
+            run.crc,
         ]
-        for r in record.checked
+        for run in record.checked
     ]
     return [*item, written, checked]
 
 
-def _record(entry: list[object]) -> ItemRecord | None:
+def _decode(entry: list[object]) -> ItemRecord | None:
     """Return the record in a journal's entry, or None if the entry is malformed."""
     try:
         _, _, written, checked = entry

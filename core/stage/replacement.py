@@ -1,14 +1,13 @@
-"""Put a new destination in place of an old one, and undo a replacement that stopped half-way.
+"""Replace an old destination by a new one, and undo a replacement that stopped half-way.
 
-Where the kernel can swap two names, a directory takes its place in one step. Where it cannot, and
-for a single file (whose manifest is a file of its own), the old one is first set aside in the
-stage::
+If the kernel can swap two names, a directory is replaced in one step. Otherwise, and for a single
+file (whose manifest is a separate file), the old one is first moved into the staging directory::
 
     .out.ckpt-stage/
-    ├── data/    the new one, until it has its place
-    └── old/     the old one under its name, or the manifest of the old file
+    ├── data/    the new destination, until it is renamed
+    └── old/     the old destination under its name, or the manifest of the old file
 
-So a process that is killed between two renames leaves everything that ``put_back`` needs.
+A process that is killed between two renames therefore leaves everything that ``put_back`` needs.
 """
 
 from __future__ import annotations
@@ -30,21 +29,24 @@ def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None
     Args:
         dst: the destination, which exists.
         is_file: the output is a single file.
-        keep: paths that the destination must neither contain nor lie in.
+        keep: paths that the destination must not contain, and must not be inside of.
 
     Raises:
         UsageError: the destination and the output are not both files or both directories, or the
-            replacement would remove what must be kept.
+            replacement would remove a path that must be kept.
     """
+    # The name must be a plain file or directory, of the same kind as the output.
     if dst.is_symlink():
         raise UsageError("the destination is a symbolic link", file=str(dst), hint="remove it")
     if dst.is_dir() == is_file:
         existing, output = ("a directory", "a file") if is_file else ("a file", "a directory")
         raise UsageError(
-            f"the destination is {existing}, the output would be {output}",
+            f"the destination is {existing}, but the output would be {output}",
             file=str(dst),
             hint="remove it",
         )
+
+    # Nothing that must be kept may disappear with it, nor the place from which the user works.
     target = dst.resolve()
     for path in (*keep, Path.cwd(), Path.home()):
         if path.resolve().is_relative_to(target):
@@ -52,10 +54,12 @@ def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None
     for path in keep:
         if target.is_relative_to(path.resolve()):
             raise UsageError(
-                f"the destination lies in {path}, so it cannot be replaced",
+                f"the destination is inside {path}, so it cannot be replaced",
                 file=str(dst),
                 hint="choose another destination",
             )
+
+    # The kernel cannot rename a mount point.
     if os.path.ismount(dst):
         raise UsageError(
             "the destination is a mount point", file=str(dst), hint="write to a directory inside it"
@@ -63,12 +67,12 @@ def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None
 
 
 def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
-    """Give a finished directory its name.
+    """Rename a finished directory to its final name.
 
     Args:
-        data_dir: the directory, in the stage; with ``force`` the old directory may be there
-            afterwards.
-        dst: its new name.
+        data_dir: the directory, in the staging directory; with ``force`` the old destination may be
+            there afterwards.
+        dst: the final name.
         force: replace a directory that has this name.
 
     Raises:
@@ -85,16 +89,18 @@ def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
 
 
 def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
-    """Give a finished file its name.
+    """Rename a finished file to its final name.
 
-    The manifest of an old file is set aside first; the caller adds the manifest of the new one.
+    The manifest of an old file is moved aside first; the caller adds the manifest of the new one.
 
     Raises:
-        FileExistsError, OSError: as for ``replace_dir``.
+        FileExistsError: the name is taken, and ``force`` is not given.
+        OSError: the system refuses; the caller must call ``put_back``.
     """
     if not force:
         rename_new(data_dir / dst.name, dst)
         return
+    # The old manifest must never be next to the new file: it would report damage.
     manifest_path = dst.parent / manifest_name(dst.name)
     if os.path.lexists(manifest_path):
         _set_aside(manifest_path, data_dir.parent)
@@ -102,20 +108,21 @@ def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
 
 
 def put_back(stage_dir: Path, dst: Path) -> bool:
-    """Restore what an interrupted replacement had set aside, unless the new destination is there.
+    """Restore what an interrupted replacement has moved aside, unless the new destination exists.
 
     Returns:
         True if anything was restored.
 
     Raises:
-        OSError: the system refuses; the stage must stay then.
+        OSError: the system refuses; the staging directory must then be kept.
     """
     # An old directory, or an old single file.
     aside = stage_dir / _OLD / dst.name
     if os.path.lexists(aside) and not os.path.lexists(dst):
         rename_new(aside, dst)
         return True
-    # The manifest of an old single file, as long as the new file is still in the stage.
+
+    # The manifest of an old single file, as long as the new file is still in the staging directory.
     manifest = manifest_name(dst.name)
     aside = stage_dir / _OLD / manifest
     is_unplaced = os.path.lexists(stage_dir / "data" / dst.name)
@@ -126,5 +133,6 @@ def put_back(stage_dir: Path, dst: Path) -> bool:
 
 
 def _set_aside(path: Path, stage_dir: Path) -> None:
+    """Move a file or directory of the old destination into the staging directory."""
     (stage_dir / _OLD).mkdir(exist_ok=True)
     os.rename(path, stage_dir / _OLD / path.name)

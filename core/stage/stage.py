@@ -1,18 +1,20 @@
 """Write a destination so that it appears complete or not at all.
 
-Everything is written into a *stage*, a hidden sibling of the destination with a fixed name::
+Everything is written into a *staging directory*, a hidden sibling of the destination with a fixed
+name::
 
-    out/                        does not exist yet
-    .out.ckpt-stage/            locked (flock) as long as a process works on it
-    ├── data/                   becomes out/; for a single file: its file and manifest
-    ├── journal.jsonl           only with resume; with several workers one for each, journal-1.jsonl …
-    ├── plan                    only with several workers (core.convert.stored_plan.file)
-    └── workers.lock            only with several workers (core.stage.workers_lock)
+    out/                  does not exist yet
+    .out.ckpt-stage/      locked (flock) as long as a process works on it
+    ├── data/             becomes out/; for a single file: the file and its manifest
+    ├── journal.jsonl     only with resume; with several workers one each, journal-1.jsonl …
+    ├── plan              only with several workers (core.convert.stored_plan.file)
+    └── workers.lock      only with several workers (core.stage.workers_lock)
 
-``Stage.commit`` syncs the files, then the directories, renames ``data`` and syncs the parent. Any
-other way out removes the stage, except a failure with ``resume``. A stage whose owner was killed is
-not locked: the next run notes this and removes or continues it; before that it puts back what a
-replacement had set aside (``core.stage.replacement``).
+``Stage.commit`` syncs the files, then the directories, renames ``data`` and syncs the parent. If
+the run ends in any other way, the staging directory is removed, except after a failure with
+``resume``. The staging directory of a killed run is not locked: the next run removes or continues
+it and adds a note. Before that it restores what a replacement had moved aside
+(``core.stage.replacement``).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _APPEARED = "another process has created the destination in the meantime"
 
 
 def stage_dir_of(dst: Path) -> Path:
-    """Return the path of a destination's stage."""
+    """Return the path of a destination's staging directory."""
     return dst.parent / f".{dst.name}.ckpt-stage"
 
 
@@ -51,28 +53,30 @@ class Stage:
 
     Args:
         dst: the destination; its parent directories are created if they are missing.
-        is_file: the destination is a single file (then ``data`` holds it under its name).
-        resume: keep the stage on failure, and continue one that belongs to the same plan.
+        is_file: the destination is a single file (then ``data`` contains it under its name).
+        resume: keep the staging directory on failure, and continue one that belongs to the same
+            plan.
         force: replace an existing destination, at the end.
         fsync: wait for the disk.
         identity: identity of the plan (``core.convert.stored_plan.file.identity_of``); needed with
             ``resume``.
-        needed_bytes: bytes of all files to come; 0 leaves the free space unchecked.
-        keep: paths that the destination must neither contain nor, if it exists, lie in, such as the
-            source.
+        needed_bytes: bytes of all files to come; 0 skips the check of the free space.
+        keep: paths that an existing destination must not contain, and must not be inside of, such
+            as the source.
         batch_bytes: with ``resume``, how many bytes a killed run may lose.
-        is_shared: several workers fill the stage; needs ``resume``.
+        is_shared: several workers fill the staging directory; needs ``resume``.
 
     Attributes:
         store: the files being written.
         journal: None without ``resume``.
         workers: the lock that the workers share; None if this process works alone, and no workers
-            have used the stage before.
-        notes: what happened to the stage of an earlier run and similar, one sentence each.
+            have used the staging directory before.
+        notes: what happened to the staging directory of an earlier run and similar, one sentence
+            each.
 
     Raises (on entering):
-        UsageError: the destination exists, or replacing it would remove what must be kept.
-        StorageError: another process writes the same destination, or the system refuses.
+        UsageError: the destination exists, or replacing it would remove a path that must be kept.
+        StorageError: another process is writing to the same destination, or the system refuses.
         CapacityError: too little free space.
     """
 
@@ -127,22 +131,26 @@ class Stage:
         return self
 
     def _begin(self) -> None:
-        """Continue or clear an earlier run's stage, then open the files and the journal."""
+        """Continue or clear an earlier run's work, then open the files and the journal."""
+        # Look for an earlier run's work, and undo a replacement that it did not finish.
         journals = journals_in(self.stage_dir)
-        with translate_os_errors(str(self.stage_dir), doing="look into"):
+        with translate_os_errors(str(self.stage_dir), doing="list the directory"):
             has_earlier_work = any(entry.name != WORKERS_LOCK for entry in self.stage_dir.iterdir())
             # As long as the earlier work may be useful, a failure must not remove it.
             self._keeps_earlier_work = has_earlier_work and self._resume
             if put_back(self.stage_dir, self.dst):
                 self.notes.append(
-                    f"{self.dst.name}, which an interrupted run had set aside, was put back"
+                    f"restored {self.dst.name}, which an interrupted run had moved aside"
                 )
                 self._check_destination()
-        # Before the stage was locked, another process may have published the destination.
+
+        # Another process may have published the destination before this one got the lock.
         if not self._force and os.path.lexists(self.dst):
             raise UsageError(_APPEARED, file=str(self.dst))
         if has_earlier_work:
             journals = self._continue_or_clear(journals)
+
+        # Open the files. The journal comes after the data directory, whose inode it records.
         with translate_os_errors(str(self.stage_dir), doing="create"):
             self.data_dir.mkdir(exist_ok=True)
         self._check_space()
@@ -155,38 +163,36 @@ class Stage:
                 batch_bytes=self._batch_bytes,
                 others=journals,
             )
+
+        # Only now may other workers enter.
         if self.workers is not None:
             self.workers.share()
 
     def _continue_or_clear(self, journals: list[Path]) -> list[Path]:
-        """Empty the stage unless it belongs to this plan; return the journals that remain."""
+        """Empty the staging directory unless this plan can continue it; return its journals."""
         if self._resume and any(is_journal_of(path, self.journal_identity) for path in journals):
-            self.notes.append("continuing the unfinished stage")
+            self.notes.append("continuing an interrupted run")
             return journals
         self._keeps_earlier_work = False
         self.notes.append(
-            f"{self.stage_dir.name}, left behind by an earlier run, "
-            + (
-                "belongs to different input or options; it was removed"
-                if self._resume
-                else "was removed"
-            )
+            f"removed {self.stage_dir.name}, left behind by an earlier run"
+            + (" with different input or options" if self._resume else "")
         )
         empty_folder(self.stage_dir, keep=(WORKERS_LOCK,))
         return []
 
     @property
     def journal_identity(self) -> str:
-        """Return the identity that a journal of this stage has.
+        """Identity of the plan and of the data directory, as the journals record it.
 
-        It names the plan and the data directory, which another one may replace (``--force``).
+        The inode is part of it: after a swap (``--force``), ``data`` is the old destination.
         """
-        with translate_os_errors(str(self.data_dir), doing="look at"):
+        with translate_os_errors(str(self.data_dir), doing="inspect"):
             inode = os.lstat(self.data_dir).st_ino if os.path.lexists(self.data_dir) else "none"
             return f"{self._identity} in {inode}"
 
     def _sync_data(self, files: Iterable[str]) -> None:
-        """Bring some files to the disk, and once also the names of the stage's directories."""
+        """Sync some files, and the first time also the names of the stage's directories."""
         for file in files if self._fsync else ():
             self.store.sync(file)
         if not self._has_synced_names:
@@ -195,6 +201,12 @@ class Stage:
             self._has_synced_names = True
 
     def _check_destination(self) -> None:
+        """Raise if the destination exists and must not be replaced.
+
+        Raises:
+            UsageError: the destination exists, or replacing it would remove a path that must be
+                kept.
+        """
         if not os.path.lexists(self.dst):
             return
         if not self._force:
@@ -205,7 +217,7 @@ class Stage:
         check_may_replace(self.dst, is_file=self.is_file, keep=self._keep)
 
     def _acquire(self) -> None:
-        """Create or open the stage directory, and lock it."""
+        """Create or open the staging directory, and lock it."""
         lock = lock_folder(self.stage_dir, dst=self.dst)
         self._lock_fd = lock.fd
         if not lock.is_sure:
@@ -218,7 +230,9 @@ class Stage:
                 raise
 
     def _check_space(self) -> None:
+        """Raise CapacityError if the file system has too little free space."""
         if self._needed_bytes:
+            # Blocks that an earlier run has written count as free: they will be reused.
             with translate_os_errors(str(self.stage_dir), doing="check the free space"):
                 status = os.statvfs(self.stage_dir)
                 present = sum(
@@ -229,7 +243,8 @@ class Stage:
             free = status.f_bavail * status.f_frsize + present
             if free < self._needed_bytes:
                 raise CapacityError(
-                    f"the destination needs {self._needed_bytes / _MIB:,.1f} MiB, {free / _MIB:,.1f} MiB are free",
+                    f"the destination needs {self._needed_bytes / _MIB:,.1f} MiB, "
+                    f"but only {free / _MIB:,.1f} MiB are free",
                     file=str(self.dst.parent),
                     hint="free some space, or write to another disk",
                 )
@@ -239,13 +254,20 @@ class Stage:
 
         Raises:
             StorageError: the system refuses. If only a step after the last rename failed, the
-                message tells that the output is complete.
+                message adds that the output is complete.
             UsageError: another process created the destination in the meantime.
         """
         # Sync before the rename, so that a crash never leaves an incomplete destination.
         if self._fsync:
-            self._sync_all()
+            try:
+                self.store.sync_all()
+            except CheckpointingException:
+                if self.journal is not None:
+                    self.journal.distrust()
+                raise
         self.store.close()
+
+        # Note the inode first: it shows later whether the rename took place (_is_committed).
         with translate_os_errors(str(self.dst), doing="publish"):
             self._new_stat = os.lstat(
                 self.data_dir / self.dst.name if self.is_file else self.data_dir
@@ -255,26 +277,19 @@ class Stage:
                 replace(self.data_dir, self.dst, force=self._force)
             except FileExistsError as err:
                 raise UsageError(_APPEARED, file=str(self.dst)) from err
+
         # From here on the output is complete, whatever fails.
         try:
             self._finish()
         except (StorageError, CapacityError) as err:
             raise StorageError(
-                "the output is complete, but the system could not confirm that its name is on the disk, or move its "
-                "manifest next to it",
+                "the output is complete, but its manifest could not be moved next to it, "
+                "or its directory could not be synced",
                 file=str(self.dst),
             ) from err
 
-    def _sync_all(self) -> None:
-        try:
-            self.store.sync_all()
-        except CheckpointingException:
-            if self.journal is not None:
-                self.journal.distrust()
-            raise
-
     def _finish(self) -> None:
-        """Move the manifest of a single file and sync directories, after the renames."""
+        """After the rename, move the manifest of a single file and sync the directories."""
         if self.is_file:
             with translate_os_errors(str(self.dst), doing="publish the manifest of"):
                 for name in os.listdir(self.data_dir):
@@ -286,9 +301,9 @@ class Stage:
 
     @property
     def _is_committed(self) -> bool:
-        """Return whether the new destination has its name.
+        """True if the new destination has its final name.
 
-        The disk tells, because a signal may come right after the rename.
+        This is read from the disk, because a signal may arrive right after the rename.
         """
         try:
             return self._new_stat is not None and os.path.samestat(
@@ -306,28 +321,28 @@ class Stage:
         self._leave(keep=self._resume and kind is not None and not self._is_committed)
 
     def _leave(self, *, keep: bool) -> None:
-        """Close everything and remove the stage, also if Ctrl-C is pressed again meanwhile."""
+        """Close everything and remove the staging directory, even if Ctrl-C is pressed again."""
         for _ in range(_PATIENCE):
             with suppress(KeyboardInterrupt):
                 self._clean_up(keep=keep)
                 return
 
     def _clean_up(self, *, keep: bool) -> None:
-        """Close everything and remove the stage; an interrupted call can be repeated."""
+        """Close everything and remove the staging directory; can be repeated if interrupted."""
         # Record what has been written since the journal's last line.
         if keep and self.journal is not None:
             try:
                 self.journal.flush()
             except CheckpointingException:
-                self.notes.append(
-                    "the journal could not be completed; some work will be done again"
-                )
+                self.notes.append("the journal could not be completed; some work will be repeated")
         self._close()
         if self._lock_fd < 0:
             return
+
+        # Remove the staging directory, unless it contains the old destination or work to resume.
         if not self._settle_publication():
             self.notes.append(
-                f"{self.stage_dir} holds the previous destination; the next run puts it back"
+                f"{self.stage_dir} contains the previous destination; the next run restores it"
             )
         elif not keep:
             if not remove_stage(self.stage_dir):
@@ -340,7 +355,7 @@ class Stage:
         """Undo or finish a publication that stopped half-way.
 
         Returns:
-            True if the stage holds nothing that must be kept.
+            True unless the staging directory contains data that must be kept.
         """
         if self._new_stat is None:
             return True
@@ -354,16 +369,20 @@ class Stage:
         return True
 
     def _close(self) -> None:
+        """Close the journal and the files."""
         if self.journal is not None:
             journal, self.journal = self.journal, None
-            with suppress(OSError):  # every line of it was synced
+            # Errors do not matter: every line of the journal was synced, and the files were synced
+            # or will be removed.
+            with suppress(OSError):
                 journal.close()
         store = getattr(self, "store", None)
         if store is not None:
-            with suppress(StorageError):  # the files will be removed, or were synced
+            with suppress(StorageError):
                 store.close()
 
     def _unlock(self) -> None:
+        """Release both locks."""
         if self.workers is not None:
             self.workers.close()
         fd, self._lock_fd = self._lock_fd, -1

@@ -1,4 +1,4 @@
-"""Remove stages that are of no use any more."""
+"""Remove staging directories that are no longer needed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _ATTEMPTS = 2
 
 
 def remove_stage(stage_dir: Path) -> bool:
-    """Remove a stage, which the caller has locked; return whether it is gone."""
+    """Remove a staging directory, which the caller has locked; return whether it is gone."""
     for _ in range(_ATTEMPTS):
-        with suppress(OSError):  # rmtree does not ignore errors of closing
+        # Even with ignore_errors, rmtree raises if closing a directory fails.
+        with suppress(OSError):
             shutil.rmtree(stage_dir, ignore_errors=True)
         if not os.path.lexists(stage_dir):
             return True
@@ -26,12 +27,12 @@ def remove_stage(stage_dir: Path) -> bool:
 
 
 def clear_finished(stage_dir: Path, dst: Path, *, is_file: bool) -> bool:
-    """Remove the stage of a run that was killed after it had published its destination.
+    """Remove the staging directory of a run that was killed after publishing its destination.
 
-    A stage with work in it stays, and so does one that is in use.
+    A staging directory that contains work, or is in use, is kept.
 
     Returns:
-        True if there is no stage any more.
+        True if there is no staging directory any more.
     """
     work = stage_dir / "data" / dst.name if is_file else stage_dir / "data"
     if not os.path.lexists(stage_dir):
@@ -51,12 +52,12 @@ def finish_publication(stage_dir: Path, dst: Path) -> None:
     """Finish the work of a run that was killed after its destination got its name.
 
     Args:
-        stage_dir: stage of that run, which may be gone; it holds the manifest of a single file, and
-            the old destination.
-        dst: the new destination, which has its name.
+        stage_dir: staging directory of that run, which may be gone; it may contain the manifest of
+            a single file, and the old destination.
+        dst: the new destination, under its final name.
 
     Raises:
-        StorageError: another process works in the stage, or the system refuses.
+        StorageError: another process works in the staging directory, or the system refuses.
     """
     if os.path.lexists(stage_dir):
         lock = lock_folder(stage_dir, dst=dst)

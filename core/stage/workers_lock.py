@@ -1,9 +1,10 @@
-"""Let the workers of one run write into a stage, and no worker that is left of an earlier run.
+"""Keep workers of an earlier run from writing into the staging directory of a new run.
 
-The lock is a file in the stage, ``workers.lock``. Every worker holds a shared ``flock`` on it as
-long as it may write; the lead of a new run needs it exclusively for a moment, before it looks at
-the stage. So a new lead waits for workers whose lead has died. The file holds a random *token*,
-which the new lead replaces in that moment: a worker that comes too late finds another token.
+The lock is a file in the staging directory, ``workers.lock``. Every worker holds a shared ``flock``
+on it as long as it may write; the lead of a new run needs it exclusively for a moment, before it
+inspects the staging directory. A new lead therefore waits for workers whose lead has died. The file
+contains a random *token*, which the new lead replaces in that moment: a worker that arrives too
+late finds another token.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from core.stage.folder_lock import WITHOUT_LOCKS, is_current
 
 NAME = "workers.lock"
 WAIT_SECONDS = 120.0
-"""Time that a new lead waits; NFS keeps the locks of a host that has vanished for up to 90 s."""
+"""Maximum wait of a new lead; NFS keeps the locks of a vanished host for up to 90 s."""
 _PAUSE_SECONDS = 0.1
 _TOKEN_BYTES = 16
 
 
 @dataclass(slots=True)
 class WorkersLock:
-    """The workers' lock as this process holds it.
+    """Lock of the workers, as this process holds it.
 
     Args:
         fd: descriptor of the lock file; closing it releases the lock.
@@ -42,14 +43,15 @@ class WorkersLock:
     is_sure: bool
 
     def share(self) -> None:
-        """Let the other workers lock the stage too; the lead keeps its lock.
+        """Let the other workers lock the staging directory too; the lead keeps its lock.
 
         Raises:
-            StorageError: the lead of another run was quicker.
+            StorageError: the lead of another run has taken the lock.
         """
+        # flock may release the exclusive lock before it takes the shared one.
         if self.is_sure and not _try_lock(self.fd, fcntl.LOCK_SH):
             raise StorageError(
-                "another process has begun to write this destination",
+                "another process has started to write to this destination",
                 hint="wait until it has finished",
             )
 
@@ -62,20 +64,21 @@ class WorkersLock:
 
 
 def claim_stage(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock:
-    """Take the lock as the lead of a new run, once no worker of an earlier run writes any more.
+    """Take the lock as the lead of a new run, after all workers of earlier runs have stopped.
 
     Args:
-        stage_dir: the stage, which the caller has locked.
+        stage_dir: the staging directory, which the caller has locked.
         wait_s: how long to wait for workers of earlier runs.
 
     Raises:
-        StorageError: such workers are still there after that time, or the system refuses.
+        StorageError: such workers still hold the lock after that time, or the system refuses.
     """
     path = stage_dir / NAME
     with translate_os_errors(str(path), doing="lock"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             is_sure = _lock_exclusively(fd, path, wait_s)
+            # From here on, workers of earlier runs find another token.
             token = os.urandom(_TOKEN_BYTES).hex()
             os.ftruncate(fd, 0)
             os.pwrite(fd, token.encode("ascii"), 0)
@@ -90,7 +93,7 @@ def join_stage(stage_dir: Path, token: str) -> WorkersLock:
     """Take the lock as a worker of the run with this token.
 
     Raises:
-        StorageError: the stage belongs to another run by now, or the system refuses.
+        StorageError: another run has taken over the staging directory, or the system refuses.
     """
     path = stage_dir / NAME
     with translate_os_errors(str(path), doing="open"):
@@ -120,8 +123,9 @@ def _lock_exclusively(fd: int, path: Path, wait_s: float) -> bool:
     """Wait for an exclusive lock; return False if the file system does not support locks.
 
     Raises:
-        StorageError: others hold the lock after ``wait_s`` seconds.
+        StorageError: other processes hold the lock after ``wait_s`` seconds.
     """
+    # flock cannot wait with a time limit: try repeatedly.
     until = time.monotonic() + wait_s
     try:
         while not _try_lock(fd, fcntl.LOCK_EX):
@@ -140,7 +144,7 @@ def _lock_exclusively(fd: int, path: Path, wait_s: float) -> bool:
 
 
 def _try_lock(fd: int, kind: int) -> bool:
-    """Lock without waiting; return False if others hold the lock."""
+    """Lock without waiting; return False if other processes hold the lock."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as err:

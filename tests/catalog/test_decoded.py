@@ -247,7 +247,7 @@ def test_decoding_counts_towards_the_memory_and_takes_threads_away_before_it_is_
     )
     assert tight.threads == 1
     assert tight.memory_bytes <= 360 * MIB
-    with pytest.raises(CapacityError, match="the largest encoded piece"):
+    with pytest.raises(CapacityError, match="the largest encoded chunk"):
         make_plan(
             replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=300 * MIB
         )

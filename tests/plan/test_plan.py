@@ -245,5 +245,7 @@ def test_the_memory_of_many_small_pieces_is_counted() -> None:
     tracemalloc.stop()
     assert len(work.pairs) == n_pieces
     assert many.memory_bytes - few.memory_bytes > used
-    with pytest.raises(CapacityError, match="1 threads and 1 arrays from 20,000 pieces need"):
+    with pytest.raises(
+        CapacityError, match="1 threads and 1 arrays from 20,000 source fragments need"
+    ):
         make_plan(source, target, images, threads=1, memory_bytes=64 * MIB)

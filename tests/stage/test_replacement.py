@@ -43,7 +43,7 @@ def test_what_was_set_aside_is_put_back_before_it_is_replaced_again(tmp_path: Pa
     stage_of(dst, "old/out/w", "data/w")
     with Stage(dst, force=True) as stage:
         assert (dst / "w").read_text() == "old/out/w"
-        assert stage.notes[0] == "out, which an interrupted run had set aside, was put back"
+        assert stage.notes[0] == "restored out, which an interrupted run had moved aside"
     assert (dst / "w").read_text() == "old/out/w" and os.listdir(tmp_path) == ["out"]
 
 
@@ -72,7 +72,7 @@ def test_a_directory_that_was_exchanged_is_not_continued(tmp_path: Path) -> None
     (stage_dir / "data").mkdir()
     (stage_dir / "data" / "old").write_text("of the replaced one")
     with Stage(dst, resume=True, force=True, identity="plan") as stage:
-        assert "belongs to different input or options; it was removed" in stage.notes[0]
+        assert "with different input or options" in stage.notes[0]
         stage.store.create("new", 3)
         stage.commit()
     assert os.listdir(dst) == ["new"] and os.listdir(tmp_path) == ["out"]

@@ -95,7 +95,7 @@ def test_a_killed_run_is_continued_to_the_same_bytes(
     assert not dst.exists() and stage_dir_of(dst).exists()
     report = engine_run.run(source_dir, dst, {"resume": 1})
     assert tree(dst) == undisturbed
-    assert report["notes"] == ["continuing the unfinished stage"]
+    assert report["notes"] == ["continuing an interrupted run"]
     lost = kill_after - int(str(report["resumed"]))
     being_synced = being_filled = (
         200_000  # while one thread waits for the disk, the other goes on writing
@@ -138,7 +138,7 @@ def test_a_killed_run_without_resume_is_named_and_removed_by_the_next(
     in_process_of_its_own(source_dir, dst, kill_after=1_000_000)
     assert os.listdir(tmp_path) == [".out.ckpt-stage"]
     report = engine_run.run(source_dir, dst, {})
-    assert report["notes"] == [".out.ckpt-stage, left behind by an earlier run, was removed"]
+    assert report["notes"] == ["removed .out.ckpt-stage, left behind by an earlier run"]
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -221,12 +221,12 @@ def test_force_does_not_replace_what_holds_the_source_or_another_kind(
         pass
     (tmp_path / "file").write_text("text")
     with (
-        pytest.raises(UsageError, match="is a file, the output would be a directory"),
+        pytest.raises(UsageError, match="is a file, but the output would be a directory"),
         Stage(tmp_path / "file", force=True),
     ):
         pass
     with (
-        pytest.raises(UsageError, match="is a directory, the output would be a file"),
+        pytest.raises(UsageError, match="is a directory, but the output would be a file"),
         Stage(tmp_path, is_file=True, force=True),
     ):
         pass
@@ -264,7 +264,9 @@ def test_a_destination_that_appears_meanwhile_is_not_overwritten(tmp_path: Path)
 
 def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:
     with (
-        pytest.raises(CapacityError, match=f"needs {1 << 40:,}.0 MiB, [0-9.,]+ MiB are free"),
+        pytest.raises(
+            CapacityError, match=f"needs {1 << 40:,}.0 MiB, but only [0-9.,]+ MiB are free"
+        ),
         Stage(tmp_path / "out", needed_bytes=1 << 60),
     ):
         pass

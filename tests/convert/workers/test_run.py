@@ -116,7 +116,7 @@ def test_after_a_worker_was_killed_any_number_goes_on_with_the_same_bytes(
     assert tree(tmp_path / "many") == wanted
     assert os.listdir(tmp_path / "many") == ["out"]
     assert reports[0]["bytes_resumed"] > 0
-    assert "continuing the unfinished stage" in reports[0]["notes"]
+    assert "continuing an interrupted run" in reports[0]["notes"]
 
 
 def convert_finely(team: Team, job: Job) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def test_what_several_workers_began_one_process_continues_and_the_other_way_roun
     job = job_of("megatron", golden, tmp_path / "many" / "out")
     assert run_team(3, convert_usually_or_die, job, 0, 1, allow_failure=True)[0] is None
     report = run(replace(job, resume=True))
-    assert report.bytes_resumed > 0 and "continuing the unfinished stage" in report.notes
+    assert report.bytes_resumed > 0 and "continuing an interrupted run" in report.notes
     assert tree(tmp_path / "many") == tree(tmp_path / "one")
 
     def stop(done: int, of: int) -> None:

@@ -164,7 +164,7 @@ def test_the_configuration_is_parsed(golden: Path) -> None:
 
 BROKEN = {
     "empty": (b"", "not a JSON file"),
-    "a list": (b"[]", "a JSON list, not an object"),
+    "a list": (b"[]", "a JSON list instead of an object"),
     "cut": (b'{"a": 1', "not a JSON file"),
     "no UTF-8": (b'{"a": "\xff"}', "not a JSON file"),
     "a key twice": (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
