@@ -108,6 +108,7 @@ def entry_diffs(
                 f"more than {MAX_PAIRS:,} values in addition to the tensors, too many to compare",
                 hint="compare only the tensors: --tensors-only",
             )
+        # Report values without parts; put the parts of others on the stack.
         parts = _parts(first, second)
         if parts is None:
             n_leaves += 1
@@ -117,6 +118,7 @@ def entry_diffs(
         elif (id(first), id(second)) not in visited:  # shared nodes once; containers may be cyclic
             visited.add((id(first), id(second)))
             stack.append(_below(path, parts))
+    # A stack that is not empty means that the limit was reached.
     if stack:
         diffs.append(
             EntryDiff("…", "changed", f"more than {MAX_FOUND:,} entries", "comparison stopped here")

@@ -56,7 +56,7 @@ Progress = Callable[[int, int], None]
 """A callback that gets (bytes done, bytes in total)."""
 
 _THREAD_BYTES = 8 * BAND_BYTES
-"""Memory of a comparing thread: its buffers, and the arrays of numbers made from them."""
+"""Memory of a comparing thread: its buffers, and the arrays of numbers converted from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +294,7 @@ class _Comparison:
             for side in (self._a, self._b)
         )
         diffs: dict[str, TensorDiff] = {}
+        # Tensors of A come first, in its order. With a tolerance, types may differ.
         for key in dict.fromkeys((*tensors_a, *tensors_b)):
             a, b = tensors_a.get(key), tensors_b.get(key)
             if a is None or b is None:
@@ -305,6 +306,7 @@ class _Comparison:
             else:
                 kind = "unread"
             diffs[key] = TensorDiff(key=key, kind=kind, a=a, b=b)
+        # Equal fingerprints include equal shapes and types, so they overrule the kinds above.
         for key in self._recorded.equal & diffs.keys():
             diffs[key] = replace(diffs[key], kind="equal", is_by_fingerprint=True)
         return diffs

@@ -364,6 +364,7 @@ def with_objects(catalog: Catalog) -> Catalog:
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     """Give a catalog another skeleton, and key every tensor by its path in it."""
+    # Change the keys in the skeleton, and keep the old ones for metadata and fragments.
     old_key_of: dict[str, str] = {}
 
     def rekeyed(entry: LeafEntry) -> object:

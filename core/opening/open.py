@@ -3,16 +3,16 @@
 Accepted: a checkpoint directory, one of its files, a Megatron rank directory, or a training root,
 which contains iterations:
 
-=========================================  ======================
- written by                                 names
-=========================================  ======================
- Megatron                                   ``iter_0000010/``
- DeepSpeed                                  ``global_step10/``
- torchtitan                                 ``step-10/``
- Hugging Face's Trainer                     ``checkpoint-10/``
- accelerate                                 ``checkpoint_10/``
- Orbax                                      ``10/``
-=========================================  ======================
+=======================  ==================
+ written by               directory
+=======================  ==================
+ Megatron                 ``iter_0000010/``
+ DeepSpeed                ``global_step10/``
+ torchtitan               ``step-10/``
+ Hugging Face's Trainer   ``checkpoint-10/``
+ accelerate               ``checkpoint_10/``
+ Orbax                    ``10/``
+=======================  ==================
 
 Megatron and DeepSpeed write a tracker next to them, a file that names the iteration to resume from
 (``latest_checkpointed_iteration.txt``, ``latest``). In a root, the iteration of its tracker is
@@ -143,12 +143,14 @@ def open_checkpoint(
         UnsafeError: the tracker's name leads out of the root, or a pickle is hostile.
         StorageError: a file cannot be read.
     """
+    # Find the checkpoint, and read its metadata; ``uses`` collects the names in its pickles.
     location = locate_checkpoint(path, iteration=iteration)
     store, format = location.store, location.format
     try:
         if location.failure is not None:
             raise location.failure
         assert format is not None, "nothing failed, so a format was recognised"
+        # Metadata consists of so many small objects that the garbage collector would dominate.
         with noting_uses() as uses, gc_paused():
             catalog = (
                 format.sample(store)
@@ -195,6 +197,8 @@ def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
         raise UsageError(
             f"--missing-chunks: {missing_chunks!r} is none of: {', '.join(MISSING_CHUNKS)}"
         )
+    # Writers of zarr may omit chunks that contain only the fill value, so a missing chunk is either
+    # that or damage; the files do not show which.
     tensors = list(unstored(catalog))
     if not tensors:
         return []

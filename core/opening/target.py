@@ -110,6 +110,7 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
 
     @lru_cache(maxsize=64)
     def fragments_of(key: str) -> Sequence[TargetFragment]:
+        # Divide the tensor into the boxes of its stored fragments, if the partition asks for it.
         meta = catalog.meta(key)
         origin = (0,) * len(meta.shape)
         boxes = [Box(origin, meta.shape)]
