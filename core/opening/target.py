@@ -179,7 +179,7 @@ def _stored_boxes(
 
 
 def _file_numbers(catalog: AnyCatalog) -> dict[str, int]:
-    """Number the source files in order of first use if they are the files of ranks, else return {}.
+    """Return source file → number, in order of first use, or {} unless these are files of ranks.
 
     They are not if there is only one file, or if most fragments have a file of their own, as zarr's
     chunks do; the format then divides the tensors into files itself.
