@@ -1,7 +1,7 @@
-"""``ckpt diff``: bring two checkpoints under the same names, and compare them band by band.
+"""``ckpt diff``: give the tensors of two checkpoints the same names, and compare them band by band.
 
-Start at ``run``; ``sides`` brings both to one form, ``tensor_pass`` compares tensors, ``entries``
-everything else, ``result`` holds the outcome.
+Start at ``run``; ``sides`` converts both to one form, ``tensor_pass`` compares the tensors and
+``entries`` everything else; ``result`` defines the result.
 Imports: arrays, catalog, changes, convert, errors, files, fingerprint, formats.huggingface,
 formats.torch, hf, inspect, manifest, megatron.extras, megatron.model, megatron.optimizer,
 megatron.placement, megatron.reshard, numbers, opening, pickle, plan, scan, team.

@@ -1,10 +1,12 @@
-"""Compare what is not a tensor: arguments, settings, counters, random states, configurations.
+"""Compare entries that are not tensors: arguments, settings, counters, random states, configs.
 
-Values are inert trees (``core.pickle.inert``); nothing in them is run. Two values are equal if they
-hold the same: a list and a tuple of equal parts are, as are a dict and an OrderedDict, 1 and 1.0,
-NaN and NaN, a member of an enumeration and its value. Each difference is reported with the path
-that leads to it (``args.lr``, ``optimizer.param_groups.0.betas.1``). Nothing recurses, shared parts
-are compared once, and the work is bounded: trees of hostile files may be anything.
+Values are inert trees (``core.pickle.inert``); nothing in them is run. The content is compared, not
+the type of its container: equal are a list and a tuple with equal items, a dict and an OrderedDict,
+1 and 1.0, NaN and NaN, a member of an enumeration and its value. Each difference is reported with
+its path (``args.lr``, ``optimizer.param_groups.0.betas.1``).
+
+The trees may come from hostile files, so nothing recurses, shared nodes are compared once, and the
+number of comparisons is bounded.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from core.errors import CapacityError
 from core.pickle.inert import (
@@ -30,12 +33,15 @@ MAX_PAIRS = 5_000_000
 MAX_FOUND = 100_000
 """Maximum number of differences to report."""
 _TEXT = 60
+"""Maximum number of characters of a string in a report."""
 _LONG = 16
+"""Sequences of more numbers are compared as one value, not item by item."""
 _MAX_NAME = 300
 _MAX_PATH = 2000
+"""Maximum numbers of characters of a name in a path, and of a path."""
 
 SameTensors = Callable[[str, str], str | None]
-"""A function that returns how two tensors differ, by their keys, or None."""
+"""A function that gets a key in A and one in B; returns how these tensors differ, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class EntryDiff:
     Args:
         path: path of the entry.
         kind: ``only_a``, ``only_b`` or ``changed``.
-        a, b: the values in A and in B as short texts; None where one has none.
+        a, b: the values in A and in B as short texts; None on the side that lacks the entry.
     """
 
     path: str
@@ -55,7 +61,7 @@ class EntryDiff:
 
 
 _Pair = tuple[str, object, object]
-"""A path, and the values there in A and in B."""
+"""A name or path, and its values in A and in B."""
 
 
 class _Absent:
@@ -65,6 +71,7 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+"""The value on the side that lacks an entry."""
 
 
 def entry_diffs(
@@ -77,14 +84,17 @@ def entry_diffs(
         same_tensors: compares tensors inside the values.
 
     Returns:
-        The entries that differ, in A's order, and the number of values that were compared.
+        The entries that differ, in A's order, at most ``MAX_FOUND`` and a last one that reports the
+        limit; and the number of values without parts that were compared.
 
     Raises:
         CapacityError: there are more than ``MAX_PAIRS`` values.
+        CheckpointingException: ``same_tensors`` cannot read a tensor.
     """
     diffs: list[EntryDiff] = []
     visited: set[tuple[int, int]] = set()
     n_pairs = n_leaves = 0
+    # A stack of iterators instead of recursion: hostile trees may be deeper than Python's stack.
     stack: list[Iterator[_Pair]] = [iter([("", a, b)])]
     while stack and len(diffs) < MAX_FOUND:
         pair = next(stack[-1], None)
@@ -95,18 +105,20 @@ def entry_diffs(
         n_pairs += 1
         if n_pairs > MAX_PAIRS:
             raise CapacityError(
-                f"more than {MAX_PAIRS:,} values beside the tensors, too many to compare",
+                f"more than {MAX_PAIRS:,} values in addition to the tensors, too many to compare",
                 hint="compare only the tensors: --tensors-only",
             )
-        parts = None if first is _ABSENT or second is _ABSENT else _parts(first, second)
+        # Report values without parts; put the parts of others on the stack.
+        parts = _parts(first, second)
         if parts is None:
             n_leaves += 1
             entry = _entry(path, first, second, same_tensors)
             if entry is not None:
                 diffs.append(entry)
-        elif (id(first), id(second)) not in visited:
+        elif (id(first), id(second)) not in visited:  # shared nodes once; containers may be cyclic
             visited.add((id(first), id(second)))
             stack.append(_below(path, parts))
+    # A stack that is not empty means that the limit was reached.
     if stack:
         diffs.append(
             EntryDiff("…", "changed", f"more than {MAX_FOUND:,} entries", "comparison stopped here")
@@ -115,67 +127,57 @@ def entry_diffs(
 
 
 def _entry(path: str, a: object, b: object, same_tensors: SameTensors) -> EntryDiff | None:
-    """Return how two values without parts differ, or None if they do not."""
-    if a is _ABSENT or b is _ABSENT:
-        return EntryDiff(
-            path, "only_b" if a is _ABSENT else "only_a", _value_text(a), _value_text(b)
-        )
+    """Compare two values without parts; return None if they are equal."""
+    if a is _ABSENT:
+        return EntryDiff(path, "only_b", b=_value_text(b))
+    if b is _ABSENT:
+        return EntryDiff(path, "only_a", a=_value_text(a))
     difference = _difference(a, b, same_tensors)
     return None if difference is None else EntryDiff(path, "changed", *difference)
 
 
 def _below(path: str, parts: Iterator[_Pair]) -> Iterator[_Pair]:
-    """Yield the parts with their whole paths.
+    """Yield the parts with their complete paths.
 
-    Very long paths are cut, and then shared by everything below them.
+    A very long path is not extended: all parts below it share it.
     """
     for name, a, b in parts:
         yield path if len(path) > _MAX_PATH else f"{path}.{name}" if path else name, a, b
 
 
-def _parts(a: object, b: object) -> Iterator[tuple[str, object, object]] | None:
-    """Return (name, part of A, part of B) of two containers of one kind, or None."""
+def _parts(a: object, b: object) -> Iterator[_Pair] | None:
+    """Match the parts of two containers of one kind by name; return None for other values."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return None if _are_numbers(a) and _are_numbers(b) else _of_sequences(a, b)
+        # Random states are sequences of hundreds of numbers, and interesting only as one value.
+        if _are_many_numbers(a) and _are_many_numbers(b):
+            return None
+        items = enumerate(zip_longest(a, b, fillvalue=_ABSENT))
+        return ((str(index), item_a, item_b) for index, (item_a, item_b) in items)
     if _enum_value(a) is not a and _enum_value(b) is not b:
         return None
     fields_a, fields_b = _fields(a), _fields(b)
     if fields_a is None or fields_b is None or _class_of(a) != _class_of(b):
         return None
-    return _of_fields(fields_a, fields_b)
+    fields_a, fields_b = _by_text(fields_a), _by_text(fields_b)
+    # A's names come first, and a name of both sides in A's form.
+    return (
+        (_name(name), fields_a.get(name, _ABSENT), fields_b.get(name, _ABSENT))
+        for name in dict.fromkeys((*fields_a, *fields_b))
+    )
 
 
-def _are_numbers(values: list[object] | tuple[object, ...]) -> bool:
-    """Return whether a sequence is long and of numbers, such as a random state: one value."""
+def _are_many_numbers(values: list[object] | tuple[object, ...]) -> bool:
+    """Return whether a sequence consists of more than ``_LONG`` numbers."""
     return len(values) > _LONG and all(map(_is_number, values))
 
 
-def _of_sequences(
-    a: list[object] | tuple[object, ...], b: list[object] | tuple[object, ...]
-) -> Iterator[tuple[str, object, object]]:
-    """Yield (index, item of A, item of B) of two sequences."""
-    for at in range(max(len(a), len(b))):
-        yield str(at), a[at] if at < len(a) else _ABSENT, b[at] if at < len(b) else _ABSENT
-
-
-def _of_fields(
-    a: dict[object, object], b: dict[object, object]
-) -> Iterator[tuple[str, object, object]]:
-    """Yield (name, field of A, field of B) of two mappings or objects."""
-    a, b = _by_text(a), _by_text(b)
-    for name in a:
-        yield _name(name), a[name], b.get(name, _ABSENT)
-    for name in b:
-        if name not in a:
-            yield _name(name), _ABSENT, b[name]
-
-
 def _by_text(fields: dict[object, object]) -> dict[object, object]:
-    """Return the fields with texts in place of keys that are objects, which never compare equal."""
+    """Replace keys that are objects, which never compare equal, by texts."""
     if not any(map(_is_object, fields)):
         return fields
     result: dict[object, object] = {}
     count: Counter[str] = Counter()
+    # Keys with equal texts get numbers, so that none is lost.
     for key, part in fields.items():
         name = key
         if _is_object(key):
@@ -187,14 +189,18 @@ def _by_text(fields: dict[object, object]) -> dict[object, object]:
 
 
 def _fields(value: object) -> dict[object, object] | None:
-    """Return what is inside a dict or an object by name, or None for any other value."""
+    """Return the fields of a dict or an object by name, or None for any other value.
+
+    The arguments and items of an object have the names ``[0]``, ``[1]`` …; a state that is not a
+    dict has the name ``[state]``.
+    """
     mapping = as_mapping(value)
     if mapping is not None:
         return mapping
     if not isinstance(value, Inert):
         return None
     fields: dict[object, object] = {
-        f"[{at}]": part for at, part in enumerate((*value.args, *value.items))
+        f"[{index}]": part for index, part in enumerate((*value.args, *value.items))
     }
     fields.update(value.kwargs or {})
     if isinstance(value.state, dict):
@@ -212,21 +218,17 @@ def _is_object(key: object) -> bool:
 
 
 def _class_of(value: object) -> str:
-    """Return the class that two values must share to be compared part by part."""
-    return (
-        "dict"
-        if as_mapping(value) is not None
-        else value.class_name
-        if isinstance(value, Inert)
-        else ""
-    )
+    """Return the class of a value; only values of one class are compared part by part."""
+    if as_mapping(value) is not None:
+        return "dict"
+    return value.class_name if isinstance(value, Inert) else ""
 
 
 def _name(key: object) -> str:
-    """Return a key as a part of a path."""
+    """Return the text of a key in a path."""
     if isinstance(key, str):
         return key if len(key) <= _MAX_NAME else f"{key[:_MAX_NAME]}…"
-    return str(_value_text(key)) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
+    return _value_text(key) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
 
 
 def _difference(a: object, b: object, same_tensors: SameTensors) -> tuple[str, str] | None:
@@ -237,13 +239,15 @@ def _difference(a: object, b: object, same_tensors: SameTensors) -> tuple[str, s
     if _equal(a, b):
         return None
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        n = sum(not _equal(x, y) for x, y in zip(a, b, strict=True))
-        return None if n == 0 else (f"{len(a)} numbers", f"{n} of them differ")
+        n_differing = sum(not _equal(x, y) for x, y in zip(a, b, strict=True))
+        return (f"{len(a)} numbers", f"{n_differing} of them differ") if n_differing else None
+    # Equal texts of different values need something that distinguishes them.
     text_a, text_b = _value_text(a), _value_text(b)
-    assert text_a is not None and text_b is not None
-    if text_a == text_b and _kind(a) != _kind(b):
+    if text_a != text_b:
+        return text_a, text_b
+    if _kind(a) != _kind(b):
         return f"{text_a} ({_kind(a)})", f"{text_b} ({_kind(b)})"
-    return text_a, f"another {text_b}" if text_a == text_b else text_b
+    return text_a, f"another {text_b}"
 
 
 def _equal(a: object, b: object) -> bool:
@@ -263,9 +267,10 @@ def _equal(a: object, b: object) -> bool:
 
 
 def _enum_value(value: object) -> object:
-    """Return the value of what looks like a member of an enumeration, or any other value unchanged.
+    """Return the value of a member of an enumeration, or any other value unchanged.
 
-    Such a member is a class that is called with one number or text.
+    A member is pickled as its class, called with one number or string. The class is not imported,
+    so other calls of this form count as members too.
     """
     if isinstance(value, Inert) and len(value.args) == 1 and isinstance(value.args[0], (int, str)):
         if not (value.kwargs or value.items or value.entries) and value.state is NO_STATE:
@@ -274,34 +279,28 @@ def _enum_value(value: object) -> object:
 
 
 def _is_number(value: object) -> bool:
+    # bool is a subclass of int in Python, but True and 1 are different settings.
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _value_text(value: object) -> str | None:
-    """Return a short text for a value; making it is never long work, whatever the value is."""
-    if value is _ABSENT:
-        return None
-    if isinstance(value, str):
-        return (
-            repr(value)
-            if len(value) <= _TEXT
-            else f"{value[: _TEXT - 20]!r}… ({len(value)} characters)"
-        )
-    if isinstance(value, int) and not isinstance(value, bool):
-        return (
-            str(value) if value.bit_length() < 256 else f"an integer of {value.bit_length()} bits"
-        )
+def _value_text(value: object) -> str:
+    """Return a short text for a value, in little time even for a huge value."""
     if value is None or isinstance(value, (bool, float, complex, Global)):
         return str(value)
+    if isinstance(value, str):
+        if len(value) <= _TEXT:
+            return repr(value)
+        return f"{value[: _TEXT - 20]!r}… ({len(value)} characters)"
+    if isinstance(value, int):
+        # Python takes quadratic time to print an integer, and a pickle may hold a huge one.
+        n_bits = value.bit_length()
+        return str(value) if n_bits < 256 else f"an integer of {n_bits} bits"
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        if len(value) <= 8 and all(map(_is_number, value)):
+            return f"[{', '.join(map(_value_text, value))}]"
     if isinstance(value, (list, tuple, dict, set, frozenset)):
-        if (
-            len(value) <= 8
-            and not isinstance(value, dict)
-            and all(_is_number(part) for part in value)
-        ):
-            return f"[{', '.join(str(_value_text(part)) for part in value)}]"
         return f"{type(value).__name__} of {len(value)}"
     return _kind(value)
 

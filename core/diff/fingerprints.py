@@ -1,27 +1,26 @@
 """Find tensors that both manifests record as equal, so that they need not be read.
 
-A manifest is trusted if every file that it lists has the recorded size and is not newer than the
-manifest. Fingerprints are not cryptographic hashes (``core.fingerprint.definition``) and do not
-protect against forgery.
+A manifest is trusted if every file that it lists exists, has the recorded size and is not newer
+than the manifest. Fingerprints are not cryptographic hashes (``core.fingerprint.definition``) and
+do not protect against forgery.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.diff.sides import Side
-from core.errors import CheckpointingException
+from core.errors import CheckpointingException, CorruptError
 from core.files.store import translate_os_errors
 from core.fingerprint.definition import Fingerprint
 from core.manifest.file import Manifest
-from core.manifest.lookup import RecordedManifest, find_manifest
+from core.manifest.lookup import find_manifest
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEquality:
-    """The tensors that manifests record as equal.
+    """The tensors that both manifests record as equal.
 
     Args:
         equal: keys of tensors whose fingerprints are equal in both.
@@ -33,67 +32,71 @@ class RecordedEquality:
 
 
 def recorded_as_equal(a: Side, b: Side) -> RecordedEquality:
-    """Return the tensors that both manifests record as equal.
+    """Find the tensors that both manifests record as equal.
 
-    There are none where a checkpoint has no fingerprints, or a manifest that cannot be trusted.
+    There are none if a checkpoint has no fingerprints; nor if a manifest cannot be read or trusted,
+    but then a note gives the reason.
     """
     manifests: list[Manifest] = []
     for name, side in zip("AB", (a, b), strict=True):
         try:
-            entry = find_manifest(side.source.store.root, entry=side.source.store.entry)
-            if entry is not None and entry.failure is not None:
-                raise entry.failure
-            manifest = None if entry is None else entry.manifest
-            if entry is None or manifest is None or not manifest.fingerprints:
-                return RecordedEquality()
-            reason = _distrust(side, entry, manifest)
+            manifest = _trusted_manifest(side)
         except CheckpointingException as err:
-            reason = err.sentence
-        if reason is not None:
-            return RecordedEquality(notes=(f"{name}: its manifest is not used: {reason}",))
-        assert manifest is not None
+            note = f"{name}: its manifest is not used: {err.sentence}"
+            return RecordedEquality(notes=(note,))
+        if manifest is None:
+            return RecordedEquality()
         manifests.append(manifest)
     first, second = manifests
     if first.scheme != second.scheme:
-        return RecordedEquality(
-            notes=(f"the fingerprints have different schemes, {first.scheme} and {second.scheme}",)
-        )
-    equal = {
+        note = f"the fingerprints have different schemes, {first.scheme} and {second.scheme}"
+        return RecordedEquality(notes=(note,))
+
+    # A fingerprint is valid for the comparison only if it is of a tensor of that dtype and shape:
+    # options such as --strip-prefix may have given its key to another tensor.
+    def is_of_side(key: str, side: Side, fingerprint: Fingerprint) -> bool:
+        meta = side.catalog.tensors.get(key)
+        form = (fingerprint.dtype, fingerprint.shape)
+        return meta is not None and (meta.dtype, meta.shape) == form
+
+    equal = frozenset(
         key
-        for key in first.fingerprints
-        if _is_equal(key, a, b, first.fingerprints, second.fingerprints)
-    }
-    return RecordedEquality(frozenset(equal))
-
-
-def _is_equal(
-    key: str,
-    a: Side,
-    b: Side,
-    prints_a: Mapping[str, Fingerprint],
-    prints_b: Mapping[str, Fingerprint],
-) -> bool:
-    """Return whether the fingerprints belong to these two tensors, and are equal."""
-    fingerprint = prints_a[key]
-    metas = a.catalog.tensors.get(key), b.catalog.tensors.get(key)
-    return prints_b.get(key) == fingerprint and all(
-        meta is not None and (meta.dtype, meta.shape) == (fingerprint.dtype, fingerprint.shape)
-        for meta in metas
+        for key, fingerprint in first.fingerprints.items()
+        if second.fingerprints.get(key) == fingerprint
+        and is_of_side(key, a, fingerprint)
+        and is_of_side(key, b, fingerprint)
     )
+    return RecordedEquality(equal)
 
 
-def _distrust(side: Side, entry: RecordedManifest, manifest: Manifest) -> str | None:
-    """Return why a manifest cannot be trusted, or None if it can."""
+def _trusted_manifest(side: Side) -> Manifest | None:
+    """Return the manifest of a side, or None without a manifest or fingerprints in it.
+
+    Raises:
+        CorruptError: the manifest is damaged, or a file is missing, has another size or is newer.
+        UnsafeError: the manifest names a file outside the checkpoint.
+        CheckpointingException: the manifest or a file cannot be read.
+    """
     store = side.source.store
+    entry = find_manifest(store.root, entry=store.entry)
+    if entry is None:
+        return None
+    if entry.failure is not None:
+        raise entry.failure
+    manifest = entry.manifest
+    if manifest is None or not manifest.fingerprints:
+        return None
+
+    # Compare size and time of every listed file; reading them would take as long as comparing.
     with translate_os_errors(store.label, doing="check"):
         written = os.stat(store.root.resolve() / entry.name).st_mtime_ns
         for file in manifest.files:
             path = store.path(file.path)
             if not path.is_file():
-                return f"{file.path} is missing"
+                raise CorruptError(f"{file.path} is missing")
             status = os.stat(path)
             if status.st_size != file.n_bytes:
-                return f"{file.path} has {status.st_size} bytes, not {file.n_bytes}"
+                raise CorruptError(f"{file.path} has {status.st_size} bytes, not {file.n_bytes}")
             if status.st_mtime_ns > written:
-                return f"{file.path} is newer than the manifest"
-    return None
+                raise CorruptError(f"{file.path} is newer than the manifest")
+    return manifest

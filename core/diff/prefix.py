@@ -11,13 +11,14 @@ from core.diff.sides import Side
 from core.errors import UsageError
 
 _SAMPLED = 2000
+"""Number of keys, about, that are searched for a common prefix."""
 
 
 def without_prefixes(a: Side, b: Side, prefixes: Sequence[str]) -> tuple[Side, Side]:
-    """Remove prefixes from one side or from both, whichever makes more keys match.
+    """Remove prefixes from one or both sides, whichever makes more keys match.
 
     Raises:
-        UsageError: no key of either side begins with a prefix, or two keys become one.
+        UsageError: no key of either side begins with a prefix, or two keys become equal.
     """
     for prefix in prefixes:
         stripped = [_strip(side, prefix) for side in (a, b)]
@@ -33,30 +34,30 @@ def without_prefixes(a: Side, b: Side, prefixes: Sequence[str]) -> tuple[Side, S
 
 
 def _strip(side: Side, prefix: str) -> Side | None:
-    """Return a side without a prefix of its keys, or None if no tensor's key begins with it.
+    """Remove a prefix from the keys of a side; return None if no tensor's key begins with it.
 
     Raises:
-        UsageError: two keys become one.
+        UsageError: two keys become equal.
     """
     if not prefix or not any(key.startswith(prefix) for key in side.catalog.tensors):
         return None
+    # A key that is nothing but the prefix keeps its name: no key may be empty.
     keys = (*side.catalog.tensors, *side.catalog.objects)
-    new_of = {
-        key: key[len(prefix) :] if key.startswith(prefix) and key != prefix else key for key in keys
-    }
+    new_of = {key: key.removeprefix(prefix) or key for key in keys}
     duplicate = next((key for key, n in Counter(new_of.values()).items() if n > 1), None)
     if duplicate is not None:
-        raise UsageError(f"--strip-prefix: without {prefix!r} two keys become {duplicate!r}")
+        raise UsageError(f"--strip-prefix: without {prefix!r}, two keys become {duplicate!r}")
     entries = {new_of.get(name, name): value for name, value in side.entries.items()}
     return replace(side, catalog=rename_entries(side.catalog, new_of), entries=entries)
 
 
 def prefix_hint(a: Collection[str], b: Collection[str]) -> str | None:
-    """Return a sentence that proposes ``--strip-prefix``, or None.
+    """Return a note that proposes ``--strip-prefix``, or None.
 
-    It is proposed where few keys are in both checkpoints and removing a prefix makes most of them
-    match.
+    The option is proposed if at most half of the keys are in both checkpoints, and more than half
+    match after removing a prefix.
     """
+    # "Half" is that of the checkpoint with fewer keys: the other may have an optimizer as well.
     n_fewer = min(len(a), len(b))
     if n_fewer == 0 or sum(key in b for key in a) * 2 > n_fewer:
         return None
@@ -66,14 +67,17 @@ def prefix_hint(a: Collection[str], b: Collection[str]) -> str | None:
             n = sum(key.startswith(prefix) and key[len(prefix) :] in shorter for key in longer)
             if n * 2 > n_fewer:
                 return (
-                    f"{n} tensors of {name} begin with {prefix!r} and those of {other} do not; compare them with "
-                    f"--strip-prefix {prefix}"
+                    f"the keys of {n} tensors begin with {prefix!r} in {name}, but not in {other}; "
+                    f"to compare them, pass --strip-prefix {prefix}"
                 )
     return None
 
 
 def _prefix(longer: Collection[str], shorter: set[str]) -> str | None:
-    """Return the prefix that most often turns a key into one of the other side, or None."""
+    """Find the prefix whose removal most often turns a key into one of the other side's.
+
+    A prefix ends with a dot. Of many keys only a sample is searched.
+    """
     counts: Counter[str] = Counter()
     for key in sorted(longer)[:: max(1, len(longer) // _SAMPLED)]:
         at = key.find(".")

@@ -13,26 +13,26 @@ from core.numbers.difference import Tolerance, ValueDifference
 from core.team.protocol import Figures
 
 KINDS = ("only_a", "only_b", "shape", "dtype", "values", "close", "unread", "equal")
-"""Kinds of results for a tensor, the most serious first; the last three are not differences."""
+"""Results for a tensor, the most serious first; the last three do not count as differences."""
 _ROLES = ("model", "masters", "moments", "other")
 SAME = frozenset({"close", "unread", "equal"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """One tensor of either checkpoint, compared.
+    """The result of comparing one tensor of either checkpoint.
 
     Args:
         key: name of the tensor.
-        kind: one of ``KINDS``: ``dtype`` are equal or different values of different types, in an
-        exact comparison; ``close`` differ within the tolerance; ``unread`` have one shape and type,
-        and no values were compared.
+        kind: one of ``KINDS``. ``dtype``: the types differ and the comparison is exact, whether the
+            values differ or not. ``close``: values differ within the tolerance. ``unread``: shapes
+            are equal, and values were not compared.
         a, b: the tensor in A and in B; None where it is missing.
-        values: how the values differ; None where everything is equal, or nothing was read.
-        is_cast: for two types, whether the narrower holds the wider one's values, rounded; None if
-        unknown.
+        values: differences of the values; None if all are equal, or none were read.
+        is_cast: for different types, the narrower tensor holds the wider one's values, rounded;
+            None if unknown.
         first: values of A and B at the first element that differs.
-        is_by_fingerprint: equal according to both manifests, and not read.
+        is_by_fingerprint: the tensors are equal according to both manifests, and were not read.
     """
 
     key: str
@@ -46,32 +46,32 @@ class TensorDiff:
 
     @property
     def is_same(self) -> bool:
-        """Return whether the tensors count as the same."""
+        """Return whether the tensors count as equal."""
         return self.kind in SAME
 
     @property
     def meta(self) -> TensorMeta:
-        """Return the tensor's facts in A, or in B where A does not have it."""
+        """Metadata of the tensor in A, or in B if A lacks it."""
         meta = self.a or self.b
         assert meta is not None
         return meta
 
     @property
     def role(self) -> str:
-        """Return ``model``, ``moments``, ``masters`` or ``other``."""
+        """Role of the tensor: ``model``, ``moments``, ``masters`` or ``other``."""
         return role_of(self.key)
 
     def index_of(self, flat: int) -> Shape:
-        """Return the index of an element that is given by its position in C order."""
+        """Convert an element's position in C order to its index."""
         shape = self.meta.shape
         return tuple(flat // step % n for step, n in zip(c_strides(shape), shape, strict=True))
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Return a sorting key that puts what matters most first.
+        """Sort key that puts the most serious difference first.
 
-        Sorted by kind, NaN, weights before their optimizer, and the size of the difference relative
-        to A.
+        By kind, then tensors with NaN, then weights before their optimizer states, then by the
+        difference relative to A.
         """
         values = self.values
         relative = values.relative if values is not None else None
@@ -94,17 +94,17 @@ class Diff:
         a, b: the two checkpoints.
         rule: the tolerance; None for an exact comparison.
         is_read: values were compared; otherwise names, shapes and types only.
-        tensors: every tensor of either checkpoint, what matters most first.
-        entries: entries beside the tensors that differ.
-        of_layout: entries that differ because layouts, formats or directories do; they do not
-        count.
-        n_entries: number of values beside the tensors that were compared.
-        left_out: what could not be compared although it should have been, so that the checkpoints
-        are not called the same.
-        notes: what the user should know.
+        tensors: every tensor of either checkpoint, the most serious difference first.
+        entries: differing entries that are not tensors.
+        of_layout: entries that differ because layouts, formats or directories do; they do not make
+            the checkpoints different.
+        n_entries: number of compared values that are not tensors.
+        left_out: parts of a checkpoint that could not be compared, with reasons; the checkpoints
+            then do not count as equal.
+        notes: remarks for the user.
         read_bytes: bytes of tensors read on both sides.
         seconds: wall time.
-        figures: what each worker did, where several compared.
+        figures: bytes and time of each worker, if several compared.
     """
 
     a: Side
@@ -132,7 +132,7 @@ class Diff:
 
     @property
     def n_by_fingerprint(self) -> int:
-        """Return the number of tensors that are equal according to both manifests."""
+        """Number of tensors that are equal according to both manifests."""
         return sum(tensor.is_by_fingerprint for tensor in self.tensors)
 
     def of_kind(self, kind: str) -> list[TensorDiff]:

@@ -1,17 +1,20 @@
-"""Compare two checkpoints across formats and layouts: what differs, and by how much.
+"""Compare two checkpoints across formats and layouts, and measure the differences.
 
 ::
 
-    A, B ── canonical ──▶ the same names (``core.diff.sides``) ──▶ keys, shapes, types
-                                                                     │ equal shapes
-                                                                     ▼
-                           band by band, as bytes, and as numbers where they differ
-                           (``core.diff.tensor_pass``)
+    A, B ── canonical ──▶ the same names (core.diff.sides)
+                            │
+                            ├── tensors: keys, shapes, types
+                            │     │ equal shapes
+                            │     ▼
+                            │   band by band, as bytes, and as numbers where bytes differ
+                            │   (core.diff.tensor_pass)
+                            │
+                            └── arguments, settings, counters, configurations
+                                (core.diff.entries)
 
-    arguments, settings, counters, configurations (``core.diff.entries``)
-
-Memory is bounded whatever the tensors' sizes are. Of replicas only the first is read; ``ckpt
-validate --deep`` checks that they are equal.
+Memory is bounded, whatever the sizes of the tensors. Only the first of several replicas is read;
+``ckpt validate --deep`` checks that replicas are equal.
 """
 
 from __future__ import annotations
@@ -53,23 +56,24 @@ Progress = Callable[[int, int], None]
 """A callback that gets (bytes done, bytes in total)."""
 
 _THREAD_BYTES = 8 * BAND_BYTES
+"""Memory of a comparing thread: its buffers, and the arrays of numbers converted from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffJob:
-    """What is to be compared, and how.
+    """The request to compare two checkpoints, with its options.
 
     Args:
         a, b: paths, as for ``core.opening.open.open_checkpoint``.
-        iteration_a, iteration_b: which iterations of training roots.
-        missing_chunks: how to treat zarr chunks that are not stored (``core.opening.open``).
+        iteration_a, iteration_b: iterations of training roots.
+        missing_chunks: treatment of zarr chunks that are not stored (``core.opening.open``).
         rule: the tolerance; None for an exact comparison.
         reads: compare values; otherwise names, shapes and types only.
-        believes: trust both manifests where their fingerprints are equal, and read only the rest.
+        believes: do not read tensors whose fingerprints are equal in both manifests.
         include, exclude: patterns of keys (``core.catalog.key_patterns``).
-        strip_prefix: texts that are removed from keys that begin with them (``core.diff.prefix``).
+        strip_prefix: prefixes to remove from keys (``core.diff.prefix``).
         with_optimizer: compare the optimizer's state and settings too.
-        with_entries: compare what is not a tensor too.
+        with_entries: compare entries that are not tensors too.
         rules: a TOML file with additional layout rules.
         threads: number of comparing threads.
         memory_bytes: memory limit of the process.
@@ -97,25 +101,25 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
     """Compare two checkpoints.
 
     Args:
-        job: what to compare, and how.
+        job: the request.
         progress: called with bytes done and in total on this rank.
         team: the ranks that divide the comparison of values; each calls this function with the same
-        job.
+            job.
 
     Returns:
-        The comparison; on other ranks than the lead only as much of it as says whether the
-        checkpoints are the same.
+        The comparison. Ranks other than the lead get only one difference of each kind, so that they
+        come to the same verdict.
 
     Raises:
         UsageError: a path does not exist, or a pattern matches nothing.
-        UnsupportedError: the checkpoints cannot be brought under the same names, or a format cannot
-        be read.
-        CapacityError: the memory limit is too low.
-        CheckpointingException: one of the checkpoints cannot be read.
-        WorkerError: a rank of the team failed, or sees another checkpoint.
+        UnsupportedError: the tensors cannot be given the same names, or a format cannot be read.
+        CapacityError: the memory limit is too low, or there are too many entries.
+        CheckpointingException: one of the checkpoints cannot be read, or changed meanwhile.
+        WorkerError: a rank of the team failed, or finds another checkpoint.
     """
     begun = time.monotonic()
     with ExitStack() as stack:
+        # Open both, and agree on what there is to compare.
         first = _open(stack, job.a, job.iteration_a, job.missing_chunks, team)
         second = _open(stack, job.b, job.iteration_b, job.missing_chunks, team)
 
@@ -126,16 +130,22 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
         comparison = require_agreement(
             team, prepare, _Comparison.observed_state, subject=f"{job.a} and {job.b}"
         )
+        # A change of the files meanwhile makes the result worthless, on any rank.
         comparison.compare()
         result = comparison.result(begun)
-        gather_results(team, lambda: _verify_unchanged(first, second))
+
+        def verify_unchanged() -> None:
+            first.store.verify_unchanged()
+            second.store.verify_unchanged()
+
+        gather_results(team, verify_unchanged)
         return result
 
 
 def _open(
     stack: ExitStack, path: Path, iteration: int | None, missing_chunks: str, team: Team
 ) -> Checkpoint:
-    """Open one of the checkpoints, the same on all ranks; the stack closes it."""
+    """Open one of the checkpoints on all ranks; the stack closes it."""
     with in_checkpoint(str(path)):
         checkpoint = open_on_all_ranks(
             path, iteration=iteration, missing_chunks=missing_chunks, team=team
@@ -144,14 +154,13 @@ def _open(
     return checkpoint
 
 
-def _verify_unchanged(first: Checkpoint, second: Checkpoint) -> None:
-    """Raise if the files of a checkpoint have changed since they were opened."""
-    first.store.verify_unchanged()
-    second.store.verify_unchanged()
-
-
 class _Comparison:
-    """A comparison of two sides by one rank."""
+    """A comparison of two sides by one rank.
+
+    Raises:
+        UsageError: a pattern matches nothing.
+        CapacityError: the memory limit is too low.
+    """
 
     def __init__(
         self, job: DiffJob, a: Side, b: Side, progress: Progress | None, team: Team
@@ -177,77 +186,77 @@ class _Comparison:
         self._figures: tuple[Figures, ...] = ()
 
     def observed_state(self) -> object:
-        """Return what all ranks must see alike, so that their shares fit together."""
+        """Return the part of the state that is equal on all ranks if their shares fit together."""
         return [
             (diff.key, diff.kind, diff.a, diff.b, diff.is_by_fingerprint)
             for diff in self._tensors.values()
         ]
 
     def result(self, begun: float) -> Diff:
-        """Return the whole comparison on the lead; on other ranks only whether anything differs."""
-        diffs: list[Diff] = []
+        """Return the complete comparison on the lead, on other ranks enough of it for the verdict.
+
+        Raises:
+            CheckpointingException: a tensor in an entry cannot be read, or there are too many
+                entries.
+        """
+        lead_result: Diff | None = None
 
         def judge() -> tuple[tuple[TensorDiff, ...], tuple[EntryDiff, ...], tuple[str, ...]]:
-            diffs.append(self._whole_diff(begun))
-            differing = [tensor for tensor in diffs[0].tensors if not tensor.is_same]
-            return tuple(differing[:1]), diffs[0].entries[:1], diffs[0].left_out[:1]
+            nonlocal lead_result
+            lead_result = result = self._complete_diff(begun)
+            differing = [tensor for tensor in result.tensors if not tensor.is_same]
+            return tuple(differing[:1]), result.entries[:1], result.left_out[:1]
 
+        # Only the lead runs ``judge``.
         tensors, entries, left_out = broadcast_result(self._team, judge)
-        return (
-            diffs[0]
-            if diffs
-            else self._diff(begun, tensors=tensors, entries=entries, left_out=left_out)
-        )
+        if lead_result is not None:
+            return lead_result
+        return self._diff(begun, tensors=tensors, entries=entries, left_out=left_out)
 
-    def _whole_diff(self, begun: float) -> Diff:
-        """Return the whole comparison; runs on the lead."""
-        tensors = list(self._tensors.values())
-        read_bytes = sum(
-            self._n_bytes(tensor.key)
-            for tensor in tensors
-            if tensor.a and tensor.b and _is_read(tensor)
-        )
+    def _complete_diff(self, begun: float) -> Diff:
+        """Return the complete comparison; runs on the lead."""
+        tensors = sorted(self._tensors.values(), key=lambda tensor: tensor.order)
+        read_bytes = sum(self._n_bytes(tensor.key) for tensor in tensors if _is_read(tensor))
         entries, of_layout, n_entries = self._entries()
 
-        # A tensor that only one side has is no difference if it shares the bytes of one that both have.
-        aliases = {
-            tensor.key
-            for tensor in tensors
-            if tensor.kind in ("only_a", "only_b") and self._is_alias(tensor)
-        }
-        sides = (("A", self._a), ("B", self._b))
-        notes = [
-            f"{name}: {note}" for name, side in sides for note in (*side.source.notes, *side.notes)
-        ]
-        notes += [
-            f"{tensor.key} is only in {'A' if tensor.a else 'B'}, where it shares another tensor's bytes"
-            for tensor in tensors
-            if tensor.key in aliases
-        ]
-        notes += self._recorded.notes
-        hint = prefix_hint(self._a.catalog.tensors, self._b.catalog.tensors)
-        if hint is not None:
-            notes.append(hint)
-        left_out = [
-            f"{name}: {text}"
-            for name, side in sides
-            for text in side.left_out
-            if self._job.with_optimizer
-        ]
+        # A tensor on one side only is not a difference if it shares the bytes of one on both sides.
+        aliases = [tensor for tensor in self._tensors.values() if self._is_alias(tensor)]
+        alias_keys = {tensor.key for tensor in aliases}
+
+        # Only the parts of an optimizer are ever left out, so without it nothing is.
+        left_out: tuple[str, ...] = ()
+        if self._job.with_optimizer:
+            reasons_a = (f"A: {reason}" for reason in self._a.left_out)
+            reasons_b = (f"B: {reason}" for reason in self._b.left_out)
+            left_out = (*reasons_a, *reasons_b)
         return self._diff(
             begun,
-            tensors=tuple(
-                sorted(
-                    (t for t in tensors if t.key not in aliases), key=lambda tensor: tensor.order
-                )
-            ),
+            tensors=tuple(tensor for tensor in tensors if tensor.key not in alias_keys),
             entries=tuple(entries),
             of_layout=tuple(of_layout),
             n_entries=n_entries,
-            left_out=tuple(left_out),
-            notes=tuple(dict.fromkeys(notes)),
+            left_out=left_out,
+            notes=self._notes(aliases),
             read_bytes=read_bytes,
         )
+
+    def _notes(self, aliases: Iterable[TensorDiff]) -> tuple[str, ...]:
+        """Collect the notes of both sides and of the comparison, each once.
+
+        Args:
+            aliases: tensors on one side only, which share the bytes of tensors on both sides.
+        """
+        notes: list[str] = []
+        for name, side in (("A", self._a), ("B", self._b)):
+            notes += [f"{name}: {note}" for note in (*side.source.notes, *side.notes)]
+        notes += [
+            f"{tensor.key} is only in {'A' if tensor.a else 'B'}, where it shares the bytes of "
+            "another tensor"
+            for tensor in aliases
+        ]
+        notes += self._recorded.notes
+        hint = prefix_hint(self._a.catalog.tensors, self._b.catalog.tensors)
+        return tuple(dict.fromkeys(notes if hint is None else [*notes, hint]))
 
     def _diff(
         self,
@@ -261,7 +270,7 @@ class _Comparison:
         notes: tuple[str, ...] = (),
         read_bytes: int = 0,
     ) -> Diff:
-        """Return the result with what the two sides and the job say of it."""
+        """Build the result; it gets sides, options and figures from this comparison."""
         return Diff(
             a=self._a,
             b=self._b,
@@ -279,18 +288,17 @@ class _Comparison:
         )
 
     def _by_name(self) -> dict[str, TensorDiff]:
-        """Return every tensor of either side, judged by name, shape, type and fingerprint."""
-        tensors_a = {
-            key: meta for key, meta in self._a.catalog.tensors.items() if self._is_wanted(key)
-        }
-        tensors_b = {
-            key: meta for key, meta in self._b.catalog.tensors.items() if self._is_wanted(key)
-        }
+        """Judge every tensor of either side by name, shape, type and fingerprint."""
+        tensors_a, tensors_b = (
+            {key: meta for key, meta in side.catalog.tensors.items() if self._is_wanted(key)}
+            for side in (self._a, self._b)
+        )
         diffs: dict[str, TensorDiff] = {}
-        for key, a in tensors_a.items():
-            b = tensors_b.get(key)
-            if b is None:
-                kind = "only_a"
+        # Tensors of A come first, in its order. With a tolerance, types may differ.
+        for key in dict.fromkeys((*tensors_a, *tensors_b)):
+            a, b = tensors_a.get(key), tensors_b.get(key)
+            if a is None or b is None:
+                kind = "only_b" if a is None else "only_a"
             elif a.shape != b.shape:
                 kind = "shape"
             elif a.dtype != b.dtype and self._job.rule is None:
@@ -298,28 +306,31 @@ class _Comparison:
             else:
                 kind = "unread"
             diffs[key] = TensorDiff(key=key, kind=kind, a=a, b=b)
-        for key, b in tensors_b.items():
-            if key not in tensors_a:
-                diffs[key] = TensorDiff(key=key, kind="only_b", b=b)
+        # Equal fingerprints include equal shapes and types, so they overrule the kinds above.
         for key in self._recorded.equal & diffs.keys():
             diffs[key] = replace(diffs[key], kind="equal", is_by_fingerprint=True)
         return diffs
 
     def compare(self) -> None:
-        """Compare the values of tensors with the same name and shape."""
+        """Compare the values of tensors with the same name and shape.
+
+        Raises:
+            CheckpointingException: a tensor cannot be read.
+        """
         if not self._job.reads:
             return
         keys = [key for key, diff in self._tensors.items() if diff.kind in ("unread", "dtype")]
-        for result in self._alone(keys) if self._team.size == 1 else self._together(keys):
+        compare = self._compare_alone if self._team.size == 1 else self._compare_in_team
+        for result in compare(keys):
             self._tensors[result.key] = _judged(self._tensors[result.key], result)
 
     def _n_bytes(self, key: str) -> int:
-        """Return the bytes on both sides of a tensor that both have."""
+        """Return the bytes of a tensor on both sides, which both have to contain it."""
         diff = self._tensors[key]
         assert diff.a is not None and diff.b is not None
         return diff.a.n_bytes + diff.b.n_bytes
 
-    def _alone(self, keys: list[str]) -> list[ComparedTensor]:
+    def _compare_alone(self, keys: list[str]) -> list[ComparedTensor]:
         """Compare tensors in this process."""
         total = sum(map(self._n_bytes, keys))
         done = 0
@@ -334,8 +345,8 @@ class _Comparison:
 
         return self._work(keys, advance=advance).run(self._job.threads)
 
-    def _together(self, keys: list[str]) -> list[ComparedTensor]:
-        """Compare tensors with all ranks of the team; the lead gets the results."""
+    def _compare_in_team(self, keys: list[str]) -> list[ComparedTensor]:
+        """Compare tensors with all ranks of the team; return the results on the lead, else none."""
         share = divide_in_order(self._team, ((key, self._n_bytes(key)) for key in keys))
         work = SharedComparison(
             self._team,
@@ -349,25 +360,33 @@ class _Comparison:
     def _work(
         self, keys: list[str], *, advance: Advance, share: RankShare | None = None
     ) -> TensorWork:
-        """Return the work of comparing tensors, or a rank's share of it."""
+        """Prepare the comparison of tensors, or of a rank's share of their bytes."""
         pairs = ((key, key) for key in keys)
         return TensorWork(
             self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance, share=share
         )
 
     def _entries(self) -> tuple[list[EntryDiff], list[EntryDiff], int]:
-        """Return entries that differ, those that differ by layout only, and the number compared."""
+        """Compare the entries that are not tensors.
+
+        Returns:
+            Entries that differ, entries that differ only because the layout does, and the number of
+            values that were compared.
+        """
+        # ``include`` selects tensors, so the other entries are not compared.
         if not self._job.with_entries or self._job.include:
             return [], [], 0
-        wanted_a = {name: value for name, value in self._a.entries.items() if self._is_wanted(name)}
-        wanted_b = {name: value for name, value in self._b.entries.items() if self._is_wanted(name)}
-        diffs, n_values = entry_diffs(wanted_a, wanted_b, same_tensors=self._same_tensors)
-        of_layout = [entry for entry in diffs if is_of_layout(entry, self._a, self._b)]
-        skipped = {id(entry) for entry in of_layout}
-        return [entry for entry in diffs if id(entry) not in skipped], of_layout, n_values
+        entries_a, entries_b = (
+            {name: value for name, value in side.entries.items() if self._is_wanted(name)}
+            for side in (self._a, self._b)
+        )
+        diffs, n_values = entry_diffs(entries_a, entries_b, same_tensors=self._same_tensors)
+        judged = [(entry, is_of_layout(entry, self._a, self._b)) for entry in diffs]
+        differing = [entry for entry, is_layout in judged if not is_layout]
+        return differing, [entry for entry, is_layout in judged if is_layout], n_values
 
     def _same_tensors(self, key: str, other: str) -> str | None:
-        """Return how two tensors inside of entries differ, or None if they do not."""
+        """Compare two tensors inside entries; return None if they are equal, else a text."""
         a, b = self._a.catalog.meta(key), self._b.catalog.meta(other)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return f"{b.dtype} of shape {list(b.shape)}, not {a.dtype} of shape {list(a.shape)}"
@@ -379,21 +398,25 @@ class _Comparison:
         return f"{result.values.n_differing:,} of {result.values.n_elements:,} elements differ"
 
     def _is_alias(self, diff: TensorDiff) -> bool:
-        """Return whether a tensor that only one side has shares the bytes of one that both have."""
+        """Return whether a tensor on one side only shares the bytes of one on both sides."""
+        if diff.kind not in ("only_a", "only_b"):
+            return False
         side, other = (self._a, self._b) if diff.a is not None else (self._b, self._a)
         return side.catalog.aliases.get(diff.key) in other.catalog.tensors
 
 
 def _is_read(diff: TensorDiff) -> bool:
     """Return whether the values of a tensor were read."""
+    # Of kind ``dtype`` there are tensors with equal values, which are not counted.
     return not diff.is_by_fingerprint and (
         diff.kind in ("values", "close", "equal") or diff.values is not None
     )
 
 
 def _judged(before: TensorDiff, result: ComparedTensor) -> TensorDiff:
-    """Return a tensor's result after its values have been compared."""
+    """Complete a tensor's result after its values have been compared."""
     values = result.values
+    # In an exact comparison a different type is a difference, even if all values are equal.
     if before.kind == "dtype":
         kind = "dtype"
     elif values is None:
@@ -412,7 +435,7 @@ def _judged(before: TensorDiff, result: ComparedTensor) -> TensorDiff:
 
 
 def _selector(job: DiffJob, a: Side, b: Side) -> Callable[[str], bool]:
-    """Return a function that tells whether a key is compared.
+    """Return a predicate for the keys to compare, from the options of a job.
 
     Raises:
         UsageError: a pattern matches no key.
@@ -427,6 +450,7 @@ def _selector(job: DiffJob, a: Side, b: Side) -> Callable[[str], bool]:
             return False
         if job.with_optimizer:
             return True
+        # The optimizer is recognised by names in Megatron's form, and by those of other trainers.
         bare = bare_key(key, a.catalog)
         return not is_optimizer_key(bare) and role_of(bare) in ("model", "other")
 
@@ -434,7 +458,7 @@ def _selector(job: DiffJob, a: Side, b: Side) -> Callable[[str], bool]:
 
 
 def _matchers(patterns: Iterable[str], keys: Iterable[str]) -> list[Callable[[str], bool]]:
-    """Return a function for each pattern that tells whether a key matches it.
+    """Return a predicate for each pattern.
 
     Raises:
         UsageError: a pattern matches no key.
@@ -445,21 +469,23 @@ def _matchers(patterns: Iterable[str], keys: Iterable[str]) -> list[Callable[[st
         if not any(map(matches, keys)):
             raise UsageError(
                 f"no tensor or entry of either checkpoint matches {pattern!r}",
-                hint="Megatron's tensors are matched by their global names; list them with ckpt inspect A --flat",
+                hint="list the keys with: ckpt inspect A --flat (Megatron's tensors have their "
+                "global names)",
             )
         matchers.append(matches)
     return matchers
 
 
 def _cache_bytes(job: DiffJob, *catalogs: Catalog, runtime_bytes: int) -> int:
-    """Return the memory for decoded units of each side.
+    """Return the memory for each side's cache of decoded units (zarr chunks, deflated records).
 
     Args:
-        runtime_bytes: memory that the process takes besides.
+        runtime_bytes: memory of the process itself.
 
     Raises:
-        CapacityError: not even one unit per thread fits.
+        CapacityError: the memory limit is too low for one unit per thread and side.
     """
+    # The largest unit of any tensor decides; a checkpoint that is not encoded needs none.
     unit_bytes = 0
     if job.reads:
         unit_bytes = max(
@@ -473,10 +499,12 @@ def _cache_bytes(job: DiffJob, *catalogs: Catalog, runtime_bytes: int) -> int:
     fixed = runtime_bytes + (DECODER_BYTES if unit_bytes else 0)
     fixed += job.threads * (_THREAD_BYTES + 2 * unit_bytes)
     if fixed > job.memory_bytes:
+        n_mib = -(-fixed // MIB)
+        subject = "1 thread needs" if job.threads == 1 else f"{job.threads} threads need"
         raise CapacityError(
-            f"{job.threads} threads need {-(-fixed // MIB):,} MiB of memory, but the limit is "
-            f"{job.memory_bytes // MIB:,} MiB",
-            hint=f"set the memory limit to at least {-(-fixed // MIB)} MiB"
+            f"{subject} {n_mib:,} MiB of memory, but the limit is {job.memory_bytes // MIB:,} MiB",
+            hint=f"set the memory limit to at least {n_mib} MiB"
             + (", or use fewer threads" if job.threads > 1 else ""),
         )
+    # Half of the remaining memory for each side.
     return min(DEFAULT_CACHE_BYTES, (job.memory_bytes - fixed) // 2) if unit_bytes else 0

@@ -2,10 +2,12 @@
 
 ::
 
-    ranks   compare their bands ─┬─▶ lead: which tensors differ ─ told ─┬─ sum up their equal bands
-    of those ─▶ lead
+    every rank   compare its bands                             ──▶ tallies
+    lead         join the tallies, and broadcast the keys of tensors that differ
+    every rank   sum up the equal bands of these tensors       ──▶ sums
+    lead         add the sums
 
-The figures are those of one process: sums over a tensor are exact until they are rounded
+The results equal those of one process: sums over a tensor are exact until they are rounded
 (``core.numbers.tally``).
 """
 
@@ -21,7 +23,7 @@ from core.scan.share import Meter, RankShare
 from core.team.protocol import Figures, Team, broadcast_result, gather_results
 
 _Tallied = tuple[tuple[str, str], Tally]
-"""The types of a tensor in A and B, and the tally of its bands."""
+"""The dtypes of a tensor in A and B, and the tally of its bands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,12 @@ class _RankTallies:
     """The tallies of one rank.
 
     Args:
-        tallies: key → (types of A and B, tally).
+        tallies: key → (dtypes in A and B, tally).
         n_bytes: bytes that the rank read.
         seconds: wall time of the rank.
     """
 
-    tallies: dict[str, tuple[tuple[str, str], Tally]]
+    tallies: dict[str, _Tallied]
     n_bytes: int
     seconds: float
 
@@ -45,7 +47,7 @@ class SharedComparison:
     Args:
         team: the ranks that work together.
         share: this rank's share of the bytes.
-        work: returns what compares the bands of the share and reports bytes.
+        work: prepares the comparison of a share, which reports bytes to the callback.
         threads: number of comparing threads.
     """
 
@@ -67,19 +69,20 @@ class SharedComparison:
         """Compare with all ranks.
 
         Returns:
-            On the lead the tensors in the order of the share, and what the workers did; nothing on
-            other ranks.
+            On the lead the tensors in the order of the share, and bytes and time of each rank;
+            nothing on other ranks.
 
         Raises:
             CheckpointingException: the first error of a rank.
         """
-        # Every rank compares its bands, and the lead learns which tensors differ.
+        # Every rank compares its bands, and the lead finds which tensors differ.
         first = gather_results(self._team, self._compare_bands)
         tallies = _joined({}, first or [])
         differing = broadcast_result(
             self._team, lambda: {key for key, (_, tally) in tallies.items() if tally.differs}
         )
-        # Sums over those tensors need their equal bands as well.
+        # Sums over those tensors need their equal bands as well. A rank cannot know earlier which
+        # ones: the difference may be in a band of another rank.
         second = gather_results(self._team, lambda: self._sum_up_bands(differing))
         if first is None or second is None:
             return [], ()
@@ -100,10 +103,8 @@ class SharedComparison:
             self._work.equal_bytes(differing), lambda: self._work.sum_up(differing, self._threads)
         )
 
-    def _timed(
-        self, n_bytes: int, work: Callable[[], dict[str, tuple[tuple[str, str], Tally]]]
-    ) -> _RankTallies:
-        """Run a part of the work, and return its tallies with bytes and time."""
+    def _timed(self, n_bytes: int, work: Callable[[], dict[str, _Tallied]]) -> _RankTallies:
+        """Run a part of the work, and measure its bytes and time."""
         begun = time.monotonic()
         self._meter = Meter(self._team, n_bytes)
         tallies = work()
@@ -115,7 +116,7 @@ class SharedComparison:
 
 
 def _joined(tallies: Mapping[str, _Tallied], parts: Sequence[_RankTallies]) -> dict[str, _Tallied]:
-    """Return the tallies with those of the ranks added to them."""
+    """Join tallies with those of the ranks."""
     result = dict(tallies)
     for part in parts:
         for key, (dtypes, tally) in part.tallies.items():

@@ -1,21 +1,18 @@
-"""Bring two checkpoints under the same names, so that they can be compared.
+"""Give the tensors of two checkpoints the same names, so that they can be compared.
 
-==================  ==================
-===========================================================================
- A                   B                   compared as
-==================  ==================
-===========================================================================
- Megatron's          Megatron's          global per-layer tensors, without padding rows; names of
- one implementation
- Megatron's          Hugging Face's      the model's tensors under Megatron's names
- (``core.hf.to_megatron``)
- anything else       anything else       the names that they have
- rank files          rank files          rank by rank, where one of the layouts is not understood
-==================  ==================
-===========================================================================
+===================  =============  ===========================================================
+ A                    B              compared as
+===================  =============  ===========================================================
+ Megatron             Megatron       global per-layer tensors without padding rows, under the
+                                     names of A's implementation (local, Transformer Engine)
+ Megatron             Hugging Face   the model's tensors under Megatron's names
+                                     (``core.hf.to_megatron``)
+ any other            any other      their own names
+ rank files           rank files     rank by rank, if one of the layouts is not understood
+===================  =============  ===========================================================
 
-What cannot be compared is reported in ``Side.left_out``; two checkpoints are not called equal in
-spite of it.
+``Side.left_out`` reports the parts that cannot be compared; two checkpoints with such parts do not
+count as equal.
 """
 
 from __future__ import annotations
@@ -49,17 +46,19 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
     from core.opening.canonical import Canonical
 
+_MAX_CONFIG_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two checkpoints that are compared.
+    """One of the two checkpoints of a comparison.
 
     Args:
         source: the opened checkpoint.
-        catalog: its tensors under the names of the comparison.
-        entries: everything else that is compared, by name.
-        left_out: what cannot be compared although it should be, with the reason.
-        notes: what the user should know.
+        catalog: the tensors, under the names of the comparison.
+        entries: name → value of the entries that are not tensors.
+        left_out: parts that cannot be compared although they should be, with the reasons.
+        notes: remarks for the user.
     """
 
     source: Checkpoint
@@ -70,61 +69,61 @@ class Side:
 
     @property
     def topology(self) -> Topology | None:
-        """Return the parallel sizes of a checkpoint in Megatron's layout, or None."""
+        """Parallel sizes of a checkpoint in Megatron's layout, or None for other layouts."""
         return self.catalog.facet(Topology)
 
 
 def sides_of(a: Checkpoint, b: Checkpoint, *, rules: Rules) -> tuple[Side, Side]:
-    """Return both checkpoints in a form that can be compared.
+    """Bring two checkpoints into a form in which they can be compared.
 
     Raises:
-        UnsupportedError: only one of them holds rank files whose layout is not understood.
+        UnsupportedError: only one of them has rank files whose layout is not understood.
         CheckpointingException: an object cannot be read.
     """
-    forms = canonical(a, rules=rules), canonical(b, rules=rules)
-    if not (forms[0].is_global and forms[1].is_global):
-        return _rank_by_rank((a, b), forms)
-    if forms[0].has_layout and forms[1].has_layout:
-        sides = _of_one_implementation((a, b), forms, rules)
-        return (
-            sides
-            if not any(side.left_out for side in sides)
-            else (_model_of(sides[0]), _model_of(sides[1]))
-        )
-    if forms[0].has_layout:
-        return _with_hf(a, forms[0], b, forms[1])
-    if forms[1].has_layout:
-        megatron, other = _with_hf(b, forms[1], a, forms[0])
+    form_a, form_b = canonical(a, rules=rules), canonical(b, rules=rules)
+    if not (form_a.is_global and form_b.is_global):
+        return _rank_by_rank((a, b), (form_a, form_b))
+    if form_a.has_layout and form_b.has_layout:
+        side_a, side_b = _of_one_implementation((a, b), (form_a, form_b), rules)
+        # If an optimizer is not understood on one side, neither side's can be compared.
+        if side_a.left_out or side_b.left_out:
+            return _model_of(side_a), _model_of(side_b)
+        return side_a, side_b
+    if form_a.has_layout:
+        return _with_hf(a, form_a, b, form_b)
+    if form_b.has_layout:
+        megatron, other = _with_hf(b, form_b, a, form_a)
         return other, megatron
-    return _side(a, forms[0]), _side(b, forms[1])
+    return _side(a, form_a), _side(b, form_b)
 
 
 def _side(source: Checkpoint, form: Canonical, catalog: Catalog | None = None) -> Side:
-    """Return a side under its own names."""
+    """Build a side from a catalog, by default that of the canonical form."""
     catalog = form.catalog if catalog is None else catalog
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    # With a layout, the failure is that of the optimizer, which is missing then. Without one, the
+    # tensors can still be compared under their stored names.
     if form.failure is not None and form.has_layout:
         left_out = (f"cannot interpret the optimizer state: {form.failure}",)
-    notes = (
-        ()
-        if form.failure is None or form.has_layout
-        else (f"cannot interpret the layout: {form.failure}",)
-    )
+    elif form.failure is not None:
+        notes = (f"cannot interpret the layout: {form.failure}",)
     return Side(source, catalog, _entries(catalog, source.store), left_out, notes)
 
 
 def _rank_by_rank(
     sources: tuple[Checkpoint, Checkpoint], forms: tuple[Canonical, Canonical]
 ) -> tuple[Side, Side]:
-    """Return both sides rank by rank.
+    """Build both sides with the tensors of single ranks.
 
     Raises:
-        UnsupportedError: one of them does not hold rank files.
+        UnsupportedError: one of the checkpoints does not consist of rank files.
     """
     failure = next(form.failure for form in forms if not form.is_global)
     if not all(source.catalog.is_rank_local for source in sources):
+        reason = failure.message if failure else "rank files"
         raise UnsupportedError(
-            f"the layout of only one of them can be interpreted: {failure.message if failure else 'rank files'}",
+            f"the layout of only one of the checkpoints can be interpreted: {reason}",
             key=failure.key if failure else None,
             hint=failure.hint if failure else None,
         )
@@ -139,7 +138,10 @@ def _rank_by_rank(
 def _of_one_implementation(
     sources: tuple[Checkpoint, Checkpoint], forms: tuple[Canonical, Canonical], rules: Rules
 ) -> tuple[Side, Side]:
-    """Return two Megatron checkpoints, with B under the names of A's implementation."""
+    """Build the sides of two Megatron checkpoints, B's with the names of A's implementation.
+
+    The implementations, Megatron's own and Transformer Engine, name some tensors differently.
+    """
     a, b = forms
     side_a = _side(sources[0], a)
     try:
@@ -148,14 +150,15 @@ def _of_one_implementation(
             return side_a, _side(sources[1], b)
         name = "local" if is_local else "transformer_engine"
         side_b = _side(sources[1], b, with_implementation(b.catalog, name, rules=rules))
-        note = f"its names are those of the other implementation; compared as {name}"
+        note = f"its tensor names are those of another implementation; compared as {name}"
     except CheckpointingException as err:
-        side_b, note = _side(sources[1], b), f"names are compared as they are: {err}"
+        side_b = _side(sources[1], b)
+        note = f"tensor names not mapped to those of the other implementation: {err}"
     return side_a, replace(side_b, notes=(*side_b.notes, note))
 
 
 def _model_of(side: Side) -> Side:
-    """Return a side without its optimizer, whose form is unknown on one of the sides."""
+    """Drop the optimizer from a side."""
     catalog = side.catalog
     tensors = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
     entries = {name: value for name, value in side.entries.items() if name != OPTIMIZER}
@@ -170,43 +173,74 @@ def _is_local(catalog: Catalog, rules: Rules) -> bool:
 def _with_hf(
     megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Canonical
 ) -> tuple[Side, Side]:
-    """Return a Megatron checkpoint and another, under Megatron's names if it has Hugging Face's."""
+    """Build the sides of a Megatron checkpoint and another, which may be Hugging Face's.
+
+    Args:
+        form: the canonical form of ``megatron``.
+        plain: the canonical form of ``other``, without a layout.
+
+    Returns:
+        Both with Megatron's names if the other has Hugging Face's and a config.json, else each with
+        its own names.
+
+    Raises:
+        CheckpointingException: Hugging Face's names cannot be mapped to Megatron's.
+    """
     from core.hf import is_hf, to_megatron
 
     catalog = plain.catalog
     config = config_of(other.store) if CONFIG in carried_of(catalog) else None
     if not is_hf(catalog, config):
-        note = "its names are neither Megatron's nor Hugging Face's with a config.json; compared as they are"
+        note = (
+            "its tensor names are neither Megatron's nor those of a Hugging Face model with a "
+            "config.json; compared under their own names"
+        )
         second = _side(other, plain)
         return _side(megatron, form), replace(second, notes=(*second.notes, note))
     assert config is not None
-    fields = form.catalog.args
-    implementation = "local" if facts_of(fields).is_local else "transformer_engine"
+
+    # Map the names to those of the implementation that wrote the Megatron checkpoint.
+    is_local = facts_of(form.catalog.args).is_local
+    implementation = "local" if is_local else "transformer_engine"
     mapped = to_megatron(catalog, config, transformer_impl=implementation)
-    model = {key: meta for key, meta in form.catalog.tensors.items() if role_of(key) == "model"}
-    n_more = len(form.catalog.tensors) - len(model)
-    notes = (
-        [f"{n_more} optimizer tensors not compared: Hugging Face checkpoints have none"]
-        if n_more
-        else []
+
+    # Keep only the model: a Hugging Face checkpoint has neither an optimizer nor arguments.
+    model, mapped_model = (
+        {key: meta for key, meta in tensors.items() if role_of(key) == "model"}
+        for tensors in (form.catalog.tensors, mapped.tensors)
     )
-    first = Side(megatron, replace(form.catalog, tensors=model), {}, (), tuple(notes))
-    model = {key: meta for key, meta in mapped.tensors.items() if role_of(key) == "model"}
-    note = f"compared under Megatron's names ({config.get('model_type')})"
-    return first, Side(
-        other, replace(mapped.without_facets(Topology), tensors=model), {}, (), (note,)
+    n_dropped = len(form.catalog.tensors) - len(model)
+    dropped = f"{n_dropped} optimizer tensors not compared: Hugging Face checkpoints have none"
+    first = Side(
+        megatron,
+        replace(form.catalog, tensors=model),
+        entries={},
+        notes=(dropped,) if n_dropped else (),
     )
+    second = Side(
+        other,
+        replace(mapped.without_facets(Topology), tensors=mapped_model),
+        entries={},
+        notes=(f"compared under Megatron's names ({config.get('model_type')})",),
+    )
+    return first, second
 
 
 def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
-    """Return everything that is not a tensor, by name."""
+    """Collect name → value of the entries that are not tensors.
+
+    Raises:
+        CheckpointingException: a value or a small file cannot be read.
+    """
     result: dict[str, object] = {str(name): value for name, value in (catalog.common or {}).items()}
     for key, item in catalog.objects.items():
+        # Modules without a state have an empty extra state, which some formats do not store.
         if not (EXTRA_STATE in key and item.value in (None, [None])):
             result[key] = item.value
     for attribute in attributes_of(catalog.skeleton):
-        if attribute.name != VERSIONS:  # of modules, which formats other than torch's do not have
+        if attribute.name != VERSIONS:  # only torch's files record the versions of modules
             result[f"{attribute.key} (attribute)"] = attribute.value
+    # An optimizer gets the same entries, whatever form its format stores it in.
     optimizer = catalog.optimizer
     if optimizer is not None:
         step = _number(catalog, store, optimizer.step)
@@ -222,18 +256,18 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
 
 
 def _number(catalog: Catalog, store: ReadStore, value: object) -> object:
-    """Return the value of a number that may be stored as a tensor of one element."""
+    """Read a number that may be stored as a tensor of one element; return other values as is."""
     if not isinstance(value, TensorLeaf) or catalog.meta(value.key).n_elements != 1:
         return value
     return first_values(store, catalog, value.key, 1)[0]
 
 
 def _document(store: ReadStore, path: str, key: str) -> object:
-    """Return the parsed content of a configuration, or the bytes of any other file as a tensor."""
+    """Return the parsed content of a configuration, or a tensor with the bytes of any other file.
+
+    A configuration that is not JSON is compared as bytes too.
+    """
     if path.endswith("config.json"):
         with suppress(CorruptError):
             return read_json_object(store, path, max_bytes=_MAX_CONFIG_BYTES)
     return TensorLeaf(key)
-
-
-_MAX_CONFIG_BYTES = 1 << 20

@@ -18,13 +18,15 @@ next to a single file::
       {"key": "w", "dtype": "float32", "shape": [2, 3], "sum": "…"},
       …]}
 
-One entry per line, in the order of the plan or of the checkpoint. There are no time stamps and no
-paths of the machine, so equal work gives equal manifests. ``key`` of an array is the first tensor
-that it holds (a part of), ``name`` is the array's own; its bytes are dense in the file. Sums that
-were switched off are null. Files of a copy have no digest: their arrays have.
+There is one entry per line, in the order of the plan or of the checkpoint. Time stamps and absolute
+paths are omitted, so equal work gives equal manifests.
 
-``fingerprints`` are those of canonical tensors (``core.opening.canonical``), whose keys are the
-same in every format and layout; ``fingerprint`` names their definition
+``arrays`` lists the stored arrays whose bytes are dense in a file. ``name`` is the name of the
+array, ``key`` the first tensor that it contains (a part of). Sums that were switched off are null.
+The files of a copy have no digest, but their arrays have.
+
+``fingerprints`` lists the canonical tensors (``core.opening.canonical``), whose keys are the same
+in every format and layout; ``fingerprint`` names the definition of the sums
 (``core.fingerprint.definition``). Version 1 has neither of the two; a manifest without fingerprints
 is written as version 1.
 """
@@ -47,24 +49,25 @@ MANIFEST = "ckpt-manifest.json"
 SCHEMA = "ckpt-manifest"
 VERSION = 2
 MAX_BYTES = 512 << 20
+"""Maximum size of a manifest that is read."""
 MAX_VALUES = 12_000_000
 """Maximum number of JSON values in a manifest; 10⁵ arrays have 2 · 10⁶."""
 
 
 def manifest_name(file: str | None = None) -> str:
-    """Return the name of the manifest of a directory, or of a single file."""
+    """Return the file name of the manifest of a directory, or of a single file."""
     return MANIFEST if file is None else f"{file}.{MANIFEST}"
 
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """A file as its manifest describes it.
+    """The entry of a file in a manifest.
 
     Args:
         path: relative to the checkpoint.
         n_bytes: size of the file.
-        crc: CRC-32 of the whole file; None if checksums are switched off.
-        digest: digest of the whole file, hexadecimal; None if it is not known.
+        crc: CRC-32 of the entire file; None if checksums are switched off.
+        digest: digest of the entire file, hexadecimal; None if it was not computed.
     """
 
     path: str
@@ -75,9 +78,16 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True)
 class ManifestArray:
-    """An array as its manifest describes it.
+    """The entry of a stored array in a manifest.
 
-    ``crc`` and ``digest`` (hexadecimal) are None if they are switched off.
+    Args:
+        key: key of the first tensor that the array contains.
+        name: name of the array.
+        file: path of its file, relative to the checkpoint.
+        offset: position of its first byte in the file.
+        dtype, shape: form of the array; the shape is in elements.
+        crc: CRC-32 of its bytes; None if checksums are switched off.
+        digest: digest of its bytes, hexadecimal; None if digests are switched off.
     """
 
     key: str
@@ -95,12 +105,12 @@ class Manifest:
     """The content of a manifest.
 
     Args:
-        tool: name and version of the software that wrote it.
+        tool: name and version of the software that wrote the manifest.
         digest: name of the digest; None if there are no digests.
         files: the files.
         arrays: the arrays.
         scheme: name of the fingerprints' definition; None if there are no fingerprints.
-        fingerprints: by key of the canonical tensor.
+        fingerprints: key of the canonical tensor → fingerprint.
     """
 
     tool: str
@@ -118,23 +128,46 @@ def manifest_lines(
     arrays: Iterable[ManifestArray],
     fingerprints: Mapping[str, Fingerprint] | None = None,
 ) -> Iterator[str]:
-    """Yield the text of a manifest, in pieces.
+    """Yield the text of a manifest, a few lines at a time.
 
     Args:
         tool: name and version of the writing software.
         digest: name of the digest; None if there are no digests.
         files, arrays: the entries.
-        fingerprints: by key; None for a manifest without fingerprints.
+        fingerprints: key of the canonical tensor → fingerprint; None for a manifest without
+            fingerprints.
     """
+    # The version is the lowest that can hold the content, so that older programs can read it.
     version = 1 if fingerprints is None else VERSION
+    # The JSON is assembled by hand, so that the text of 10⁵ entries is never in memory at once.
     head = {"schema": SCHEMA, "version": version, "tool": tool, "digest": digest}
     yield json.dumps(head, ensure_ascii=False)[:-1] + ',\n"files": [\n'
-    yield from _entries(_entry_of_file(file) for file in files)
+    yield from _entry_lines(
+        {
+            "path": file.path,
+            "size": file.n_bytes,
+            "crc32": _hex(file.crc),
+            **({} if file.digest is None else {"digest": file.digest}),
+        }
+        for file in files
+    )
     yield '],\n"arrays": [\n'
-    yield from _entries(_entry_of_array(array) for array in arrays)
+    yield from _entry_lines(
+        {
+            "key": array.key,
+            "name": array.name,
+            "file": array.file,
+            "offset": array.offset,
+            "dtype": array.dtype,
+            "shape": list(array.shape),
+            "crc32": _hex(array.crc),
+            "digest": array.digest,
+        }
+        for array in arrays
+    )
     if fingerprints is not None:
         yield f'],\n"fingerprint": "{SCHEME}",\n"fingerprints": [\n'
-        yield from _entries(
+        yield from _entry_lines(
             {
                 "key": key,
                 "dtype": fingerprint.dtype,
@@ -146,35 +179,17 @@ def manifest_lines(
     yield "]}\n"
 
 
-def _entries(entries: Iterable[dict[str, object]]) -> Iterator[str]:
+def _entry_lines(entries: Iterable[dict[str, object]]) -> Iterator[str]:
     """Yield the entries of a list as JSON, one per line."""
     separator = ""
     for entry in entries:
         text = json.dumps(entry, ensure_ascii=False)
         try:
             text.encode()
-        except UnicodeEncodeError:  # a name that is not UTF-8, or a key with half a character
+        except UnicodeEncodeError:  # a file name that is not UTF-8, or a lone surrogate in a key
             text = json.dumps(entry)
         yield separator + text
         separator = ",\n"
-
-
-def _entry_of_file(file: FileSum) -> dict[str, object]:
-    entry: dict[str, object] = {"path": file.path, "size": file.n_bytes, "crc32": _hex(file.crc)}
-    return entry if file.digest is None else {**entry, "digest": file.digest}
-
-
-def _entry_of_array(array: ManifestArray) -> dict[str, object]:
-    return {
-        "key": array.key,
-        "name": array.name,
-        "file": array.file,
-        "offset": array.offset,
-        "dtype": array.dtype,
-        "shape": list(array.shape),
-        "crc32": _hex(array.crc),
-        "digest": array.digest,
-    }
 
 
 def _hex(crc: int | None) -> str | None:
@@ -199,7 +214,7 @@ def write_lines(store: WriteStore, name: str, lines: Iterable[str]) -> None:
 
 
 def _put(store: WriteStore, name: str, offset: int, lines: list[str]) -> int:
-    """Write lines at an offset and return their bytes."""
+    """Write lines at an offset, and return their number of bytes."""
     data = "".join(lines).encode()
     store.write(name, offset, data)
     return len(data)
@@ -210,44 +225,48 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
 
     Raises:
         MissingShardError: the file does not exist.
-        CorruptError: the file is not a manifest.
-        UnsupportedError: the manifest is of a newer version.
+        CorruptError: the file is not a manifest, or damaged.
+        UnsupportedError: the manifest has a newer version.
+        StorageError: the file cannot be read.
     """
     data = read_small_file(store, name, max_bytes=MAX_BYTES)
     try:
         content: Any = parse_json_object(data, file=name, max_values=MAX_VALUES)
+        # A file of another program fails here; an entry of the wrong type, while it is parsed.
         if content["schema"] != SCHEMA:
             raise ValueError(content["schema"])
         if content["version"] > VERSION:
             raise UnsupportedError(
-                f"manifest version {content['version']} is newer than {VERSION}", file=name
+                f"manifest version {content['version']} is newer than {VERSION}, the newest that "
+                "is supported",
+                file=name,
+                hint="upgrade ckpt, or create a new manifest with ckpt manifest",
             )
         digest, scheme = content["digest"], content.get("fingerprint")
         return Manifest(
             tool=str(content["tool"]),
             digest=None if digest is None else str(digest),
-            files=tuple(_file(entry) for entry in content["files"]),
-            arrays=tuple(_array(entry) for entry in content["arrays"]),
+            files=tuple(_parse_file(entry) for entry in content["files"]),
+            arrays=tuple(_parse_array(entry) for entry in content["arrays"]),
             scheme=None if scheme is None else str(scheme),
             fingerprints={
-                str(entry["key"]): _fingerprint(entry, scheme)
+                str(entry["key"]): _parse_fingerprint(entry, scheme)
                 for entry in content.get("fingerprints", ())
             },
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CorruptError) as err:
-        reason = (
-            err.message
-            if isinstance(err, CorruptError)
-            else "an entry is missing or has the wrong type"
-        )
+        # CorruptError is the JSON parser's, and has a reason; the others do not mean much to users.
+        reason = "an entry is missing or has the wrong type"
+        if isinstance(err, CorruptError):
+            reason = err.message
         raise CorruptError(
             f"not a ckpt manifest: {reason}",
             file=name,
-            hint="remove it, and create a new one with ckpt manifest",
+            hint="delete it, and create a new one with ckpt manifest",
         ) from err
 
 
-def _file(entry: Any) -> FileSum:
+def _parse_file(entry: Any) -> FileSum:
     return FileSum(
         str(entry["path"]),
         int(entry["size"]),
@@ -256,8 +275,9 @@ def _file(entry: Any) -> FileSum:
     )
 
 
-def _fingerprint(entry: Any, scheme: object) -> Fingerprint:
+def _parse_fingerprint(entry: Any, scheme: object) -> Fingerprint:
     text = str(entry["sum"])
+    # Sums of a later scheme may have another form; they are compared as texts, if at all.
     if scheme == SCHEME:
         parse_lanes(text)
     return Fingerprint(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), text)
@@ -271,7 +291,7 @@ def _crc(text: Any) -> int | None:
     return None if text is None else int(text, 16)
 
 
-def _array(entry: Any) -> ManifestArray:
+def _parse_array(entry: Any) -> ManifestArray:
     return ManifestArray(
         str(entry["key"]),
         str(entry["name"]),

@@ -1,15 +1,16 @@
 """Compute the fingerprints of a destination while a copy writes it.
 
-The readers tell which canonical tensor a byte of the destination will belong to: they read the
-destination as it is planned (``core.catalog.planned_store``), and bring it into canonical form.
-Once it is written, they read the real destination. Tensors about which the two disagree, and those
-that no array of the destination holds as they are (tensors computed from others), are then read
-back. So the fingerprints are those that reading the destination gives, whatever the plan promised.
+Before the copy, the reader of the format reads the planned destination
+(``core.catalog.planned_store``), whose canonical form assigns every byte that will be written to a
+tensor. After the copy, the real destination is read. Tensors that the two place differently, and
+tensors that no array of the destination contains unchanged (because they are computed from others),
+are then read back. So the fingerprints are those of the real destination, even if it does not match
+the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +19,6 @@ from pathlib import Path
 from core.arrays.dtypes import itemsize
 from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog, Fragment
-from core.catalog.file_image import FileImage
 from core.catalog.planned_store import PlannedStore
 from core.catalog.stored import Extent, StoredArray
 from core.device.device import FINGERPRINT, Device
@@ -37,7 +37,7 @@ from core.plan.positions import Places
 
 
 class CopyFingerprints:
-    """The fingerprints of what a copy writes (a ``core.copy.options.WriteObserver``).
+    """The fingerprints of the tensors that a copy writes (a ``core.copy.options.WriteObserver``).
 
     Args:
         plan: the plan of the copy.
@@ -61,13 +61,20 @@ class CopyFingerprints:
         self._planned: Catalog | None = None
         self._feeds: Feeds | None = None
         self._arrays: list[tuple[str, int] | None] = []
-        prefix = _iteration_prefix(plan.images)
+        # In a training root, the checkpoint is the directory of the iteration.
+        paths = [image.path for image in plan.images]
+        prefix = ""
+        if TRACKER in paths:
+            prefix = next((path.partition("/")[0] + "/" for path in paths if "/" in path), "")
+        # Read the planned destination. That can fail: it may link to files that do not exist yet.
+        # Then all tensors are read back.
         store = PlannedStore(plan.images, prefix=prefix, entry=entry)
         try:
             planned = sniffed(store).read(store)
             self._planned = _bind_arrays(canonical_of(planned, store, rules=rules).catalog, store)
         except CheckpointingException:
-            return  # not readable before it is written, for instance because it links to other files
+            return
+        # Arrays have numbers in the copy; keep (name, bytes of an element) of those to feed.
         arrays = _planned_arrays(plan, prefix)
         self._feeds = Feeds(self._planned, arrays.values(), products)
         self._arrays = [
@@ -78,7 +85,7 @@ class CopyFingerprints:
         ]
 
     def feed(self, number: int, offset: int, data: memoryview) -> None:
-        """Add elements of an array, ``offset`` bytes from its start."""
+        """Add elements of an array, which begin ``offset`` bytes from its start."""
         array = self._arrays[number] if self._arrays else None
         if array is not None and self._feeds is not None:
             name, size = array
@@ -94,48 +101,49 @@ class CopyFingerprints:
     def finish(
         self, written: Path, *, threads: int, memory_bytes: int | None
     ) -> tuple[dict[str, Fingerprint], int]:
-        """Return the fingerprints of what has been written.
+        """Return the fingerprints of the written destination.
 
         Args:
-            written: path of the destination now; all its files are complete.
+            written: current path of the destination; all its files are complete.
             threads, memory_bytes: resources for reading tensors back.
 
         Returns:
-            The fingerprints by canonical key, and how many tensors were read back for them.
+            The fingerprints by canonical key, and the number of tensors that were read back.
 
         Raises:
             CheckpointingException: the destination cannot be read.
         """
-        # Keep the fingerprints of tensors that lie where the plan said; read all others back.
+        # Keep the fingerprints of tensors in their planned positions; read all others back.
         computed = {} if self._feeds is None else self._feeds.fingerprints()
         opened = open_checkpoint(written)
         try:
             real = canonical(opened, rules=self._rules).catalog
             bound = _bind_arrays(real, opened.store)
             confirmed = {key: computed[key] for key in computed if self._is_as_planned(bound, key)}
-            rest = [key for key in real.tensors if key not in confirmed]
-            read = (
-                read_fingerprints(
+            remaining = [key for key in real.tensors if key not in confirmed]
+            fingerprints = confirmed
+            if remaining:
+                fingerprints = confirmed | read_fingerprints(
                     real,
                     opened.store,
-                    rest,
+                    remaining,
                     threads=threads,
                     memory_bytes=memory_bytes,
                     device=self._device,
                 )
-                if rest
-                else {}
-            )
         finally:
             opened.store.close()
-        fingerprints = confirmed | read
-        return {key: fingerprints[key] for key in real.tensors}, len(rest)
+        return {key: fingerprints[key] for key in real.tensors}, len(remaining)
 
     def _is_as_planned(self, real: Catalog, key: str) -> bool:
-        """Return whether a tensor lies in the destination as it was planned."""
+        """Return whether a tensor has the planned form, boxes and positions in the destination."""
         assert self._planned is not None
-        return real.tensors.get(key) == self._planned.tensors[key] and _have_same_positions(
-            real.fragments(key), self._planned.fragments(key)
+        if real.tensors.get(key) != self._planned.tensors[key]:
+            return False
+        fragments, planned = real.fragments(key), self._planned.fragments(key)
+        return len(fragments) == len(planned) and all(
+            (a.box, a.at, _position(a.array)) == (b.box, b.at, _position(b.array))
+            for a, b in zip(fragments, planned, strict=True)
         )
 
 
@@ -143,7 +151,7 @@ class CopyFingerprints:
 def observe_copy(
     plan: Plan, *, entry: str | None, rules: Rules, device: Device | None = None
 ) -> Iterator[CopyFingerprints]:
-    """Yield an observer for the copy of a plan that is made in the block.
+    """Yield an observer for the copy of a plan, which has to be executed in the block.
 
     Args:
         plan, entry, rules: as for ``CopyFingerprints``.
@@ -154,18 +162,12 @@ def observe_copy(
         yield CopyFingerprints(plan, entry=entry, rules=rules, products=products, device=device)
 
 
-def _iteration_prefix(images: Sequence[FileImage]) -> str:
-    """Return the checkpoint's directory in a training root, with a slash.
-
-    Returns "" for other destinations.
-    """
-    if not any(image.path == TRACKER for image in images):
-        return ""
-    return next((image.path.partition("/")[0] + "/" for image in images if "/" in image.path), "")
-
-
 def _planned_arrays(plan: Plan, prefix: str) -> dict[str, StoredArray]:
-    """Return the arrays that the plan fills, with their positions, by name."""
+    """Return name → array for the arrays that the plan fills, with their planned positions.
+
+    Args:
+        prefix: the checkpoint's directory in the destination, removed from the file names.
+    """
     places: Places = plan.places
     arrays: dict[str, StoredArray] = {}
     for key in iter(plan.keys()):
@@ -180,7 +182,7 @@ def _planned_arrays(plan: Plan, prefix: str) -> dict[str, StoredArray]:
 
 
 def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
-    """Return the catalog with the positions of late-bound arrays, as far as they can be found."""
+    """Bind the late-bound arrays of a catalog to their positions, as far as these can be found."""
     bind: Callable[[StoredArray], StoredArray] = lru_cache(maxsize=1024)(
         lambda array: catalog.bind(store, array)
     )
@@ -192,7 +194,7 @@ def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
         try:
             return replace(fragment, array=bind(array))
         except CheckpointingException:
-            return fragment
+            return fragment  # reading the tensor reports the problem
 
     return replace(
         catalog,
@@ -200,16 +202,8 @@ def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
     )
 
 
-def _have_same_positions(a: Sequence[Fragment], b: Sequence[Fragment]) -> bool:
-    """Return whether fragments have the same boxes and positions; their CRCs do not matter."""
-    return len(a) == len(b) and all(
-        (first.box, first.at, _position(first.array))
-        == (second.box, second.at, _position(second.array))
-        for first, second in zip(a, b, strict=True)
-    )
-
-
 def _position(array: StoredArray | None) -> object:
+    """Return form and position of an array, without its CRC, which is not known in advance."""
     if array is None or array.extent is None:
         return None
     return array.dtype, array.shape, replace(array.extent, crc=None)

@@ -1,10 +1,9 @@
-"""Compute fingerprints from the elements of stored arrays, as they pass by.
+"""Compute fingerprints from the elements of stored arrays during a scan or a copy.
 
-Code that has a checkpoint's bytes at hand anyway (a scan, a copy) feeds them here, array by array,
-in any order and from any thread. A canonical tensor lies in (parts of) arrays; a canonical array
-may itself be a part of a stored one (``core.catalog.stored.part_of``). Tensors that lie in no
-stored array, such as those computed from others, must be read through the engine
-(``core.manifest.fingerprint_read``).
+A scan or a copy reads a checkpoint's bytes anyway, and feeds them here, array by array, in any
+order and from any thread. A canonical tensor is stored in (parts of) canonical arrays; these may be
+parts of stored arrays (``core.catalog.stored.part_of``). A tensor that is not stored in arrays,
+because it is computed from others, has to be read separately (``core.manifest.fingerprint_read``).
 """
 
 from __future__ import annotations
@@ -33,9 +32,11 @@ from core.plan.positions import region_shape
 class _Region:
     """A part of a canonical tensor in a stored array.
 
+    Shapes, boxes and offsets are in elements.
+
     Args:
         key: key of the tensor.
-        first: element of the stored array at which the canonical array begins.
+        first: index of the stored array's element at which the canonical array begins, in C order.
         shape: shape of the canonical array.
         inside: box of the region in the canonical array.
         offset: offset of the region in the tensor.
@@ -49,11 +50,11 @@ class _Region:
 
 
 class Feeds:
-    """The sums of the fingerprints of a catalog's tensors.
+    """Sums for the fingerprints of a catalog's tensors.
 
     Args:
         catalog: in canonical form.
-        stored: the arrays that will be fed, as they lie in their files.
+        stored: the arrays that will be fed, with their positions in files.
         products: from ``core.fingerprint.kernel.fastest_products``.
     """
 
@@ -69,10 +70,13 @@ class Feeds:
         stored_arrays = _StoredArrays(stored)
         target = dense_target(catalog.tensors.values())
         for key in catalog.tensors:
-            self._add(key, stored_arrays, target)
+            self._add_tensor(key, stored_arrays, target)
 
-    def _add(self, key: str, stored_arrays: _StoredArrays, target: TargetCatalog) -> None:
-        """Find the stored arrays that hold a tensor; without one, leave the tensor out."""
+    def _add_tensor(self, key: str, stored_arrays: _StoredArrays, target: TargetCatalog) -> None:
+        """Find the stored arrays that contain a tensor; skip a tensor that is not in such arrays.
+
+        A skipped tensor gets no fingerprint here, not even from those of its parts that are stored.
+        """
         meta = self._catalog.tensors[key]
         size = itemsize(meta.dtype)
         regions: list[tuple[str, _Region]] = []
@@ -80,12 +84,14 @@ class Feeds:
         try:
             form = form_of(meta.shape, size)
             pieces = match(self._catalog, target, key).pieces
-        except CheckpointingException:  # whoever reads the tensor again reports it
+        except CheckpointingException:  # reported when the tensor is read separately
             return
+        # Trace every piece of the tensor to a region of a stored array.
         for box, fragment in pieces:
             array = fragment.array
-            if array is None:
+            if array is None:  # zeros, which add nothing to the sums
                 continue
+            # Without a fed array, or if the array has too few axes, the tensor is read separately.
             position = stored_arrays.find(array)
             shape = region_shape(box, len(array.shape))
             if position is None or shape is None:
@@ -98,6 +104,7 @@ class Feeds:
             name, first = position
             regions.append((name, _Region(key, first, array.shape, inside, box.offset)))
             n_stored += box.n_elements
+        # Register the tensor only now, when all of its pieces have been found.
         self._forms[key] = form
         self._stored[key] = n_stored
         self._fed[key] = 0
@@ -115,33 +122,34 @@ class Feeds:
         Args:
             name: name of the array.
             start: index of the first element in the array's C order.
-            data: whole elements.
+            data: bytes of complete elements.
         """
         for region in self._regions.get(name, ()):
             meta = self._catalog.tensors[region.key]
             size = itemsize(meta.dtype)
-            # The part of these elements that lies in the canonical array.
+            # Clip the elements to those in the canonical array.
             begin = max(start, region.first)
             end = min(start + len(data) // size, region.first + prod(region.shape))
             if end <= begin:
                 continue
+            # A run of the array is not a box in general, so sum up the boxes that it consists of.
             total = FormSum(self._forms[region.key], self._products)
             position = (begin - start) * size
             for run in boxes_of_flat_range(region.shape, begin - region.first, end - region.first):
                 n = run.n_elements * size
                 _add_region(total, meta.shape, region, run, size, data[position : position + n])
                 position += n
+            # Sums are computed outside the lock, and added to the tensor's inside.
             with self._lock:
                 self._lanes[region.key] = add_lanes((self._lanes[region.key], total.lanes))
                 self._fed[region.key] += total.n_bytes // size
 
     def pass_over(self, name: str, start: int, n_elements: int) -> None:
         """Add elements of a stored array that are all zero."""
+        # Zeros do not change the sums, so it is enough to count the elements.
         for region in self._regions.get(name, ()):
-            begin, end = (
-                max(start, region.first),
-                min(start + n_elements, region.first + prod(region.shape)),
-            )
+            begin = max(start, region.first)
+            end = min(start + n_elements, region.first + prod(region.shape))
             if end <= begin:
                 continue
             common = (
@@ -155,7 +163,7 @@ class Feeds:
                 self._fed[region.key] += n
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Return the fingerprints of the tensors whose elements have all been fed, by key."""
+        """Return key → fingerprint for the tensors whose elements have all been fed."""
         return {
             key: Fingerprint(
                 self._catalog.tensors[key].dtype,
@@ -167,11 +175,11 @@ class Feeds:
         }
 
     def state(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return how many elements of each tensor were fed, and their sums, for ``merge``."""
+        """Return key → (number of elements fed, their sums), for ``merge`` on another rank."""
         return {key: (n, self._lanes[key]) for key, n in self._fed.items() if n}
 
     def merge(self, state: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
-        """Add the state of another rank, which was fed other elements."""
+        """Add the state of another rank, which got other elements."""
         for key, (n, lanes) in state.items():
             self._fed[key] += n
             self._lanes[key] = add_lanes((self._lanes[key], lanes))
@@ -183,7 +191,7 @@ class ArrayFeeds:
 
     Args:
         feeds: gets the elements.
-        resources: what must stay open meanwhile.
+        resources: resources that have to stay open during the scan.
     """
 
     feeds: Feeds
@@ -198,7 +206,7 @@ class ArrayFeeds:
         self.feeds.feed(array.name, start, data)
 
     def state(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return the state of the feeds, to be merged on another rank."""
+        """Return the state of the feeds; see ``Feeds.state``."""
         return self.feeds.state()
 
     def merge(self, state: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
@@ -212,11 +220,11 @@ class ArrayFeeds:
 def _add_region(
     total: FormSum, shape: Shape, region: _Region, run: Box, size: int, data: memoryview
 ) -> None:
-    """Add those elements of a box that belong to a region.
+    """Add the elements of a box that belong to a region.
 
     Args:
         total: the sum of the tensor.
-        shape: shape of the tensor.
+        shape: shape of the tensor, in elements.
         region: the region of the canonical array that belongs to the tensor.
         run: the box in the canonical array.
         size: bytes of an element.
@@ -225,6 +233,7 @@ def _add_region(
     common = run.intersect(region.inside)
     if common is None:
         return
+    # The array has elements outside the region, such as padding rows: select those inside.
     if common != run:
         import numpy as np
 
@@ -234,7 +243,7 @@ def _add_region(
         )
         elements = np.frombuffer(data, f"V{size}").reshape(run.shape)[inner]
         data = memoryview(np.ascontiguousarray(elements).view(np.uint8).reshape(-1))
-    # From the axes of the array to those of the tensor, which may be more or fewer.
+    # Convert axes of the array to axes of the tensor, which may be more or fewer.
     moved = tuple(a - b for a, b in zip(common.offset, region.inside.offset, strict=True))
     extra = len(shape) - len(moved)
     if extra >= 0:
@@ -250,7 +259,7 @@ def _add_region(
 
 
 class _StoredArrays:
-    """An index of stored arrays, to find the one that a canonical array is or is a part of.
+    """An index of stored arrays by name and position, to find the one that contains an array.
 
     Args:
         stored: the stored arrays.
@@ -272,20 +281,19 @@ class _StoredArrays:
         }
 
     def find(self, array: StoredArray) -> tuple[str, int] | None:
-        """Find the stored array that a canonical array is, or is a part of.
+        """Find the stored array that contains a canonical array, or equals it.
 
         Returns:
-            The stored array's name, and its element at which ``array`` begins; None if there is no
-            such stored array.
+            The stored array's name, and the index of the element at which ``array`` begins in it;
+            None if there is no such stored array.
         """
         same = self._arrays.get(array.name)
         extent = array.extent
-        if same is not None and (same.extent, same.shape, same.dtype) == (
-            extent,
-            array.shape,
-            array.dtype,
-        ):
+        form = (extent, array.shape, array.dtype)
+        if same is not None and (same.extent, same.shape, same.dtype) == form:
             return array.name, 0
+        # The bytes of an encoded array have no position before they are decoded. A late-bound array
+        # is known only by the item that contains it.
         if extent.encoding is not None:
             return None
         if extent.is_late:
@@ -296,11 +304,13 @@ class _StoredArrays:
         return self._find_by_position(array) if is_dense_in_file(array) else None
 
     def _find_by_position(self, array: StoredArray) -> tuple[str, int] | None:
-        """Find the stored array whose bytes in the file include those of ``array``."""
+        """Find the stored array whose byte range in the file contains that of ``array``."""
         runs = self._runs.get(array.extent.file, [])
         number = bisect_right(runs, array.extent.offset, key=lambda item: item[0]) - 1
         if number < 0:
             return None
+        # Try only the array that begins last before the position. Should arrays overlap, as tied
+        # tensors of torch may, the tensor is possibly read separately.
         start, stored = runs[number]
         inside = array.extent.offset - start
         size = itemsize(array.dtype)
@@ -314,6 +324,6 @@ class _StoredArrays:
 
 
 def is_dense_in_file(array: StoredArray) -> bool:
-    """Return whether an array's elements follow each other in its file, in C order."""
+    """Return whether an array's elements are contiguous in its file, in C order."""
     extent = array.extent
     return extent.strides is None or is_c_contiguous(array.shape, extent.strides)

@@ -1,7 +1,7 @@
 """Compute the fingerprints of a checkpoint of any format and layout by reading it.
 
-The engine that copies moves the canonical tensors to dense files that do not exist; the bytes that
-would be written to them are summed up.
+The copy engine "writes" each canonical tensor to a dense file of its own; the store that gets these
+bytes sums them up instead of writing them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from threading import Lock
 
 from core.arrays.dtypes import itemsize
 from core.calibration.choice import choose_device
-from core.catalog.catalog import Catalog, TargetCatalog, TensorMeta
+from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray
 from core.copy.options import CopyOptions
 from core.copy.run import execute
@@ -34,26 +34,29 @@ def read_fingerprints(
     progress: Callable[[int], None] | None = None,
     device: Device | None = None,
 ) -> dict[str, Fingerprint]:
-    """Return the fingerprints of tensors, by key.
-
-    Where ranks hold copies of one tensor, the first is taken.
+    """Read tensors and return key → fingerprint; of several replicas only the first is read.
 
     Args:
         catalog: in canonical form.
         store: the checkpoint's files.
         keys: keys of the tensors; None for all.
-        threads: number of threads that read.
-        memory_bytes: maximum bytes the process may use; None for no limit.
-        progress: called with the bytes of tensors just read.
+        threads: number of reading threads.
+        memory_bytes: memory limit of the process; None for no limit.
+        progress: called with the number of bytes of tensors just read.
         device: may compute the fingerprints; None for the CPU path.
 
     Raises:
         CheckpointingException: a tensor cannot be read, or does not fit in memory.
     """
+    # Plan a file for each tensor, with its number as the name.
     wanted = list(catalog.tensors) if keys is None else list(keys)
     metas = [catalog.tensors[key] for key in wanted]
     target = dense_target(metas)
-    images = [_image(number, target, meta) for number, meta in enumerate(metas)]
+    arrays = [target.whole_array(meta.key) for meta in metas]
+    images = [
+        FileImage(str(number), array.n_bytes, (PlacedArray(0, array),))
+        for number, array in enumerate(arrays)
+    ]
     plan = make_plan(
         catalog,
         target,
@@ -63,6 +66,7 @@ def read_fingerprints(
         memory_bytes=memory_bytes,
         compares=False,
     )
+    # Run the copy into the sums.
     with fastest_products(
         plan.write_bytes, choose_device(device, [FINGERPRINT], threads=plan.threads)
     ) as products:
@@ -76,14 +80,8 @@ def read_fingerprints(
     return sink.fingerprints()
 
 
-def _image(number: int, target: TargetCatalog, meta: TensorMeta) -> FileImage:
-    """Return a file that holds nothing but one tensor, dense."""
-    array = target.whole_array(meta.key)
-    return FileImage(str(number), array.n_bytes, (PlacedArray(0, array),))
-
-
 class _SummingStore:
-    """A target of a copy that keeps only sums; file n is tensor n, as dense elements."""
+    """A destination of a copy that keeps only sums; file n is tensor n, dense."""
 
     def __init__(self, metas: Sequence[TensorMeta], products: Products) -> None:
         self._metas = metas
@@ -104,14 +102,14 @@ class _SummingStore:
             self._lanes[number] = add_lanes((self._lanes[number], total.lanes))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Raise: no checksums are computed whose blocks two pieces of work could share."""
+        """Raise, since only checksums read back, and this copy computes none."""
         raise NotImplementedError
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
         """Do nothing: there are no files."""
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Return the fingerprints by key, once everything has been moved."""
+        """Return key → fingerprint, after the copy is complete."""
         return {
             meta.key: Fingerprint(meta.dtype, meta.shape, format_lanes(lanes))
             for meta, lanes in zip(self._metas, self._lanes, strict=True)

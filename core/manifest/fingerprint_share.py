@@ -1,13 +1,13 @@
-"""Compute fingerprints by a team, of which each rank reads an equal run of bytes.
+"""Compute fingerprints with a team of ranks, each of which reads an equal number of bytes.
 
 ::
 
-    tensors   |   a   |         b         | c |      d      |      one after the other, in bands of rows
-    ranks     |     0     |     1     |     2     |   3     |      equal runs of bytes
+    tensors   |   a   |         b         | c |      d      |   in order, in bands of rows
+    ranks     |     0     |     1     |     2     |   3     |   equal byte ranges
 
-A band belongs to the rank in whose run its first byte lies. A fingerprint is a sum, so the lead
-adds up what each rank has of a tensor. Tensors that a rank could not read are read again by the
-lead alone, which reports their problems as a single process does.
+A band belongs to the rank whose byte range contains its first byte. A fingerprint is a sum, so the
+lead adds the sums of the ranks. The lead reads tensors again that a rank could not read, and
+reports their problems as a single process does.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ _BAND_BYTES = 1 << 20
 _GROUP = 32
 """Number of bands that a thread takes at a time."""
 _THREAD_BYTES = 8 * _BAND_BYTES
+"""Memory of a reading thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFingerprints:
-    """The fingerprints that the ranks have computed together.
+    """Fingerprints computed by a team.
 
     Args:
-        fingerprints: by key; empty except at the lead.
-        figures: figures of the workers; empty without a team.
+        fingerprints: key → fingerprint; empty on ranks other than the lead.
+        figures: bytes and time of each worker; empty without a team.
     """
 
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
@@ -70,19 +71,19 @@ def fingerprints_of_directory(
     team: Team = ALONE,
     device: Device | None = None,
 ) -> SharedFingerprints:
-    """Return the fingerprints of a checkpoint; every rank calls this with the same arguments.
+    """Compute the fingerprints of a checkpoint; every rank calls this with the same arguments.
 
     Args:
         path: as for ``core.opening.open.open_checkpoint``.
         rules: the layout rules.
         threads: number of threads of each rank.
-        memory_bytes: maximum bytes that each process may use; None for no limit.
+        memory_bytes: memory limit of each process; None for no limit.
         team: divides the reading.
         device: may compute the fingerprints; None for the CPU path.
 
     Raises:
-        CheckpointingException: the checkpoint cannot be read.
-        WorkerError: the ranks see different checkpoints.
+        CheckpointingException: the checkpoint cannot be read, or a tensor does not fit in memory.
+        WorkerError: a rank failed, or the ranks find different checkpoints.
     """
     opened = open_on_all_ranks(path, team=team)
     try:
@@ -102,12 +103,13 @@ def fingerprints_of_directory(
 def open_on_all_ranks(
     path: Path, *, iteration: int | None = None, missing_chunks: str = FILL, team: Team
 ) -> Checkpoint:
-    """Open a checkpoint on every rank, and make sure that all ranks see the same one.
+    """Open a checkpoint on every rank, and check that all ranks find the same one.
 
     Raises:
         CheckpointingException: the checkpoint cannot be opened.
-        WorkerError: the ranks see different checkpoints.
+        WorkerError: a rank failed, or the ranks find different checkpoints.
     """
+    # A network file system may show hosts different states: compare the files with their sizes.
     return require_agreement(
         team,
         lambda: open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks),
@@ -130,18 +132,19 @@ def shared_fingerprints(
     team: Team = ALONE,
     device: Device | None = None,
 ) -> SharedFingerprints:
-    """Return the fingerprints of tensors; the lead reads alone what the ranks could not read.
+    """Compute fingerprints of tensors; the lead alone reads tensors that another rank could not.
 
     Args:
         catalog: in canonical form, the same on every rank.
         store: the checkpoint's files.
-        keys: keys of the tensors, of which those of the lead count; None for all.
-        threads, memory_bytes: number of threads and maximum bytes of each rank.
+        keys: keys of the tensors, taken from the lead; None for all.
+        threads, memory_bytes: number of threads and memory limit of each rank.
         team: divides the reading; every rank calls this.
         device: this rank's device, which may compute the fingerprints.
 
     Raises:
         CheckpointingException: a tensor cannot be read, or does not fit in memory.
+        WorkerError: a rank failed.
     """
     wanted = list(catalog.tensors if keys is None else keys)
     if team.size == 1:
@@ -151,17 +154,19 @@ def shared_fingerprints(
         catalog, store, wanted, threads=threads, memory_bytes=memory_bytes, team=team, device=device
     )
 
-    # The lead keeps the fingerprints; an error in reading the rest is raised on every rank.
+    # The lead keeps the fingerprints; an error in reading the others is raised on every rank.
     fingerprints = dict(readable.fingerprints)
 
-    def read_rest() -> None:
-        rest = [key for key in wanted if key not in fingerprints]
-        if rest:
+    def read_missing() -> None:
+        missing = [key for key in wanted if key not in fingerprints]
+        if missing:
             fingerprints.update(
-                read_fingerprints(catalog, store, rest, threads=threads, memory_bytes=memory_bytes)
+                read_fingerprints(
+                    catalog, store, missing, threads=threads, memory_bytes=memory_bytes
+                )
             )
 
-    broadcast_result(team, read_rest)
+    broadcast_result(team, read_missing)
     return SharedFingerprints(
         {key: fingerprints[key] for key in wanted if key in fingerprints}, readable.figures
     )
@@ -177,7 +182,15 @@ def readable_fingerprints(
     team: Team,
     device: Device | None = None,
 ) -> SharedFingerprints:
-    """Return the fingerprints of those tensors that every rank could read its share of."""
+    """Compute the fingerprints of the tensors that no rank failed to read.
+
+    Args:
+        catalog, store, threads, memory_bytes, team, device: as for ``shared_fingerprints``.
+        keys: keys of the tensors, taken from the lead.
+
+    Raises:
+        WorkerError: a rank failed, or the ranks find different tensors.
+    """
     wanted = broadcast_result(team, lambda: list(keys))
 
     def prepare() -> _FingerprintPass:
@@ -197,8 +210,8 @@ class _RankSums:
     """The sums that one rank has computed.
 
     Args:
-        figures: how much the rank did.
-        sums: bytes that were read and the sum of their contributions, by key.
+        figures: bytes and time of the rank.
+        sums: key → (number of bytes read, their sums).
         failed: keys of tensors that the rank could not read.
     """
 
@@ -208,7 +221,7 @@ class _RankSums:
 
 
 class _FingerprintPass:
-    """One rank's share of the reading.
+    """One rank's share of reading tensors for their fingerprints.
 
     Args:
         catalog: in canonical form.
@@ -238,14 +251,19 @@ class _FingerprintPass:
         self._meter = Meter()
 
     def observed_state(self) -> object:
-        """Return what all ranks must see alike, for their shares to fit together."""
+        """Return the part of the state that is equal on all ranks if their shares fit together."""
         return [
             (key, self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape)
             for key in self._share.spans
         ]
 
     def read_share(self, threads: int, memory_bytes: int | None) -> _RankSums:
-        """Read this rank's share and return its sums."""
+        """Read this rank's share, and return its sums.
+
+        Args:
+            threads: number of reading threads.
+            memory_bytes: memory limit of the process; None for no limit.
+        """
         begun = time.monotonic()
         self._meter = Meter(self._team, self._share.n_bytes)
         threads, cache_bytes = self._fit_to_memory(threads, memory_bytes)
@@ -259,7 +277,7 @@ class _FingerprintPass:
         return _RankSums(figures, self._sums, frozenset(self._failed))
 
     def _fit_to_memory(self, threads: int, memory_bytes: int | None) -> tuple[int, int]:
-        """Return how many threads, and how many bytes of decoded units, fit into the memory.
+        """Reduce the number of threads until they fit into the memory.
 
         Returns:
             The number of threads (0 if not even one fits), and bytes of the cache of decoded units.
@@ -280,13 +298,13 @@ class _FingerprintPass:
         return threads, cache_bytes if unit_bytes else 0
 
     def _items(self, reader: BoxReader) -> Iterator[tuple[str, TensorReader, list[Box]]]:
-        """Yield this rank's bands, several of one tensor at a time."""
+        """Yield this rank's bands, several of one tensor at a time; record tensors that fail."""
         for key, (start, stop) in self._share.spans.items():
             if start == stop or not self._share.meets(key):
                 continue
             meta = self._catalog.tensors[key]
             size = itemsize(meta.dtype)
-            # Bands of whole rows are runs of the tensor, so each has one owner.
+            # Bands consist of complete rows, so each is one byte range and has one owner.
             boxes = [
                 box
                 for box in bands(meta.shape, size, _BAND_BYTES)
@@ -299,9 +317,8 @@ class _FingerprintPass:
             except CheckpointingException:
                 self._failed.add(key)
                 continue
-            if (
-                tensor.dtype != meta.dtype
-            ):  # it must be cast, which the plan of the lead's own reading does
+            # Only the copy engine casts, so such a tensor is left to the lead.
+            if tensor.dtype != meta.dtype:
                 self._failed.add(key)
                 continue
             for start in range(0, len(boxes), _GROUP):
@@ -316,6 +333,7 @@ class _FingerprintPass:
     def _work(
         self, items: Iterator[tuple[str, TensorReader, list[Box]]], products: Products
     ) -> None:
+        # Each thread has a buffer for a band, and one for scattered elements of it.
         out, raw = (memoryview(bytearray(_BAND_BYTES)) for _ in range(2))
         while (item := self._next(items)) is not None:
             key, tensor, boxes = item
@@ -335,7 +353,12 @@ class _FingerprintPass:
         raw: memoryview,
         products: Products,
     ) -> None:
-        """Add bands of a tensor to its sum."""
+        """Read bands of a tensor, and add them to its sums.
+
+        Args:
+            boxes: the bands.
+            out, raw: buffers of the thread.
+        """
         size = itemsize(tensor.dtype)
         total = FormSum(form_of(tensor.shape, size), products)
         for box in boxes:
@@ -345,12 +368,13 @@ class _FingerprintPass:
             tensor.read(box, data, raw)
             total.add_run(size * flat_offset(box, tensor.shape), data)
             self._meter.advance(len(data))
+        # A group that failed or was stopped halfway has added nothing.
         with self._lock:
             n_bytes, lanes = self._sums.get(key, (0, (0,) * LANES))
             self._sums[key] = n_bytes + total.n_bytes, add_lanes((lanes, total.lanes))
 
     def join(self, parts: Sequence[_RankSums]) -> dict[str, Fingerprint]:
-        """Return the fingerprints of tensors whose bytes have all been read; called at the lead."""
+        """Return the fingerprints of tensors whose bytes have all been read; runs on the lead."""
         # A tensor counts only if no rank failed to read a part of it.
         failed = frozenset[str]().union(*(part.failed for part in parts))
         sums: dict[str, list[tuple[int, tuple[int, ...]]]] = {}

@@ -1,13 +1,12 @@
-"""Make the manifest of an existing checkpoint: read every file and every stored array once.
+"""Create the manifest of an existing checkpoint by reading every file and stored array once.
 
-Arrays are listed if their bytes lie dense in a file; compressed and strided ones are covered by
-their file's digest. Fingerprints are computed from the same bytes as they pass by, except for
-tensors that are computed from others: those are read again (``core.manifest.fingerprint_feeds``,
-``core.manifest.fingerprint_read``).
+Arrays whose bytes are dense in a file get entries; compressed and strided arrays are covered by the
+digest of their file. Fingerprints are computed from the same bytes (``fingerprint_feeds``), except
+for tensors that are computed from others: these are read again (``fingerprint_read``).
 
-A manifest promises that a checkpoint is as it was, so none is made of one that is damaged already:
-what cannot be read, or does not have the CRCs that its own containers state, is an error. Copies on
-other ranks are summed up, but not compared with each other: ``ckpt validate --deep`` does that.
+A manifest certifies that a checkpoint has not changed since, so a checkpoint that is damaged
+already gets none: bytes that cannot be read, or that do not match a CRC in their own file, are an
+error. Replicas are summed up, but not compared: ``ckpt validate --deep`` does that.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_re
 from core.version import __version__
 
 Progress = Callable[[int, int], None]
-"""Takes the bytes done so far, and all bytes."""
+"""A callback that gets (bytes done, bytes in total)."""
 
 _PART = ".ckpt-part"
-"""Ending of a manifest that is being written; a killed run leaves such a file behind."""
+"""Suffix of a manifest that is being written; a killed run leaves such a file behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +60,11 @@ class Inventory:
         destination: the usual path of its manifest.
         format: name of the checkpoint's format.
         files, arrays: the entries.
-        fingerprints: by canonical key; None if they were not wanted.
+        fingerprints: by canonical key; None if they were not requested.
         n_read_again: number of tensors that were read a second time for their fingerprints.
         n_bytes: bytes of all files.
         notes: remarks for the user.
-        figures: figures of the workers, if several read the checkpoint.
+        figures: bytes and time of each worker, if several read the checkpoint.
     """
 
     path: Path
@@ -80,7 +79,7 @@ class Inventory:
     figures: tuple[Figures, ...] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield the text of the manifest, in pieces."""
+        """Yield the text of the manifest, a few lines at a time."""
         tool = f"ckpt-toolkit {__version__}"
         return manifest_lines(tool, ALGORITHM, self.files, self.arrays, self.fingerprints)
 
@@ -104,11 +103,11 @@ def read_inventory(
         path: as for ``core.opening.open.open_checkpoint``.
         iteration: iteration of a training root.
         rules: a TOML file with additional layout rules.
-        missing_chunks: how zarr chunks count that are not stored (``core.opening.open``).
+        missing_chunks: treatment of zarr chunks that are not stored (``core.opening.open``).
         fingerprints: compute fingerprints.
-        threads: number of threads that read; None for as many as there are processors.
-        memory_bytes: maximum bytes that decoding and reading again may take.
-        progress: called with the bytes that this rank has read.
+        threads: number of reading threads; None for one per available CPU.
+        memory_bytes: maximum memory for decoding and for the second read.
+        progress: called with bytes done and in total on this rank.
         team: divides the reading; every rank calls this with the same arguments.
         device: may compute the fingerprints; None for the CPU path.
 
@@ -117,8 +116,9 @@ def read_inventory(
 
     Raises:
         CheckpointingException: the checkpoint cannot be read, is damaged, or changed meanwhile.
-        WorkerError: a rank of the team failed, or sees another checkpoint.
+        WorkerError: a rank of the team failed, or finds another checkpoint.
     """
+    # All ranks open the checkpoint, and compare what they find.
     source = require_agreement(
         team,
         lambda: _open_source(path, iteration=iteration, rules=rules, missing_chunks=missing_chunks),
@@ -131,7 +131,7 @@ def read_inventory(
         choose_device(device, [FINGERPRINT], threads=threads) if fingerprints else None
     )
     try:
-        # One pass over all bytes: sums of files and arrays, and fingerprints on the way.
+        # One pass over all bytes computes the sums of files and arrays, and most fingerprints.
         with fastest_products(
             sum(source.files.values()) if fingerprints else 0, device_for_sums
         ) as products:
@@ -152,7 +152,7 @@ def read_inventory(
             )
         broadcast_result(team, lambda: _check_intact(scanned))
 
-        # Tensors that are computed from others are read once more.
+        # Read tensors again that are computed from others.
         complete = (
             _AllFingerprints()
             if feeds is None
@@ -161,13 +161,13 @@ def read_inventory(
             )
         )
 
-        # Nothing may have changed meanwhile; then the lead has the content of the manifest.
+        # If nothing has changed meanwhile, the lead has the content of the manifest.
         gather_results(team, opened.store.verify_unchanged)
         return Inventory(
             path=opened.path,
             destination=opened.store.root / manifest_name(opened.store.entry),
             format=opened.format.name,
-            files=tuple(_file_entries(scanned, source.files)) if is_lead(team) else (),
+            files=_file_entries(scanned, source.files) if is_lead(team) else (),
             arrays=tuple(_array_entries(source, scanned)) if is_lead(team) else (),
             fingerprints=None if feeds is None else complete.fingerprints,
             n_read_again=complete.n_read_again,
@@ -181,13 +181,13 @@ def read_inventory(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The checkpoint that is read.
+    """The checkpoint to read.
 
     Args:
-        opened: the checkpoint.
-        form: its tensors in canonical form.
-        files: sizes in bytes of its files, by name.
-        stored: its arrays.
+        opened: the opened checkpoint.
+        form: its canonical form.
+        files: name → bytes of its files.
+        stored: its stored arrays.
     """
 
     opened: Checkpoint
@@ -196,7 +196,7 @@ class _Source:
     stored: list[StoredArray]
 
     def observed_state(self) -> object:
-        """Return what all ranks of a team must see alike."""
+        """Return the part of the state that has to be equal on all ranks of a team."""
         return (
             str(self.opened.path),
             self.opened.format.name,
@@ -207,7 +207,7 @@ class _Source:
 def _open_source(
     path: Path, *, iteration: int | None, rules: Path | None, missing_chunks: str
 ) -> _Source:
-    """Open a checkpoint.
+    """Open a checkpoint, list its files, and bring it into canonical form.
 
     Raises:
         CheckpointingException: the checkpoint cannot be read, or a file is sparse: its copy was
@@ -216,15 +216,16 @@ def _open_source(
     opened = open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks)
     try:
         form = canonical(opened, rules=load_rules(rules))
+        # Separate checkpoints below this one, and manifests, are not part of the checkpoint.
         sizes = list_tree(opened.store.root, entry=opened.store.entry, without=opened.below).files
         files = {
             name: size for name, size in sizes.items() if not is_manifest(name.removesuffix(_PART))
         }
         for name in sorted(sparse_files(opened.store, files)):
             raise CorruptError(
-                "almost none of the file's bytes are on the disk",
+                "almost none of the file is stored on disk",
                 file=name,
-                hint="copy it again: an earlier copy may have been interrupted",
+                hint="copy the file again; the previous copy may have been interrupted",
             )
         return _Source(opened, form, files, list(opened.catalog.stored_arrays().values()))
     except BaseException:
@@ -232,29 +233,32 @@ def _open_source(
         raise
 
 
-def _file_entries(scanned: ScanResult, files: Iterable[str]) -> Iterator[FileSum]:
-    """Yield the entries of the files that were read, in the order of ``files``."""
-    for name in files:
-        total = scanned.files.get(name)
-        if total is not None:
-            yield FileSum(name, total.n_bytes, total.crc, total.digest)
+def _file_entries(scanned: ScanResult, files: Iterable[str]) -> tuple[FileSum, ...]:
+    """Return the entries of the files that were read, in the order of ``files``."""
+    totals = ((name, scanned.files.get(name)) for name in files)
+    return tuple(
+        FileSum(name, total.n_bytes, total.crc, total.digest)
+        for name, total in totals
+        if total is not None
+    )
 
 
 def _check_intact(scanned: ScanResult) -> None:
-    """Raise if a file could not be read, or does not have a CRC that it states.
+    """Raise the first problem of a scan.
 
     Raises:
-        CheckpointingException: the first problem.
+        CheckpointingException: a file could not be read, or does not match a CRC that it records.
     """
     if scanned.problems:
         raise scanned.problems[0].error
     for mismatch in scanned.mismatches:
-        stated = mismatch.stated
+        record = mismatch.stated
         raise CorruptError(
-            f"checksum mismatch: {stated.name} has CRC-32 {mismatch.actual_crc:08x}, the file records {stated.crc:08x}",
+            f"checksum mismatch: {record.name} has CRC-32 {mismatch.actual_crc:08x}, but the file "
+            f"records {record.crc:08x}",
             file=mismatch.file,
-            span=(stated.start, stated.stop),
-            hint="the checkpoint is damaged; ckpt validate --deep lists all damage",
+            span=(record.start, record.stop),
+            hint="list all damage with ckpt validate --deep",
         )
 
 
@@ -264,8 +268,8 @@ class _AllFingerprints:
 
     Args:
         fingerprints: in the order of the tensors; empty on ranks other than the lead.
-        n_read_again: how many tensors were read again for them.
-        figures: figures of the workers that read again together.
+        n_read_again: number of tensors that were read again.
+        figures: bytes and time of each worker in the second read.
     """
 
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
@@ -282,19 +286,23 @@ def _complete_fingerprints(
     team: Team,
     device: Device | None,
 ) -> _AllFingerprints:
-    """Return all fingerprints; read those tensors again that the scan could not cover."""
+    """Collect all fingerprints, and read tensors again that the scan could not cover.
+
+    Raises:
+        CheckpointingException: a tensor cannot be read, or does not fit in memory.
+    """
+    # The scan has merged the feeds of all ranks into those of the lead.
     fingerprints = feeds.fingerprints() if is_lead(team) else {}
     catalog = source.form.catalog
-    rest = broadcast_result(
+    missing = broadcast_result(
         team, lambda: [key for key in catalog.tensors if key not in fingerprints]
     )
-    if not rest:
-        reread = SharedFingerprints()
-    else:
+    reread = SharedFingerprints()
+    if missing:
         reread = shared_fingerprints(
             catalog,
             source.opened.store,
-            rest,
+            missing,
             threads=threads,
             memory_bytes=memory_bytes,
             team=team,
@@ -302,13 +310,13 @@ def _complete_fingerprints(
         )
     fingerprints |= reread.fingerprints
     in_order = {key: fingerprints[key] for key in catalog.tensors if key in fingerprints}
-    return _AllFingerprints(in_order, len(rest), reread.figures)
+    return _AllFingerprints(in_order, len(missing), reread.figures)
 
 
 def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArray]:
-    """Yield the entries of arrays that lie dense in a file."""
+    """Yield the entries of arrays whose bytes are dense in a file."""
     opened, form = source.opened, source.form
-    # An array is listed under the first tensor that it holds, if possible a canonical one.
+    # An array is listed under the first tensor that it contains, if possible a canonical one.
     keys: dict[str, str] = {}
     for catalog in (form.catalog, opened.catalog):
         for fragment in catalog.all_fragments():
@@ -337,13 +345,15 @@ def _notes(form: Canonical, *, fingerprints: bool) -> Iterator[str]:
     """Yield a note if the fingerprints cannot be compared with those of other layouts."""
     if not fingerprints or form.failure is None:
         return
-    subject = "the tensors" if not form.has_layout else "the optimizer's states"
-    effect = (
-        "the fingerprints are valid for this layout only"
-        if not form.has_layout
-        else "they have no fingerprints"
-    )
-    yield f"{subject} are not in canonical form, so {effect}: {form.failure.message}"
+    # With a layout, only the optimizer is not understood, and its tensors are missing in the form.
+    if form.has_layout:
+        reason = "the optimizer states are not in canonical form, so they have no fingerprints"
+    else:
+        reason = (
+            "the tensors are not in canonical form, so the fingerprints are valid for this layout "
+            "only"
+        )
+    yield f"{reason}: {form.failure.message}"
 
 
 def write_inventory(
@@ -365,15 +375,18 @@ def write_inventory(
     """
     path = content.destination if destination is None else destination
     check_free(path, force=force)
+    # Write a hidden file next to the destination, and rename it after its bytes are on the disk.
     partial = path.with_name(f".{path.name}{_PART}")
     with translate_os_errors(str(path), doing="write"):
         try:
+            # Remove the file of a killed run: it could be a link, and writing would follow it.
             with suppress(FileNotFoundError):
-                partial.unlink()  # left by a killed run; a link in its place would lead the bytes elsewhere
+                partial.unlink()
             with open(partial, "x", encoding="utf-8") as file:
                 file.writelines(content.lines())
                 file.flush()
                 os.fsync(file.fileno())
+            # Without --force, fail if another process has created the destination meanwhile.
             if force:
                 os.replace(partial, path)
             else:
@@ -391,7 +404,8 @@ def default_manifest_path(path: Path, *, iteration: int | None = None) -> Path:
     """Return the usual path of a checkpoint's manifest, without reading the checkpoint.
 
     Raises:
-        UsageError: the path does not exist.
+        UsageError: the path or the ``iteration`` does not exist, or the path is a URL.
+        StorageError: the path cannot be read.
     """
     location = locate_checkpoint(path, iteration=iteration)
     location.store.close()
@@ -399,7 +413,7 @@ def default_manifest_path(path: Path, *, iteration: int | None = None) -> Path:
 
 
 def check_free(path: Path, *, force: bool) -> None:
-    """Raise if a manifest cannot be written to a path; called before the work begins.
+    """Raise if a manifest cannot be written to a path, to be called before the long read.
 
     Raises:
         UsageError: the path is a URL or a directory, its directory does not exist, or it is taken
@@ -414,7 +428,7 @@ def check_free(path: Path, *, force: bool) -> None:
 
 def _taken(path: Path) -> UsageError:
     return UsageError(
-        "the manifest exists already",
+        "the manifest already exists",
         file=str(path),
-        hint="check it with ckpt validate, or pass --force",
+        hint="compare the checkpoint with it by ckpt validate, or replace it with --force",
     )

@@ -12,12 +12,13 @@ from core.manifest.file import MANIFEST, Manifest, manifest_name, read_manifest
 
 @dataclass(frozen=True, slots=True)
 class RecordedManifest:
-    """A manifest that was found for a checkpoint.
+    """The manifest of a checkpoint, or the reason why it cannot be read.
 
     Args:
         name: path of the manifest file, relative to the checkpoint.
-        manifest: its content, with paths relative to the checkpoint; None if it cannot be read.
-        failure: the reason why it cannot be read.
+        manifest: its content, with paths relative to the checkpoint; None if the file cannot be
+            read.
+        failure: why the file cannot be read; None if it can.
     """
 
     name: str
@@ -39,17 +40,18 @@ def find_manifest(folder: Path, *, entry: str | None = None) -> RecordedManifest
 
     Args:
         folder: the checkpoint's directory.
-        entry: the single file in it that is the checkpoint.
+        entry: name of the file if the checkpoint is a single file in the directory.
     """
+    # Its own manifest comes first, even a damaged one. A single file has no other.
     result = _read(folder, manifest_name(entry))
     if result is not None or entry is not None:
         return result
     resolved = folder.resolve()
     result = _read(resolved.parent, MANIFEST)
     if result is None or result.manifest is None:
-        return None  # a damaged manifest may be about something else
+        return None  # a damaged manifest of the root may be about other iterations
 
-    # Of a training root's manifest, only the entries of this iteration count.
+    # Select the entries of this iteration; paths become relative to it.
     prefix = f"{resolved.name}/"
     files = tuple(
         replace(file, path=file.path.removeprefix(prefix))

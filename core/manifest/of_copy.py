@@ -1,4 +1,4 @@
-"""Finish a copy once its arrays are written: write literals, sum up files, write the manifest."""
+"""Finish a copy after its arrays are written: write literals, checksum files, write a manifest."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ def finish_files(
 ) -> list[FileSum]:
     """Write the literals of all file images, metadata files last.
 
+    Literals are the bytes of a file that are not arrays, such as headers.
+
     Args:
         plan: the plan that was executed.
         result: checksums of the arrays, which the literals may contain.
-        store: the stage, in which the files exist.
-        crc: compute CRC-32s of whole files, from those of the arrays in ``result``.
+        store: the staging directory, where the files exist.
+        crc: return CRC-32s of entire files; they are combined from those in ``result``.
 
     Returns:
         The files, in the order of the images.
 
     Raises:
-        CorruptError: a literal lies outside its file or on an array.
+        CorruptError: a literal or array overlaps another one, or exceeds its file.
         CapacityError, StorageError: the system cannot write.
     """
-    # Arrays are numbered in the order of the images.
+    # Arrays are numbered in the order of the images: find the numbers of each image's.
     first: list[int] = [0]
     for image in plan.images:
         first.append(first[-1] + len(image.arrays))
@@ -50,18 +52,18 @@ def finish_files(
     order = sorted(range(len(plan.images)), key=lambda n: plan.images[n].is_metadata)
     for number in order:
         image = plan.images[number]
-        pieces = _Pieces(plan.places, result, range(first[number], first[number + 1]))
+        ranges = _FileRanges(plan.places, result, range(first[number], first[number + 1]))
         for offset, data in image.literals(result.crc_of):
             if data:
                 store.write(image.path, offset, data)
-                pieces.add(offset, data)
-        file_crc = pieces.crc_of(image)  # also checks that the pieces do not overlap
+                ranges.add(offset, data)
+        file_crc = ranges.crc_of(image)  # called without ``crc`` too, as it checks for overlaps
         sums[number] = FileSum(image.path, image.size, file_crc if crc else None)
     return [sums[number] for number in range(len(plan.images))]
 
 
-class _Pieces:
-    """The arrays and literals of one file, as columns."""
+class _FileRanges:
+    """The byte ranges of one file that contain arrays and literals, as columns."""
 
     def __init__(self, places: Places, result: CopyResult, numbers: range) -> None:
         self._offsets = columns("q", (places.offset_of(n) for n in numbers))
@@ -75,11 +77,12 @@ class _Pieces:
         self._crcs.append(crc32(data))
 
     def crc_of(self, image: FileImage) -> int:
-        """Return the CRC-32 of the whole file; bytes that no piece covers are zero.
+        """Return the CRC-32 of the entire file; bytes outside all ranges are zero.
 
         Raises:
-            CorruptError: a piece lies outside the file or on another piece.
+            CorruptError: a range exceeds the file or overlaps another range.
         """
+        # Combine the CRCs of ranges and gaps in the order of the file, without reading it.
         crc = end = 0
         for n in sorted(range(len(self._offsets)), key=self._offsets.__getitem__):
             offset, n_bytes = self._offsets[n], self._sizes[n]
@@ -87,7 +90,8 @@ class _Pieces:
                 continue
             if offset < end or offset + n_bytes > image.size:
                 raise CorruptError(
-                    f"bytes {offset}–{offset + n_bytes} of a file of {image.size} bytes are laid out twice or outside",
+                    f"bytes {offset}–{offset + n_bytes} overlap other bytes, or exceed the file's "
+                    f"{image.size} bytes",
                     file=image.path,
                 )
             crc = crc32_combine(crc, crc32_of_zeros(offset - end), offset - end)
@@ -107,16 +111,16 @@ def write_manifest(
     crc: bool = True,
     fingerprints: Mapping[str, Fingerprint] | None = None,
 ) -> None:
-    """Write the manifest of a finished stage.
+    """Write the manifest of a finished copy.
 
     Args:
-        store: the stage.
+        store: the staging directory.
         name: name of the manifest (``manifest_name``).
         plan, result: the plan that was executed, and its result.
         files: from ``finish_files``.
         tool: name and version of the writing software.
         crc: CRC-32s were computed.
-        fingerprints: fingerprints by canonical key; None if they were not wanted.
+        fingerprints: fingerprints by canonical key; None if they were not requested.
 
     Raises:
         CapacityError, StorageError: the system cannot write.
@@ -135,6 +139,7 @@ def _arrays(plan: Plan, result: CopyResult, *, crc: bool) -> Iterator[ManifestAr
     is_listed = bytearray(len(places))
     for key in iter(plan.keys()):
         for fragment in plan.target.fragments(key):
+            # Skip arrays that the plan does not fill, and those listed under another tensor.
             array = fragment.array
             number = None if array is None else places.number_of(array.name)
             if array is None or number is None or is_listed[number]:

@@ -1,7 +1,8 @@
-"""Read the CRC-32s that files state: torch zips, whole or as items of DCP files.
+"""Read the CRC-32s that torch zips record: zips that are files, or items of DCP files.
 
-A DCP checkpoint may lie in a folder of its own inside the directory (torchtitan's parts,
-Lightning's, accelerate's ``pytorch_model_fsdp_0``); its data files have items like any other's.
+A checkpoint directory of another format may contain a DCP checkpoint in a subdirectory
+(torchtitan's parts, Lightning's, accelerate's ``pytorch_model_fsdp_0``); its data files have items
+too.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 
 _WITH_ITEMS = ("dcp", "torch_dist")
 _ITEMS_SUFFIX = ".distcp"
-"""Ending of files that hold items one after the other; such a file as a whole is not a zip."""
+"""Suffix of files that consist of items; such a file is not a zip, although it begins as one."""
 
 
 class StatedCrcReader:
-    """A reader of the CRCs that files state (``core.scan.run.StatedIn``).
+    """A reader of the CRCs that files record (``core.scan.run.StatedIn``).
 
     Args:
         store: the checkpoint.
-        format: name of the checkpoint's format; None if it is not known.
+        format: name of the checkpoint's format; None if unknown.
     """
 
     def __init__(self, store: LocalStore, format: str | None) -> None:
@@ -40,16 +41,17 @@ class StatedCrcReader:
         self._items_below = cache(self._items_in)
 
     def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterator[StatedCrc]:
-        """Yield the CRCs that a file states.
+        """Yield the CRCs that a file records.
 
         Args:
             file: name of the file.
             n_bytes: size of the file.
-            report: takes the errors in single items or records.
+            report: called with errors in single items or records.
 
         Raises:
-            CheckpointingException: the file, which is a zip as a whole, is damaged.
+            CheckpointingException: the file is a damaged zip, or cannot be read.
         """
+        # Try items first: the first item of a DCP file may be a zip, which the file itself is not.
         items = self._items_of(file)
         if items is not None:
             yield from self._read_items(file, n_bytes, items, report)
@@ -58,12 +60,13 @@ class StatedCrcReader:
         elif is_checkpoint_file(file) or is_torch_zip(self._store, file, n_bytes):
             yield from read_stated_crcs(self._store, file, report=report)
         else:
+            # The members of another program's zip are mostly deflated: inflate and check them here.
             damage = damaged_member(self._store, file, n_bytes)
             if damage is not None:
                 report(CorruptError(damage, file=file))
 
     def _items_of(self, file: str) -> Iterable[tuple[int, int]] | None:
-        """Return offsets and lengths of a file's items, or None if it does not hold items."""
+        """Return (offset, length) of a file's items, or None if it does not consist of items."""
         items = self._items.get(file)
         if items is None and file.endswith(_ITEMS_SUFFIX):
             folder, _, name = file.rpartition("/")
@@ -73,9 +76,10 @@ class StatedCrcReader:
     def _read_items(
         self, file: str, n_bytes: int, items: Iterable[tuple[int, int]], report: Report
     ) -> Iterator[StatedCrc]:
-        """Yield the CRCs that the items of a file state; a damaged item is reported."""
+        """Yield the CRCs that the items of a file record; report damaged items."""
         for start, length in items:
             try:
+                # Other checks report items beyond the end. Items of objects may be bare pickles.
                 if start + length <= n_bytes and is_zip(self._store, file, start, length):
                     yield from read_stated_crcs(
                         self._store, file, start=start, n_bytes=length, report=report
@@ -85,13 +89,13 @@ class StatedCrcReader:
                 report(err)
 
     def _items_in(self, folder: str) -> Mapping[str, Iterable[tuple[int, int]]]:
-        """Return the items of the files of a folder that is a DCP checkpoint of its own."""
+        """Return file → items for a subdirectory that is a separate DCP checkpoint."""
         with closing(LocalStore(self._store.root / folder)) as store:
             return _read_item_positions(store)
 
 
 def _read_item_positions(store: ReadStore) -> Mapping[str, Iterable[tuple[int, int]]]:
-    """Return offsets and lengths of the items of each file; {} if the metadata cannot be read."""
+    """Return file → (offset, length) of its items; {} if the metadata cannot be read."""
     try:
         metadata = dcp.metadata_of(store)
     except CheckpointingException:
@@ -122,19 +126,18 @@ def read_stated_crcs(
     n_bytes: int | None = None,
     report: Report = raising,
 ) -> Iterator[StatedCrc]:
-    """Yield the CRCs of the uncompressed records of a zip; a CRC of 0 means that there is none.
-
-    The CRC of a deflated record belongs to other bytes than those in the file; the reader that
-    inflates the record compares it.
+    """Yield the CRCs of the uncompressed records of a zip.
 
     Args:
-        start, n_bytes: position of the zip in the file; None for all the rest of the file.
-        report: takes the errors in single records.
+        start, n_bytes: position of the zip in the file; None for everything from ``start`` on.
+        report: called with errors in single records.
 
     Raises:
-        CheckpointingException: as for ``core.formats.torch.zip.container.read_archive``.
+        CheckpointingException: the zip is damaged, or cannot be read.
     """
     archive = read_archive(store, file, start=start, n_bytes=n_bytes, report=report)
     for name, record in archive.records.items():
+        # A CRC of 0 was not computed. That of a deflated record covers the inflated bytes, so the
+        # reader that inflates them compares it.
         if record.crc and record.packed_bytes is None:
             yield StatedCrc(*record.span, record.crc, f"record {name}")

@@ -1,8 +1,8 @@
-"""Bring a checkpoint into its canonical form: the same tensors whatever its format and layout.
+"""Bring a checkpoint into its canonical form, which does not depend on format and layout.
 
 Fingerprints, ``ckpt diff`` and the checks of a layout compare checkpoints in this form: global
-tensors, one key per layer and expert, without padding rows, under Megatron's names where those are
-known, else under the names that they have.
+tensors, one key per layer and expert, without padding rows, under Megatron's names if the layout is
+understood, else under their stored names.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from core.opening.open import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """The canonical form of a checkpoint, as far as there is one.
+    """The canonical form of a checkpoint, or the closest form that could be built.
 
     Args:
         catalog: the tensors; rank by rank, as stored, if the layout is not understood.
-        is_global: the keys are those of whole tensors; false for rank files that are not
-        understood.
+        is_global: the keys are those of global tensors; false for rank files whose layout is not
+            understood.
         has_layout: the layout's rules named and joined the tensors.
-        failure: why the layout, or the optimizer in it, is not understood; None if it is, or if
-        there is none.
+        failure: why the layout or its optimizer is not understood; None if both are, or if there is
+            no layout.
     """
 
     catalog: Catalog
@@ -38,17 +38,15 @@ class Canonical:
 
 
 def canonical(source: Checkpoint, *, rules: Rules) -> Canonical:
-    """Return the canonical form of an opened checkpoint.
-
-    A layout that is not understood is recorded in the result, and does not raise.
-    """
+    """Return the canonical form of an opened checkpoint; see ``canonical_of``."""
     return canonical_of(source.catalog, source.store, rules=rules)
 
 
 def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules) -> Canonical:
     """Return the canonical form of a catalog whose files are in a store.
 
-    A layout that is not understood is recorded in the result, and does not raise.
+    Objects that cannot be read, and a layout that is not understood, are recorded in the result as
+    its ``failure``; they do not raise.
     """
     is_rank_local = stored.is_rank_local
     try:
@@ -57,6 +55,7 @@ def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules) -> Canonica
             return Canonical(catalog, is_global=True, has_layout=False)
     except CheckpointingException as err:
         return Canonical(stored, is_global=not is_rank_local, has_layout=False, failure=err)
+    # An optimizer that is not understood is dropped, so that at least the model can be compared.
     failure: CheckpointingException | None = None
     for optim in ("carry", "drop"):
         try:

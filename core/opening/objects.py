@@ -1,10 +1,9 @@
 """Bring entries that are not tensors from one format to another: load them, check them, nest them.
 
 Policy (docs/facts/safety.md 1: inspect warns, validate detects, convert rejects): an object that
-names something *dangerous* is never carried over. One that names unknown classes is carried only
-into torch's files (those of Megatron's ranks and its ``common.pt`` among them), where it stays the
-inert pickle that it was or is set aside; for every other target the user must give
-``drop_unknown``.
+refers to something *dangerous* is never carried over. One that refers to unknown classes is carried
+only into torch's files (including Megatron's rank files and ``common.pt``), where it remains an
+inert pickle or is set aside; for every other target the user has to pass ``drop_unknown``.
 """
 
 from __future__ import annotations
@@ -38,18 +37,21 @@ class Loader(Protocol):
     def __call__(
         self, store: ReadStore, array: StoredArray, *, key: str
     ) -> tuple[object, Mapping[str, StoredArray]]:
-        """Return the inert value, and the arrays of the tensors inside it."""
+        """Return the inert value, and key → array for the tensors inside it."""
 
 
 def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
-    """Return the catalog with the value of every raw object, and the tensors inside as hidden ones.
+    """Load every raw object of a catalog; the tensors inside become hidden tensors.
 
     Args:
-        store: where the objects lie.
+        store: the files of the catalog.
         load: parses one object's stream.
 
     Returns:
         A catalog whose objects have no ``raw_key``.
+
+    Raises:
+        CorruptError, UnsafeError, UnsupportedError: a stream cannot be parsed.
     """
     raw = [item for item in catalog.objects.values() if item.raw_key is not None]
     if not raw:
@@ -58,6 +60,7 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     arrays: dict[str, StoredArray] = {}
     for item in raw:
         assert item.raw_key is not None
+        # The stream itself was listed as a hidden tensor of bytes; it is dropped below.
         stream = catalog.fragments(item.raw_key)[0].array
         assert stream is not None
         value, inside = load(store, stream, key=item.key)
@@ -71,78 +74,80 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
 def refuse_hidden(
     uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, exclude: Sequence[str] = ()
 ) -> None:
-    """Raise if a pickle does something dangerous that none of the objects holds.
+    """Raise if a pickle refers to something dangerous in a place that the catalog does not hold.
 
-    Such a name is an attribute of a tensor, the key of a mapping or the state of a container, or
-    the pickle itself drops it again: what is written may not have it, but other readers would run
+    Such a place is an attribute of a tensor, the key of a mapping or the state of a container; or
+    the pickle drops the value. The output may lack it, but other readers of the source would run
     it.
 
     Args:
-        uses: what the pickles do with names (``core.pickle.reader.noting_uses``).
-        store: where the pickles lie.
-        catalog: the catalog that was read from them, with its objects ``loaded``.
-        exclude: patterns of entries that are left out, and with them what belongs to these entries.
+        uses: calls and references in the pickles (``core.pickle.reader.noting_uses``).
+        store: the files of the catalog.
+        catalog: the catalog that was read from the pickles, with its objects ``loaded``.
+        exclude: patterns of entries that the output omits, with everything inside.
 
     Raises:
-        UnsafeError: a pickle does; the error gives the name, the file and the entry, and how to
-            leave the entry out.
+        UnsafeError: a pickle refers to something dangerous. The error has the name, the file and
+            the entry, and how to exclude it.
     """
     dangerous = dangerous_uses(with_nested(uses))
     if not dangerous:
         return
+    # ``check_safety`` reports the visible ones, so only the others are searched for.
     visible = uses_in([[item.value for item in catalog.objects.values()], catalog.common])
     hidden = {use.name for use in dangerous - visible}
     if not hidden:
         return
 
     # Find the places in the pickles, without those whose entries are all excluded.
-    is_excluded = [matcher(pattern) for pattern in exclude]
     places = find_places(hidden, store, catalog)
-    remaining = []
-    for place in places:
-        keys = place.entries_at(catalog)
-        if not keys or not all(any(matches(key) for matches in is_excluded) for key in keys):
-            remaining.append((place, keys))
+    keyed = [(place, place.entries_at(catalog)) for place in places]
+    remaining = [(place, keys) for place, keys in keyed if not _are_excluded(keys, exclude)]
     dropped = hidden - {place.name for place in places}
-    is_listed = len(places) < MOST_PLACES  # else there may be more places after the last of them
+    is_listed = len(places) < MOST_PLACES  # else there may be more places after the last one
 
     # Report the first place, or the names that have none because the pickle drops them.
     if remaining or not is_listed:
         raise _unsafe_place(remaining or [(place, []) for place in places], is_listed=is_listed)
     if dropped:
         raise UnsafeError(
-            f"a pickle calls {min(map(str, dropped))}, which would run code when loaded, and drops the result",
+            f"a pickle calls {min(map(str, dropped))}, which would run code when loaded, and drops "
+            "the result",
             file=store.label,
-            hint="do not load this checkpoint with anything else, and find out who wrote it",
+            hint="do not load this checkpoint with any other tool, and find out who wrote it",
         )
+
+
+def _are_excluded(keys: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Return whether there are keys, and each matches one of the patterns ``exclude``."""
+    matchers = [matcher(pattern) for pattern in exclude]
+    return bool(keys) and all(any(matches(key) for matches in matchers) for key in keys)
 
 
 def _unsafe_place(
     places: Sequence[tuple[PickledPlace, Sequence[str]]], *, is_listed: bool
 ) -> UnsafeError:
-    """Return the error about the first of several places that name something dangerous.
+    """Build the error about the first of several places that refer to something dangerous.
 
     Args:
         places: each place, with the keys of the entries that it belongs to.
-        is_listed: there are no more places than these.
+        is_listed: these are all the places.
     """
     place, keys = places[0]
+    message = f"{place.path or 'the root'} refers to {place.name}, which would run code when loaded"
     n_more = len(places) - 1
+    if n_more:
+        message += f"; so do {n_more}{'' if is_listed else ' or more'} other places"
     options = " ".join(
         f"--exclude {shlex.quote(key)}"
-        for key in dict.fromkeys(below[0] for _, below in places if below)
+        for key in dict.fromkeys(entry_keys[0] for _, entry_keys in places if entry_keys)
     )
+    remedy = f"drop the entry with {options}" if options else "save the checkpoint again without it"
     return UnsafeError(
-        f"{place.path or 'the root'} refers to {place.name}, which would run code when loaded"
-        + (f"; so do {n_more}{'' if is_listed else ' or more'} other places" if n_more else ""),
+        message,
         file=place.file,
         key=keys[0] if keys else None,
-        hint=(
-            f"leave the entry out with {options}, "
-            if options
-            else "save the checkpoint again without it, "
-        )
-        + "and find out who wrote this checkpoint",
+        hint=f"{remedy}, and find out who wrote this checkpoint",
     )
 
 
@@ -152,7 +157,7 @@ class SafeCatalog:
 
     Args:
         catalog: the remaining entries.
-        dropped: ``key (reason)`` of every object that was left out.
+        dropped: ``key (reason)`` of every dropped object.
     """
 
     catalog: Catalog
@@ -163,13 +168,14 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
     """Apply the policy of the module's docstring to a catalog with ``loaded`` objects.
 
     Args:
-        keeps_unknown: the target can hold unknown classes.
-        drop_unknown: leave such objects out instead of refusing them.
+        keeps_unknown: the target can store unknown classes.
+        drop_unknown: drop objects of unknown classes instead of refusing them.
 
     Raises:
-        UnsafeError: an object names something dangerous.
-        UnsupportedError: an object names an unknown class and may be neither kept nor dropped.
+        UnsafeError: an object refers to something dangerous.
+        UnsupportedError: an object refers to an unknown class and may be neither kept nor dropped.
     """
+    # Refuse dangerous objects, whatever the target.
     common = StoredObject("common state", value=catalog.common)
     uses_of = [(item, uses_in(item.value)) for item in (common, *catalog.objects.values())]
     for item, uses in uses_of:
@@ -178,19 +184,27 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
             raise UnsafeError(
                 f"the object refers to {dangerous[0]}, which would run code when loaded",
                 key=item.key,
-                hint=f"leave it out with --exclude {shlex.quote(item.key)}, and find out who wrote this checkpoint",
+                hint=f"drop it with --exclude {shlex.quote(item.key)}, and find out who wrote this "
+                "checkpoint",
             )
+    if keeps_unknown:
+        return SafeCatalog(catalog, ())
+
+    # Drop or refuse objects of unknown classes. The common state is kept: it is not one object, so
+    # it cannot be dropped.
     dropped: dict[str, str] = {}
     for item, uses in uses_of:
         unknown = sorted(str(use.name) for use in uses if judge(use) == "unknown")
-        if unknown and not keeps_unknown and item is not common:
-            if not drop_unknown:
-                raise UnsupportedError(
-                    f"the object is of the unknown class {unknown[0]}, which this format cannot store",
-                    key=item.key,
-                    hint="leave such objects out with --drop-unknown",
-                )
-            dropped[item.key] = f"unknown class {unknown[0]}"
+        if not unknown or item is common:
+            continue
+        if not drop_unknown:
+            raise UnsupportedError(
+                f"the object is of class {unknown[0]}, which is unknown; this format stores only "
+                "known classes",
+                key=item.key,
+                hint="drop such objects with --drop-unknown",
+            )
+        dropped[item.key] = f"unknown class {unknown[0]}"
     if not dropped:
         return SafeCatalog(catalog, ())
     lines = tuple(f"{key} ({reason})" for key, reason in dropped.items())
@@ -217,7 +231,7 @@ def _without_objects(catalog: Catalog, keys: Set[str]) -> Catalog:
 
 
 def inlined(catalog: Catalog) -> Catalog:
-    """Return the catalog with a skeleton that holds the objects' values, as a ``.pt`` file does.
+    """Put the objects' values into the skeleton of a catalog, as in a ``.pt`` file.
 
     A flat catalog gets a flat skeleton: one entry per tensor and object, under its key.
     """
@@ -237,65 +251,72 @@ def inlined(catalog: Catalog) -> Catalog:
 def state_dict(catalog: Catalog, *, keeps_root: bool = False) -> Catalog:
     """Return the catalog as one nested state dict, with its common state among the entries.
 
-    * A global Megatron catalog (``core.megatron.reshard.reshard.unshard``) becomes what its rank
-    files hold,
-      ``{"model": {…}, …}``, so that its tensors' keys begin with ``model.``. Its optimizer is in
-      the form of
-      ``core.megatron.optimizer.entries``; the states keep their keys,
+    * A global Megatron catalog (``core.megatron.reshard.reshard.unshard``) gets the form of its
+      rank files, ``{"model": {…}, …}``, so that its tensors' keys begin with ``model.``. Its
+      optimizer gets the form of ``core.megatron.optimizer.entries``; the states keep their keys,
       ``optimizer.state.exp_avg.<name>``.
-    * A torch_dist catalog keeps its keys at the top level; the entries of the common state join
-    them.
+    * A torch_dist catalog keeps its keys at the top level; the entries of the common state are
+      added.
     * A catalog whose root is a list or a single value gets a dict around it, with the one entry
-    ``value``, unless
-      ``keeps_root``.
+      ``value``, unless ``keeps_root``.
     * Any other catalog stays as it is.
 
-    Every tensor becomes visible under its path, also those inside objects.
+    Except in the last case, every tensor becomes visible under its path, also those inside objects.
     """
     catalog = _without_rank_states(catalog)
     common = catalog.common
     if common is None:
         return catalog if keeps_root else with_mapping_root(catalog)
-    root: dict[object, object] = dict(common)
     form = catalog.facet(MegatronModel)
-    if form is None:
-        root |= {key: TensorLeaf(key) for key in catalog.tensors}
-        root |= {key: item.value for key, item in catalog.objects.items()}
-        return _keyed_by_path(catalog, root)
-
-    # Nest the model's entries in the order of the rank files, and the states in the optimizer's entry.
-    model: dict[object, object] = {}
-    states: dict[object, dict[object, object]] = {}
-    for name in dict.fromkeys((*(form.order or ()), *catalog.tensors)):
-        if state_of(name) is not None:
-            continue
-        if name in catalog.tensors:
-            model[name] = TensorLeaf(name)
-        elif name in catalog.objects:
-            model[name] = catalog.objects[name].value
-    root |= {key: item.value for key, item in catalog.objects.items() if key not in model}
-    root["model"] = model
-    if catalog.optimizer is not None:
-        for key in catalog.tensors:
-            state = state_of(key)
-            if state is not None:
-                states.setdefault(state[0], {})[state[1]] = TensorLeaf(key)
-        root[OPTIMIZER] = {**object_entry(catalog.optimizer), "state": states}
+    if form is not None:
+        return _keyed_by_path(catalog, {**common, **_entries_of_ranks(catalog, form)})
+    root: dict[object, object] = dict(common)
+    root |= {key: TensorLeaf(key) for key in catalog.tensors}
+    root |= {key: item.value for key, item in catalog.objects.items()}
     return _keyed_by_path(catalog, root)
 
 
+def _entries_of_ranks(catalog: Catalog, form: MegatronModel) -> dict[object, object]:
+    """Nest tensors and objects of a global Megatron catalog as its rank files do.
+
+    Returns:
+        The entries ``model``, ``optimizer`` if there is one, and the objects outside the model.
+    """
+    # The model's entries are in the order of the rank files. Other objects stay at the root.
+    leaves: dict[str, object] = {key: item.value for key, item in catalog.objects.items()}
+    leaves |= {key: TensorLeaf(key) for key in catalog.tensors}
+    names = dict.fromkeys((*(form.order or ()), *catalog.tensors))
+    model: dict[object, object] = {
+        name: leaves[name] for name in names if name in leaves and state_of(name) is None
+    }
+    root: dict[object, object] = {
+        key: item.value for key, item in catalog.objects.items() if key not in model
+    }
+    root["model"] = model
+
+    # The states are in the optimizer's entry.
+    if catalog.optimizer is not None:
+        states: dict[object, dict[object, object]] = {}
+        for key in catalog.tensors:
+            if (state := state_of(key)) is not None:
+                states.setdefault(state[0], {})[state[1]] = TensorLeaf(key)
+        root[OPTIMIZER] = {**object_entry(catalog.optimizer), "state": states}
+    return root
+
+
 def with_mapping_root(catalog: Catalog) -> Catalog:
-    """Return the catalog with a mapping at the root; any other root becomes its entry ``value``."""
+    """Make the root of a catalog a mapping; any other root becomes its entry ``value``."""
     if catalog.skeleton is None or as_mapping(catalog.skeleton) is not None:
         return catalog
     return _keyed_by_path(catalog, {"value": inlined(catalog).skeleton})
 
 
 def _without_rank_states(catalog: Catalog) -> Catalog:
-    """Return the catalog without the random states of single ranks, which only rank files store."""
+    """Drop the random states of single ranks, which only rank files store."""
     model = catalog.facet(MegatronModel)
     if model is None or not model.rng_states:
         return catalog
+    # Tensors that other entries contain too have to stay.
     keys = {leaf.key for leaf in walk(model.rng_states) if isinstance(leaf, TensorLeaf)}
     values = [catalog.common, *(item.value for item in catalog.objects.values())]
     keys -= {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
@@ -304,7 +325,7 @@ def _without_rank_states(catalog: Catalog) -> Catalog:
 
 
 def with_common(catalog: Catalog) -> Catalog:
-    """Return the catalog in torch_dist's form: all entries but tensors are in the common state.
+    """Convert a catalog to torch_dist's form: all entries except tensors are in the common state.
 
     A catalog that already has a common state is returned unchanged.
     """
@@ -324,10 +345,7 @@ def with_common(catalog: Catalog) -> Catalog:
 
 
 def with_objects(catalog: Catalog) -> Catalog:
-    """Return the catalog with the entries of its common state as objects.
-
-    Tensors inside objects stay there.
-    """
+    """Turn the entries of a catalog's common state into objects; tensors inside stay there."""
     catalog = _without_rank_states(catalog)
     common = catalog.common
     if common is None:
@@ -345,28 +363,30 @@ def with_objects(catalog: Catalog) -> Catalog:
 
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
-    """Return the catalog with another skeleton, in which every tensor's key is its path."""
-    old_of: dict[str, str] = {}
+    """Give a catalog another skeleton, and key every tensor by its path in it."""
+    # Change the keys in the skeleton, and keep the old ones for metadata and fragments.
+    old_key_of: dict[str, str] = {}
 
-    def change(entry: LeafEntry) -> object:
+    def rekeyed(entry: LeafEntry) -> object:
         if not isinstance(entry.leaf, TensorLeaf):
             return entry.leaf
         key = join_path(entry.path)
-        old_of[key] = entry.leaf.key
+        old_key_of[key] = entry.leaf.key
         return replace(entry.leaf, key=key)
 
-    keyed = map_leaves(skeleton, change)
+    keyed = map_leaves(skeleton, rekeyed)
 
     def fragments_of(key: str) -> tuple[Fragment, ...]:
-        old = old_of.get(key)
-        if old is None:
+        old_key = old_key_of.get(key)
+        if old_key is None:  # a hidden tensor, which keeps its key
             return tuple(catalog.fragments(key))
-        return tuple(replace(fragment, key=key) for fragment in catalog.fragments(old))
+        return tuple(replace(fragment, key=key) for fragment in catalog.fragments(old_key))
 
-    visible = set(old_of.values())
+    # Tensors that the skeleton contains are visible now, even if they were hidden before.
+    visible = set(old_key_of.values())
     return replace(
         catalog.without_facets(MegatronModel, HuggingFaceModel),
-        tensors={new: replace(catalog.meta(old), key=new) for new, old in old_of.items()},
+        tensors={new: replace(catalog.meta(old), key=new) for new, old in old_key_of.items()},
         hidden={key: meta for key, meta in catalog.hidden.items() if key not in visible},
         objects={
             entry.key: StoredObject(entry.key, value=entry.leaf)

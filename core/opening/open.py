@@ -1,11 +1,23 @@
 """Open a checkpoint: turn whatever the user points at into a store, a format and a catalog.
 
-Accepted: a checkpoint directory, one file of it, a Megatron rank directory, or a training root that
-holds iterations (``latest_checkpointed_iteration.txt`` beside ``iter_0000010/``, DeepSpeed's
-``latest`` beside ``global_step10/``, ``step-10/`` as torchtitan, ``checkpoint-10/`` as Hugging
-Face, ``checkpoint_10/`` as accelerate and ``10/`` as Orbax name them). A root descends to the
-iteration that its tracker names, else to the newest one. An iteration may be such a root again:
-Hugging Face's Trainer and accelerate have DeepSpeed save into a directory below theirs::
+Accepted: a checkpoint directory, one of its files, a Megatron rank directory, or a training root,
+which contains iterations:
+
+=======================  ==================
+ written by               directory
+=======================  ==================
+ Megatron                 ``iter_0000010/``
+ DeepSpeed                ``global_step10/``
+ torchtitan               ``step-10/``
+ Hugging Face's Trainer   ``checkpoint-10/``
+ accelerate               ``checkpoint_10/``
+ Orbax                    ``10/``
+=======================  ==================
+
+Megatron and DeepSpeed write a tracker next to them, a file that names the iteration to resume from
+(``latest_checkpointed_iteration.txt``, ``latest``). In a root, the iteration of its tracker is
+opened, else the newest one. An iteration may be such a root again: Hugging Face's Trainer and
+accelerate make DeepSpeed save into a directory below theirs::
 
     run/checkpoint-2/
     ├── latest               "global_step2"
@@ -42,31 +54,38 @@ from core.pickle.uses import Use
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Content of a tracker and name of its directory instead of an iteration; Megatron then starts at
-iteration 0 and loads no optimizer.
+"""Content of a tracker, and name of the directory, for weights without an iteration.
+
+Megatron then starts at iteration 0 and loads no optimizer.
 """
 NAMING_TRACKERS = ("latest", "latest_universal")
-"""DeepSpeed's trackers, which hold the directory's name."""
+"""DeepSpeed's trackers, which contain a directory name."""
 ITERATION_DIR = re.compile(
     r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$"
 )
 ERROR, FILL = MISSING_CHUNKS = ("error", "fill")
 """Treatments of zarr chunks that are not stored; some writers omit those of the fill value."""
 _ORBAX_STEP = "_CHECKPOINT_METADATA"
-"""A file in the directories of Orbax's CheckpointManager, whose names are numbers."""
+"""File in the directories of Orbax's CheckpointManager, whose names are bare numbers."""
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
 _WEIGHTS = re.compile(
-    r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup|pytorch_model.*\.bin|.*\.safetensors|.*\.index\.json)$"
+    r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup"
+    r"|pytorch_model.*\.bin|.*\.safetensors|.*\.index\.json)$"
 )
-"""Files that make their directory a checkpoint, whatever directories are in it."""
+"""Files that make their directory a checkpoint, whatever subdirectories it has."""
 _WEIGHT_FILE = re.compile(
     r"^(pytorch_model|model|adapter_model)[^/]*\.(bin|safetensors)(\.index\.json)?$"
 )
-"""Weights that a trainer saves beside DeepSpeed's directory."""
+"""Copies of the weights that a trainer saves next to DeepSpeed's directory."""
 _INDEX_FILE = re.compile(
-    r"(^ckpt-manifest\.json$|\.index\.json|^zarr\.json|^\.zarray|^\.zgroup|^manifest\.ocdbt|^config\.json)$"
+    r"(^ckpt-manifest\.json$|\.index\.json|^zarr\.json|^\.zarray|^\.zgroup"
+    r"|^manifest\.ocdbt|^config\.json)$"
 )
-"""Files that stand for their directory, which they describe."""
+"""Files that describe their directory; opening one opens the directory."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""The form of a model's name on the Hugging Face Hub: owner/model."""
+_MAX_DESCENT = 8
+"""Maximum number of directories to descend through; a link may lead back to its own directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +93,17 @@ class Checkpoint:
     """An opened checkpoint.
 
     Args:
-        path: the directory or file that holds it, after descending from a root.
-        store: read access to its files.
-        format: its format.
-        catalog: its metadata.
-        iteration: training iteration, from the tracker, the directory's name or the metadata; None
-        if none records it.
-        notes: what the user should know about the choice that was made.
-        uses: what the pickles of its metadata do with names, also with those that the catalog does
-        not hold.
-        below: paths of checkpoints in directories below it, which are not part of it.
-        passed: the directories above it that were descended through, the outermost first.
+        path: the checkpoint's directory or file, after descending from a root.
+        store: read access to the files.
+        format: the recognised format.
+        catalog: the metadata.
+        iteration: training iteration according to the metadata, else to the directory's name; None
+            if neither records it.
+        notes: remarks for the user on the choice of the directory and on missing chunks.
+        uses: calls and references in the pickles of the metadata, including those of values that
+            are not in the catalog.
+        below: paths of separate checkpoints in subdirectories.
+        passed: the directories that were descended through, the outermost first.
     """
 
     path: Path
@@ -99,7 +118,7 @@ class Checkpoint:
 
     @property
     def is_release(self) -> bool:
-        """Return whether it is in Megatron's ``release`` directory, not an iteration."""
+        """Return whether the path is Megatron's ``release`` directory, not an iteration."""
         return self.path.name == RELEASE
 
 
@@ -110,23 +129,28 @@ def open_checkpoint(
 
     Args:
         path: any of the kinds of paths that the module's docstring lists.
-        iteration: which iteration of a root; None for the one its tracker names, else the newest.
-        samples: open only one of the files that look alike, where the format can; for looking, not
-        for converting.
-        missing_chunks: how to treat zarr chunks that are not stored: ``fill`` or ``error``.
+        iteration: the iteration of a root to open; None for its tracker's, else the newest.
+        samples: open only one of several similar files, if the format supports it. The catalog is
+            then good for inspecting, not for converting.
+        missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
 
     Raises:
-        UsageError: the path or the ``iteration`` does not exist.
-        MissingShardError: the tracker names an iteration that is missing, or a chunk is missing.
-        UnsupportedError: no format recognises it.
-        CorruptError: the metadata contradicts itself.
+        UsageError: the path or the ``iteration`` does not exist, or the path is a URL.
+        MissingShardError: the tracker's iteration is missing, or a chunk is and ``missing_chunks``
+            is ``error``.
+        UnsupportedError: no format recognises the path, or it has a feature that is not supported.
+        CorruptError: the tracker or the metadata is damaged.
+        UnsafeError: the tracker's name leads out of the root, or a pickle is hostile.
+        StorageError: a file cannot be read.
     """
+    # Find the checkpoint, and read its metadata; ``uses`` collects the names in its pickles.
     location = locate_checkpoint(path, iteration=iteration)
     store, format = location.store, location.format
     try:
         if location.failure is not None:
             raise location.failure
         assert format is not None, "nothing failed, so a format was recognised"
+        # Metadata consists of so many small objects that the garbage collector would dominate.
         with noting_uses() as uses, gc_paused():
             catalog = (
                 format.sample(store)
@@ -137,6 +161,7 @@ def open_checkpoint(
     except BaseException:
         store.close()
         raise
+    # A step that was chosen by its directory's name may have another number in its metadata.
     number = location.iteration if catalog.iteration is None else catalog.iteration
     if iteration is not None and number != iteration and not location.is_chosen:
         raise UsageError(
@@ -162,16 +187,18 @@ def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
     """Return a note if zarr chunks are not stored and are read as the fill value.
 
     Args:
-        missing_chunks: ``fill``, or ``error`` to refuse them.
+        missing_chunks: ``fill``, or ``error`` to refuse such chunks.
 
     Raises:
         UsageError: ``missing_chunks`` has another value.
-        MissingShardError: a chunk is missing, and that is refused.
+        MissingShardError: a chunk is not stored, and ``missing_chunks`` is ``error``.
     """
     if missing_chunks not in MISSING_CHUNKS:
         raise UsageError(
             f"--missing-chunks: {missing_chunks!r} is none of: {', '.join(MISSING_CHUNKS)}"
         )
+    # Writers of zarr may omit chunks that contain only the fill value, so a missing chunk is either
+    # that or damage; the files do not show which.
     tensors = list(unstored(catalog))
     if not tensors:
         return []
@@ -179,30 +206,31 @@ def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
     if missing_chunks == ERROR:
         raise missing_chunk(first)
     n_chunks = sum(tensor.n_chunks for tensor in tensors)
+    subject, verb = ("chunk", "is") if n_chunks == 1 else ("chunks", "are")
     where = f"one inside {first.chunk_file}" if first.is_inner else first.chunk_file
-    verbs = ("is", "reads") if n_chunks == 1 else ("are", "read")
     note = (
-        f"{n_chunks:,} {'chunk' if n_chunks == 1 else 'chunks'} of {some_of([tensor.key for tensor in tensors])} "
-        f"{verbs[0]} not stored and {verbs[1]} as the fill value ({where}); --missing-chunks error refuses this"
+        f"{n_chunks:,} {subject} of {some_of([tensor.key for tensor in tensors])} {verb} not "
+        f"stored and will be read as the fill value ({where}); to refuse this, pass "
+        "--missing-chunks error"
     )
     return [note]
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The position and the format of a checkpoint whose metadata have not been read.
+    """The position and the format of a checkpoint whose metadata has not been read.
 
     Args:
-        path: the directory or file that holds it, after descending from a root.
-        store: read access to its files.
-        format: the format it looks like; None if none recognises it, or its root is broken.
-        iteration: the iteration of the directory's name, or None.
-        notes: what the user should know about the choice that was made.
+        path: the checkpoint's directory or file, after descending from a root.
+        store: read access to the files.
+        format: the recognised format; None if no format recognises the path, or its root is broken.
+        iteration: the iteration in the directory's name, or None.
+        notes: remarks for the user on the choice of the directory.
         failure: why there is no format; None if there is one.
-        below: paths of checkpoints in directories below it, which are not part of it.
-        passed: the directories above it that were descended through, the outermost first.
-        is_chosen: one of these directories has the number of the iteration that was asked for; the
-        checkpoint in it may count otherwise.
+        below: paths of separate checkpoints in subdirectories.
+        passed: the directories that were descended through, the outermost first.
+        is_chosen: one of these directories has the number of the requested iteration; the
+            checkpoint in it may have another number.
     """
 
     path: Path
@@ -216,20 +244,16 @@ class Located:
     is_chosen: bool = False
 
 
-_MAX_DESCENT = 8
-"""Maximum number of directories to descend through; a link may lead back to its own directory."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Descent:
-    """How far the way from a training root to a checkpoint has led.
+    """The directory that was reached on the way from a training root to a checkpoint.
 
     Args:
         store: the directory that was reached.
-        passed: the directories above it that were descended through, the outermost first.
-        notes: what the user should know about the choices that were made.
-        is_chosen: one of these directories has the number of the iteration that was asked for.
-        failure: why the way ends here, or None if this is the checkpoint.
+        passed: the directories that were descended through, the outermost first.
+        notes: remarks for the user on the choices on the way.
+        is_chosen: one of these directories has the number of the requested iteration.
+        failure: why it is impossible to descend further, or None if this is the checkpoint.
     """
 
     store: LocalStore
@@ -240,10 +264,10 @@ class _Descent:
 
 
 def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
-    """Find the checkpoint at ``path``; what is wrong with it is recorded in the result.
+    """Find the checkpoint at ``path``, and record what is wrong with it in the result.
 
     Raises:
-        UsageError: the path or the ``iteration`` does not exist.
+        UsageError: the path or the ``iteration`` does not exist, or the path is a URL.
         StorageError: the path cannot be read.
     """
     refuse_url(path)
@@ -252,38 +276,33 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
             raise _absent(path)
         is_dir = path.is_dir()
     descent = _descend(LocalStore(path), iteration) if is_dir else _Descent(store_of_file(path))
-    store, passed, format, failure = descent.store, descent.passed, None, descent.failure
+    store, passed = descent.store, descent.passed
+    # The caller gets the open store in any case but these: a wrong request, and an interruption.
+    format: Format | None = None
     below: list[str] = []
+    failure = descent.failure
     if failure is None:
         try:
-            if is_dir:
-                _refuse_empty(store)
-            format = _recognise(store)
-            if store.entry is None and format.own_folders is not None:
-                below = checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
+            format, below = _recognise(store, is_dir=is_dir)
         except UsageError:
             store.close()
             raise
         except CheckpointingException as err:
-            format, failure = None, err
+            failure = err
         except BaseException:
             store.close()
             raise
+    notes = descent.notes
+    if below:
+        notes = (*notes, f"not read, because they are separate checkpoints: {listed(below)}")
     # The innermost directory that is named after an iteration gives the number.
-    numbers = (_iteration_in_name(folder) for folder in (store.root, *reversed(passed)))
+    numbers = map(_iteration_in_name, (store.root, *reversed(passed)))
     return Located(
-        store.root / store.entry if store.entry else store.root,
+        store.root / (store.entry or ""),
         store,
         format,
         next((number for number in numbers if number is not None), None),
-        (
-            *descent.notes,
-            *(
-                [f"not read, because they are separate checkpoints: {listed(below)}"]
-                if below
-                else []
-            ),
-        ),
+        notes,
         failure,
         tuple(below),
         passed,
@@ -292,7 +311,7 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
 
 
 def _descend(store: LocalStore, iteration: int | None) -> _Descent:
-    """Descend from a training root to a checkpoint; any other directory is kept.
+    """Descend from a training root to a checkpoint; stay in any other directory.
 
     Raises:
         UsageError: the ``iteration`` does not exist.
@@ -313,6 +332,7 @@ def _descend(store: LocalStore, iteration: int | None) -> _Descent:
         is_chosen = wanted is None and iteration is not None
         notes = (*descent.notes, *reasons)
         descent = _Descent(LocalStore(inner), (*descent.passed, folder), notes, is_chosen)
+        # The roots below the requested iteration number theirs anew, so their trackers decide.
         if _iteration_in_name(inner) == wanted:
             wanted = None
     return descent
@@ -324,35 +344,27 @@ def _iteration_in_name(folder: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
 def _absent(path: Path) -> UsageError:
     """Return the error for a path that does not exist, which may be a model on the Hub."""
+    hint = "check the spelling of the path"
     if _HUB_ID.fullmatch(str(path)) and not path.parent.exists():
-        return UsageError(
-            "no such file or directory",
-            file=str(path),
-            hint=f"if this is a model on the Hugging Face Hub, download it first: {hub_download(str(path))}",
-        )
-    return UsageError(
-        "no such file or directory", file=str(path), hint="check the spelling of the path"
-    )
+        command = hub_download(str(path))
+        hint = f"if this is a model on the Hugging Face Hub, download it first: {command}"
+    return UsageError("no such file or directory", file=str(path), hint=hint)
 
 
 def store_of_file(path: Path) -> LocalStore:
-    """Return the store for one file; a metadata file stands for its directory."""
+    """Return the store of one file, or that of its directory for a file that describes it."""
     if path.name in _METADATA_FILES or path.suffix == ".distcp" or _INDEX_FILE.search(path.name):
         return LocalStore(path.parent)
     return LocalStore(path.parent, entry=path.name)
 
 
 def iteration_dirs(store: LocalStore) -> dict[int, str]:
-    """Return iteration → name of its directory, for all directories right below a training root."""
+    """Return iteration → directory name, for the directories right below a training root."""
     names: dict[int, str] = {}
-    for (
-        name
-    ) in store.folders():  # sorted, so that a plain directory comes before its universal form
+    # Folders are sorted, so that a plain directory comes before its ``_universal`` form.
+    for name in store.folders():
         if match := ITERATION_DIR.match(name):
             names.setdefault(int(match.group(1)), name)
         elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
@@ -364,21 +376,23 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     """Choose the directory to read for ``root``.
 
     Args:
-        wanted: the iteration that the user asks for, or None.
+        wanted: the iteration that the user requests, or None.
 
     Returns:
-        The directory, ``root`` itself if it is not a training root, and notes about the choice.
+        The directory, or ``root`` itself if it is not a training root; and notes about the choice.
 
     Raises:
-        UsageError: the root does not have the iteration.
-        MissingShardError: the tracker names a directory that is missing.
-        CorruptError: the tracker holds neither a number nor ``release``.
+        UsageError: the root does not contain the iteration.
+        MissingShardError: the directory that the tracker names is missing.
+        CorruptError: the tracker contains neither a number nor ``release``.
+        UnsafeError: the tracker's name leads out of the root.
     """
     store = LocalStore(root)
     iterations = iteration_dirs(store)
-    has_tracker = store.exists(TRACKER)
-    # What the user asks for comes first, then what a tracker names.
-    if wanted is not None and (iterations or has_tracker):
+    tracker = next(filter(store.exists, (TRACKER, *NAMING_TRACKERS)), None)
+    # The user's choice comes first, then the tracker's. DeepSpeed's tracker alone does not count:
+    # its directory may have any name, whose number is compared after reading.
+    if wanted is not None and (iterations or tracker == TRACKER):
         if wanted not in iterations:
             raise UsageError(
                 f"iteration {wanted} not found",
@@ -386,15 +400,13 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
                 hint=f"iterations here: {_listed(iterations)}",
             )
         return root / iterations[wanted], []
-    if has_tracker:
-        return root / _tracked_name(store, root, iterations), []
-    for tracker in NAMING_TRACKERS:
-        if store.exists(tracker):
-            name = _named(store, root, tracker, iterations)
-            return root / name, _unread_weights(store, name)
+    if tracker is not None:
+        name = _tracked_name(store, tracker, iterations)
+        return root / name, [] if tracker == TRACKER else _unread_weights(store, name)
     if not iterations:
         return root, []
-    # Without a tracker the newest iteration is read, unless the root is a checkpoint itself.
+    # Without a tracker the newest iteration is read, unless the root is a checkpoint itself, as the
+    # final weights of a Hugging Face run are. Weights next to DeepSpeed's rank files are copies.
     name = iterations[max(iterations)]
     reasons = [f"no tracker file; using the newest iteration, {name}"]
     if not any(map(_WEIGHTS.search, store.files())):
@@ -404,76 +416,84 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     return root, []
 
 
-def _tracked_name(store: LocalStore, root: Path, iterations: dict[int, str]) -> str:
-    """Return the name of the directory that Megatron's tracker names.
+def _tracked_name(store: LocalStore, tracker: str, iterations: dict[int, str]) -> str:
+    """Read from a tracker the name of the directory to open.
+
+    Args:
+        tracker: file name of the tracker.
+        iterations: iteration → directory name, of those next to the tracker.
 
     Raises:
         MissingShardError: the directory is missing.
-        CorruptError: the tracker holds neither a number nor ``release``.
+        CorruptError: Megatron's tracker contains neither a number nor ``release``.
+        UnsafeError: the name in DeepSpeed's tracker leads out of the root.
     """
-    text = store.read(TRACKER, 0, min(store.size(TRACKER), 64)).decode("utf-8", "replace").strip()
-    if text == RELEASE:
+    file = str(store.root / tracker)
+    hint = (
+        f"pass --iteration; iterations here: {_listed(iterations)}"
+        if iterations
+        else "point at the checkpoint's own directory"
+    )
+    max_bytes = 64 if tracker == TRACKER else 256
+    content = store.read(tracker, 0, min(store.size(tracker), max_bytes))
+    text = content.decode("utf-8", "replace").strip()
+    # DeepSpeed writes the directory's name, Megatron the number of the iteration, or "release".
+    if tracker != TRACKER:
+        name = check_name(text, found_in=file)
+    elif text == RELEASE:
         name = RELEASE
     elif text.isascii() and text.isdigit():
         name = iterations.get(int(text), f"iter_{int(text):07d}")
     else:
         raise CorruptError(
-            f"the tracker holds {text[:40]!r}, which is neither a number nor 'release'",
-            file=str(root / TRACKER),
-            hint=f"pass --iteration; iterations here: {_listed(iterations)}",
+            f"the tracker contains {text[:40]!r}, which is neither a number nor 'release'",
+            file=file,
+            hint=hint,
         )
-    if not (root / name).is_dir():
-        raise MissingShardError(
-            f"the tracker names {name}, which is missing",
-            file=str(root / TRACKER),
-            hint=f"pass --iteration; iterations here: {_listed(iterations)}",
-        )
+    if not (store.root / name).is_dir():
+        raise MissingShardError(f"the tracker names {name}, which is missing", file=file, hint=hint)
     return name
 
 
 def _unread_weights(store: LocalStore, name: str) -> list[str]:
-    """Return a note on a trainer's copies of the weights beside the directory that is read."""
+    """Return a note on a trainer's copies of the weights next to the directory to read."""
     weights = [file for file in store.files() if _WEIGHT_FILE.search(file)]
     if not weights:
         return []
     more = f" (and {len(weights) - 1} more)" if len(weights) > 1 else ""
-    return [
-        f"read {name}, which has the optimizer state; to read {weights[0]}{more} instead, point at that file"
-    ]
+    note = (
+        f"read {name}, which has the optimizer state; to read {weights[0]}{more} instead, "
+        "point at that file"
+    )
+    return [note]
 
 
-def _named(store: LocalStore, root: Path, tracker: str, iterations: dict[int, str]) -> str:
-    """Return the name of the directory that one of DeepSpeed's trackers names.
+def _recognise(store: LocalStore, *, is_dir: bool) -> tuple[Format, list[str]]:
+    """Recognise the format of a store, and find separate checkpoints in its subdirectories.
+
+    Args:
+        is_dir: the user's path is a directory, not a file that describes its directory.
 
     Raises:
-        MissingShardError: the directory is missing.
+        UnsupportedError: the directory is empty, or no format recognises the store; the error names
+            what it is instead.
     """
-    text = store.read(tracker, 0, min(store.size(tracker), 256)).decode("utf-8", "replace").strip()
-    name = check_name(text, found_in=str(root / tracker))
-    if not (root / name).is_dir():
-        raise MissingShardError(
-            f"the tracker names {name}, which is missing",
-            file=str(root / tracker),
-            hint=f"point at the directory itself, or pass --iteration; iterations here: {_listed(iterations)}",
+    if is_dir and not store.files() and not store.folders():
+        raise UnsupportedError(
+            "the directory is empty", file=store.label, hint="point at a checkpoint"
         )
-    return name
-
-
-def _recognise(store: LocalStore) -> Format:
-    """Return the format of a store.
-
-    Raises:
-        UnsupportedError: no format recognises it; the error says what it is instead.
-    """
     try:
-        return sniffed(store)
+        format = sniffed(store)
     except UnsupportedError as err:
         below = [] if store.entry is not None else checkpoints_below(store, _is_checkpoint)
         raise refusal_of(store, known=err.hint or "", below=below) from None
+    if store.entry is not None or format.own_folders is None:
+        return format, []
+    return format, checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
 
 
 def _is_checkpoint(store: LocalStore) -> bool:
-    """Return whether a directory looks like a checkpoint or a training root."""
+    """Return whether a directory seems to be a checkpoint or a training root."""
     if store.exists(TRACKER) or any(map(store.exists, NAMING_TRACKERS)) or iteration_dirs(store):
         return True
     try:
@@ -483,16 +503,8 @@ def _is_checkpoint(store: LocalStore) -> bool:
     return True
 
 
-def _refuse_empty(store: LocalStore) -> None:
-    """Raise if a directory holds nothing."""
-    if not store.files() and not store.folders():
-        raise UnsupportedError(
-            "the directory is empty", file=store.label, hint="point at a checkpoint"
-        )
-
-
 def _listed(iterations: dict[int, str]) -> str:
-    """Return iterations as text, shortened if there are many."""
+    """List iterations as text, shortened if there are many."""
     numbers = sorted(iterations)
     if len(numbers) > 8:
         return (

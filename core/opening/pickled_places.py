@@ -1,8 +1,8 @@
-"""Find where the pickles of a checkpoint name something: in which file, and under which key.
+"""Find the places where the pickles of a checkpoint refer to a name: the file and the key.
 
-A name may stand where the reader keeps nothing: among the attributes of a tensor, in the key of a
-mapping, in the state of a container, or in what the pickle drops again. Such names are searched for
-only when they are refused, to tell users where they are.
+The reader drops some references: among the attributes of a tensor, in the key of a mapping, in the
+state of a container, or in values that the pickle itself drops. The places are searched for only
+when such a name is refused, so that the error can tell users where it is.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _METADATA = (".metadata", "common.pt", "metadata.json")
 
 @dataclass(frozen=True, slots=True)
 class PickledPlace:
-    """A place where a pickle names something.
+    """A place where a pickle refers to a class or function.
 
     Args:
         file: name of the file in the store.
-        path: keys from the root, as entries are named; "" for the root itself.
-        name: the name that the pickle has there.
+        path: keys from the root, dot-joined as in entries; "" for the root itself.
+        name: the name of the class or function.
     """
 
     file: str
@@ -35,7 +35,7 @@ class PickledPlace:
     name: Global
 
     def entries_at(self, catalog: Catalog) -> list[str]:
-        """Return the keys of the entry around the place, or else of the entries below it."""
+        """Return the keys of the entry that contains the place, or else of the entries below it."""
         keys = [*catalog.tensors, *catalog.objects]
         around = [key for key in keys if key == self.path or self.path.startswith(f"{key}.")]
         return around or [key for key in keys if self.path and key.startswith(f"{self.path}.")]
@@ -44,22 +44,17 @@ class PickledPlace:
 def find_places(
     names: Collection[Global], store: ReadStore, catalog: Catalog
 ) -> list[PickledPlace]:
-    """Return the first ``MOST_PLACES`` places where a checkpoint's pickles have one of ``names``.
+    """Return the first ``MOST_PLACES`` places where a checkpoint's pickles refer to ``names``.
 
-    Names that a pickle drops again have no place.
+    Names in values that a pickle drops have no place.
     """
-    arrays = (
-        fragment.array
-        for key in (*catalog.tensors, *catalog.hidden)
-        for fragment in catalog.fragments(key)
-    )
-    stored = {array.extent.file for array in arrays if array is not None}
-    files = sorted(
-        stored
-        | {name for name in (*_METADATA, store.entry) if name is not None and store.exists(name)}
-    )
+    # A pickle can be in any file with tensors, and in the metadata files.
+    arrays = (fragment.array for fragment in catalog.all_fragments())
+    files = {array.extent.file for array in arrays if array is not None}
+    metadata = (name for name in (*_METADATA, store.entry) if name is not None)
+    files |= set(filter(store.exists, metadata))
     places: dict[PickledPlace, None] = {}
-    for file in files:
+    for file in sorted(files):
         for tree in trees_of_stream(store, file):
             for path, name in _names_in(tree):
                 if name in names:
@@ -70,11 +65,9 @@ def find_places(
 
 
 def _names_in(tree: object) -> Iterator[tuple[str, Global]]:
-    """Yield (path, name) for every name of an inert tree; shared parts are visited once.
-
-    A stack replaces recursion, so that deep trees cannot exhaust Python's.
-    """
+    """Yield (path, name) for every name in an inert tree, in order; visit shared nodes once."""
     visited: set[int] = set()
+    # A stack instead of recursion, so that a deep tree cannot exhaust Python's stack.
     stack: list[tuple[str, object]] = [("", tree)]
     while stack:
         path, node = stack.pop()
@@ -88,7 +81,7 @@ def _names_in(tree: object) -> Iterator[tuple[str, Global]]:
 
 
 def _children(path: str, node: object) -> list[tuple[str, object]]:
-    """Return the parts of a node of an inert tree with their paths, in order."""
+    """Return (path, child) for each child of a node in an inert tree, in order."""
     if isinstance(node, dict):
         return _entries(path, node.items())
     if isinstance(node, (list, tuple)):
@@ -99,7 +92,8 @@ def _children(path: str, node: object) -> list[tuple[str, object]]:
         return [(path, node.value)]
     if not isinstance(node, Inert):
         return []
-    # What an object is made of has no key of its own, and in a container is no part of what it holds.
+    # The arguments and the state of an object have no key of their own; those of a container must
+    # not be mistaken for its entries.
     parts = (node.fn, *node.args, node.kwargs, None if node.state is NO_STATE else node.state)
     place = _below(path, "<state>") if node.entries or node.items else path
     return [

@@ -1,9 +1,9 @@
 """Read pickles in tensors of bytes, such as Transformer Engine's extra states.
 
-Transformer Engine before 1.0 saves the state of its scales with ``torch.save`` into a uint8 tensor,
-and pickles it into one since; when a Megatron model is loaded, it unpickles the bytes. So every
-one-dimensional tensor of bytes that begins like such a stream is read for what its pickles do with
-names.
+Transformer Engine stores the state of its scales in a uint8 tensor: before 1.0 as a ``torch.save``
+stream, since then as a pickle. It unpickles the bytes when a Megatron model is loaded. So this
+module searches every one-dimensional tensor of bytes that begins like such a stream for the calls
+and references of its pickles.
 
 Source: Transformer Engine 1.13 and 2.x ``pytorch/module/base.py`` (``get_extra_state``,
 ``set_extra_state``).
@@ -23,45 +23,54 @@ from core.formats.torch.stream import stream_kind
 from core.plan.box_reader import BoxReader
 
 _HEAD_BYTES = 512
+"""Bytes that are enough to recognise a stream."""
 _DTYPES = ("uint8", "int8")
 _EXTRA_STATE = "_extra_state"
-"""Suffix of the keys of Transformer Engine's states, which are read even if they look like text."""
+"""Suffix of the keys of Transformer Engine's states.
+
+They are read even if their bytes do not look like a stream, since they will be unpickled anyway.
+"""
 _TENSOR = "tensor"
 
 
 def pickled_tensors(
     catalog: Catalog, store: ReadStore
 ) -> Iterator[tuple[str, str, PickledContent]]:
-    """Yield (file, key, what its pickles do) for each tensor that holds a stream."""
+    """Yield (file, key, uses in its pickles) for each tensor of bytes that contains a stream.
+
+    Tensors that cannot be read are skipped. Longer ones than ``MAX_BYTES`` are yielded as unread.
+    """
     reader = BoxReader(catalog, store)
     for key in (*catalog.tensors, *catalog.hidden):
         meta = catalog.meta(key)
         if meta.dtype not in _DTYPES or len(meta.shape) != 1 or meta.shape[0] == 0:
             continue
         try:
+            # Recognise a stream by its first bytes, before the entire tensor is read.
             head = _read(reader, key, min(_HEAD_BYTES, meta.shape[0]))
             is_stream = stream_kind(MemoryStore({_TENSOR: head}), _TENSOR, 0, len(head)) is not None
             if not is_stream and not key.endswith(_EXTRA_STATE):
                 continue
             if meta.shape[0] > MAX_BYTES:
-                looked = PickledContent(
+                content = PickledContent(
                     unread=(f"the tensor {key} has more than {MAX_BYTES >> 20} MiB",)
                 )
             else:
                 data = _read(reader, key, meta.shape[0])
-                looked = PickledContent(
+                content = PickledContent(
                     frozenset(uses_of_stream(MemoryStore({_TENSOR: data}), _TENSOR, 0, len(data)))
                 )
-        except CheckpointingException:  # other checks report it
+        except CheckpointingException:  # reported by the checks that read values
             continue
         array = catalog.fragments(key)[0].array
         file = store.label if array is None else array.extent.file
-        yield file, key, looked
+        yield file, key, content
 
 
 def _read(reader: BoxReader, key: str, n_bytes: int) -> bytes:
     """Return the first bytes of a tensor of bytes."""
     out = bytearray(n_bytes)
     with memoryview(out) as view:
+        # The second buffer is the reader's scratch space.
         reader.tensor(key).read(Box((0,), (n_bytes,)), view, memoryview(bytearray(n_bytes)))
     return bytes(out)

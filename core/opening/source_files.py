@@ -1,10 +1,10 @@
-"""Account for the files of a source directory that hold no tensors: carried from above, or listed.
+"""Account for the files of a source directory that hold no tensors: carry them, or list them.
 
-No file is passed over in silence. A file is accounted for if the reader opened it, if tensors lie
-in it, if it is carried, or if it matches ``_BOOKKEEPING``. All others are listed: what a trainer
-saves beside the weights (random states, schedulers, arguments), weights in a second format,
-folders. Of the directories above, which were descended through, files and folders are listed as
-well, but not other iterations, which are checkpoints of their own.
+No file is ignored silently. A file is accounted for if the reader opened it, if tensors are stored
+in it, if it is carried, or if it matches ``_BOOKKEEPING``. All others are listed: files that a
+trainer saves next to the weights (random states, schedulers, arguments), weights in a second
+format, folders. Files and folders of the directories that were descended through are listed too,
+except for other iterations, which are checkpoints of their own.
 
 Hugging Face's Trainer keeps ``config.json`` and similar files above DeepSpeed's directory: they are
 carried from there.
@@ -29,43 +29,49 @@ if TYPE_CHECKING:
 _BOOKKEEPING = re.compile(
     r"(.*/)?\..*"  # hidden files
     r"|\.[^/]*/.*"  # hidden folders: .git, .cache
-    r"|.*\.index(\..+)?\.json"  # of weights in a second format
-    r"|(.*\.)?ckpt-(manifest\.json|objects\.pt)"  # this project's own
+    r"|.*\.index(\..+)?\.json"  # indexes of weights in a second format
+    r"|(.*\.)?ckpt-(manifest\.json|objects\.pt)"  # files of this project
     r"|(.*/)?[^/]*\.sync/.*"  # locks of Megatron's zarr backend
-    r"|(.*/)?ocdbt\.process_\d+/.*",  # what one process of Orbax wrote, before it was merged
+    r"|(.*/)?ocdbt\.process_\d+/.*",  # files of single Orbax processes, before merging
     re.DOTALL,
 )
 _DEEPSPEED = ("deepspeed", "deepspeed_universal")
 _TOOL = re.compile(r"zero_to_\w+\.py")
-"""Programs that DeepSpeed copies beside every checkpoint."""
+"""Programs that DeepSpeed copies next to every checkpoint."""
 _MAX_DOCUMENT_BYTES = 64 << 20
 _MOST_NAMED = 20
-"""Maximum number of files of one folder that are named; of more, the folder and their number."""
+"""Maximum number of files of one folder that are listed; a fuller folder is listed as a count."""
 
 
 def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[str]:
-    """Return the files that are not accounted for, relative to the checkpoint.
+    """Return the paths of files that are not accounted for, relative to the checkpoint.
 
-    Those above the checkpoint are given with their directory.
+    The paths of files above the checkpoint begin with the name of their directory.
 
     Args:
         source: an opened checkpoint whose objects have been read.
-        linked: files that the result has as they are.
+        linked: files that the result contains unchanged.
+
+    Raises:
+        StorageError: a directory cannot be read.
     """
     catalog, store = source.catalog, source.store
     if store.entry is not None:
         return []
     separate = tuple(f"{path}/" for path in source.below)
     unread = {name for name in list_files_below(store) if not f"{name}/".startswith(separate)}
+    # Remove the files that the reader opened, those that are carried, and bookkeeping.
     unread -= {*store.opened, *linked, *carried_of(catalog)}
     unread = {name for name in unread if _BOOKKEEPING.fullmatch(name) is None}
-    # Only formats with one file per chunk have data files that have not been opened yet.
+    # Remove files with tensors. Only formats with one file per chunk have such files that have not
+    # been opened yet, so the loop over all fragments is mostly skipped.
     for fragment in catalog.all_fragments() if unread else ():
         if fragment.array is not None:
             unread.discard(fragment.array.extent.file)
+    # DCP's reader opened a ``meta.pt`` that is not Lightning's, but ignored it.
     dcp = catalog.facet(DcpFacts)
     unread |= set(() if dcp is None else dcp.unread)
-    above = _above(source, carried=catalog.documents)
+    above = _files_above(source, carried=catalog.documents)
     return [*_folded(unread), *source.below, *_empty_folders(store), *above]
 
 
@@ -80,6 +86,7 @@ def documents_above(source: Checkpoint) -> dict[str, bytes]:
             for name, size in carried_files(store).items()
             if _TOOL.fullmatch(name) is None
         }
+        # Without config.json these are the files of another tool.
         is_model = CONFIG in files and sum(files.values()) <= _MAX_DOCUMENT_BYTES
         return {name: store.read(name, 0, size) for name, size in files.items()} if is_model else {}
     finally:
@@ -87,10 +94,10 @@ def documents_above(source: Checkpoint) -> dict[str, bytes]:
 
 
 def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
-    """Return the parsed config.json beside the weights or above DeepSpeed's directory, or None.
+    """Return the parsed config.json next to the weights or above DeepSpeed's directory, or None.
 
     Raises:
-        CorruptError: it is not JSON.
+        CorruptError: config.json is not a JSON object.
     """
     document = documents_above(source).get(CONFIG)
     if document is not None:
@@ -99,12 +106,12 @@ def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
 
 
 def listed_files(names: Collection[str]) -> str:
-    """Return the line of a summary, under "not carried", that lists these files."""
+    """List files as a line of a summary, under "not carried"."""
     return f"other files of the directory: {', '.join(names)}"
 
 
 def _folded(names: Collection[str]) -> Iterator[str]:
-    """Yield each name, or the folder of many names."""
+    """Yield each name, but for a folder with many of them the folder and their number."""
     folders: dict[str, list[str]] = {}
     for name in sorted(names):
         folders.setdefault(name.partition("/")[0] if "/" in name else "", []).append(name)
@@ -116,25 +123,25 @@ def _folded(names: Collection[str]) -> Iterator[str]:
 
 
 def _empty_folders(store: LocalStore) -> Iterator[str]:
-    """Yield the folders of a directory that hold nothing."""
+    """Yield the empty folders of a directory, which a list of files omits."""
     for name in store.folders():
         if not name.startswith(".") and not store.files(name) and not store.folders(name):
             yield f"{name}/"
 
 
-def _above(source: Checkpoint, *, carried: Collection[str]) -> Iterator[str]:
+def _files_above(source: Checkpoint, *, carried: Collection[str]) -> Iterator[str]:
     """Yield the files and folders in the directories that were descended through.
 
     Args:
-        carried: names of files right above the checkpoint that are not listed.
+        carried: names of files in the innermost of these directories that are not to be listed.
     """
-    below = {folder.name for folder in (*source.passed, source.path)}
+    descended = {folder.name for folder in (*source.passed, source.path)}
     for folder in source.passed:
         store = LocalStore(folder)
-        names = [name for name in store.files() if name not in (TRACKER, *NAMING_TRACKERS)]
-        if folder == source.passed[-1]:
-            names = [name for name in names if name not in carried]
-        iterations = {*below, *iteration_dirs(store).values(), RELEASE}
+        ignored = {TRACKER, *NAMING_TRACKERS, *(carried if folder == source.passed[-1] else ())}
+        names = [name for name in store.files() if name not in ignored]
+        # Other iterations are checkpoints of their own.
+        iterations = {*descended, *iteration_dirs(store).values(), RELEASE}
         names += [
             f"{name}/"
             for name in store.folders()

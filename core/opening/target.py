@@ -1,13 +1,13 @@
-"""Turn a global catalog into a target catalog: which arrays the destination will have.
+"""Turn a global catalog into a target catalog, which lists the arrays of the destination.
 
-The arrays of a target catalog have no position yet: a format's ``lay_out`` places them.
+The arrays of a target catalog have no file position yet: a format's ``lay_out`` places them.
 
 Source of the partition names: ``core.formats.format.Format.partition``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -34,11 +34,15 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
 
     Args:
         catalog: global tensors; its objects have been loaded.
-        format: a format that is not cut by ranks.
+        format: a format without rank files.
 
     Returns:
-        The source under the keys that it gets in the format, and the target catalog to be laid out.
+        The source with the keys of the destination, and the target catalog to be laid out.
+
+    Raises:
+        CheckpointingException: the format cannot store the catalog (``Format.adapt``).
     """
+    # Bring objects and containers into the form that the format stores.
     if not keeps_nesting(catalog, format):
         catalog = without_attributes(catalog)
     if format.is_mcore:
@@ -49,6 +53,7 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
         catalog = state_dict(catalog, keeps_root=format.nests)
     if format.nests:
         catalog = inlined(catalog)
+    # ``adapt`` gets the final form of the objects, and may change keys and carried files.
     if format.adapt is not None:
         catalog = format.adapt(catalog)
     if not format.carries_files:
@@ -57,14 +62,14 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
 
 
 def keeps_nesting(catalog: Catalog, format: Format) -> bool:
-    """Return whether a format keeps or describes the containers around tensors."""
+    """Return whether a format keeps, or records in its objects, the containers around tensors."""
     return format.nests or (
         format.has_objects_beside and format.adapt is None and bool(catalog.objects)
     )
 
 
 def tensors_only(target: TargetCatalog) -> TargetCatalog:
-    """Return a target catalog for one file that holds nothing but tensors."""
+    """Return a target catalog without anything that is not a tensor, for one file of tensors."""
     return replace(target, objects={}, hidden={}, skeleton=None, carried={}, documents={})
 
 
@@ -79,7 +84,7 @@ def dense_target(metas: Iterable[TensorMeta]) -> TargetCatalog:
 def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:
     """Return a catalog whose tensors have the dtypes of ``dtype_for``.
 
-    The arrays of a target catalog follow in ``partitioned``.
+    ``partitioned`` then gives the arrays of the target the same dtypes.
     """
     tensors = {
         key: meta if (dtype := dtype_for(meta)) == meta.dtype else replace(meta, dtype=dtype)
@@ -89,20 +94,23 @@ def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog
 
 
 def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
-    """Return the target catalog of a format that stores global tensors.
+    """Return the target catalog for a format that stores global tensors.
+
+    Hidden tensors always become one array each.
 
     Args:
-        catalog: what is to be written; keys, shapes and dtypes are final.
+        catalog: the catalog to be written; keys, shapes and dtypes are final.
         format: name of the target format.
-        by: ``whole`` (one array per tensor), ``as_stored`` (one array per stored piece, so that
-        each piece moves as one run; replicas once; tensors whose pieces overlap in part become
-        whole) or ``grid`` (the same where the pieces are equal boxes of a regular grid). Hidden
-        tensors are always whole.
+        by: the partition. ``whole``: one array per tensor. ``as_stored``: one array per stored
+            fragment, so that each is copied as one run; replicas are written once, and a tensor
+            whose fragments overlap in part becomes one array. ``grid``: as ``as_stored`` where the
+            fragments are equal boxes of a regular grid, else one array.
     """
     file_number = _file_numbers(catalog) if by == "as_stored" else {}
 
     @lru_cache(maxsize=64)
     def fragments_of(key: str) -> Sequence[TargetFragment]:
+        # Divide the tensor into the boxes of its stored fragments, if the partition asks for it.
         meta = catalog.meta(key)
         origin = (0,) * len(meta.shape)
         boxes = [Box(origin, meta.shape)]
@@ -112,6 +120,7 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
             if by == "grid" and not _is_grid(number_of):
                 number_of = {}
             boxes = list(number_of) or boxes
+        # The coordinate ``file`` makes a format keep arrays of one source file in one file.
         return tuple(
             Fragment(
                 key,
@@ -131,7 +140,7 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
 
 
 def _is_grid(boxes: Collection[Box]) -> bool:
-    """Return whether boxes that tile a tensor have one shape and lie at multiples of it."""
+    """Return whether boxes that tile a tensor have one shape and begin at multiples of it."""
     shapes = {box.shape for box in boxes}
     return len(shapes) == 1 and all(
         n > 0 and offset % n == 0
@@ -141,21 +150,28 @@ def _is_grid(boxes: Collection[Box]) -> bool:
 
 
 def _stored_boxes(
-    meta: TensorMeta, fragments: Iterable[AnyFragment], file_number: dict[str, int]
+    meta: TensorMeta, fragments: Iterable[AnyFragment], file_number: Mapping[str, int]
 ) -> dict[Box, int | None]:
-    """Return the distinct boxes of a tensor's pieces with the number of the file each is to go to.
+    """Return the distinct boxes of a tensor's fragments, and the number of the file for each.
+
+    Args:
+        file_number: source file → number.
 
     Returns:
-        Box → number, or None where the file has none; {} if the boxes do not tile the tensor.
+        Box → number, or None where the source file has none; {} if the boxes do not tile the
+        tensor.
     """
     boxes: dict[Box, int | None] = {}
     for fragment in fragments:
         array = fragment.array
         if array is None:
             return {}
+        # Replicas have the same box: the first one is kept.
         if not fragment.box.is_empty or meta.n_elements == 0:
             number = file_number.get(array.extent.file) if isinstance(array, StoredArray) else None
             boxes.setdefault(fragment.box, number)
+    # A catalog's fragments cover their tensor, so equal counts mean that no boxes overlap. Without
+    # elements the counts say nothing: such a tensor needs exactly one box.
     tiles = sum(box.n_elements for box in boxes) == meta.n_elements and (
         meta.n_elements or len(boxes) == 1
     )
@@ -163,16 +179,16 @@ def _stored_boxes(
 
 
 def _file_numbers(catalog: AnyCatalog) -> dict[str, int]:
-    """Return each source file's number in order of first use, or {} unless they are ranks' files.
+    """Return source file → number, in order of first use, or {} unless these are files of ranks.
 
-    They are not if everything lies in one file, or if most pieces have a file of their own, as
-    zarr's chunks do; the format then divides the tensors into files itself.
+    They are not if there is only one file, or if most fragments have a file of their own, as zarr's
+    chunks do; the format then divides the tensors into files itself.
     """
     numbers: dict[str, int] = {}
-    n_pieces = 0
+    n_fragments = 0
     for key in catalog.tensors:
         for fragment in catalog.fragments(key):
             if isinstance(fragment.array, StoredArray):
                 numbers.setdefault(fragment.array.extent.file, len(numbers))
-                n_pieces += 1
-    return numbers if 1 < len(numbers) <= n_pieces // 2 else {}
+                n_fragments += 1
+    return numbers if 1 < len(numbers) <= n_fragments // 2 else {}

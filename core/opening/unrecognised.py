@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import islice
 
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import LocalStore
@@ -15,6 +16,7 @@ from core.formats.torch.format import SUFFIXES
 from core.formats.torch.tree import stream_kind
 
 _MOST_LISTED = 8
+"""Maximum number of paths in a message."""
 _MOST_OPENED = 32
 """Maximum number of files of a directory whose first bytes are read."""
 _MOST_FOLDERS = 1000
@@ -38,7 +40,7 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
     """Return the error for a directory or file that no format recognises.
 
     Args:
-        known: the hint where there is nothing better, such as the formats that are recognised.
+        known: the fallback hint, which lists the formats that are recognised.
         below: paths of checkpoints in the directories below.
 
     Raises:
@@ -46,6 +48,7 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
     """
     if store.entry is not None:
         return _refusal_of_file(store, store.entry, known)
+    # Checkpoints in the directory come first: the user probably means one of them.
     files = store.files()
     loose = _loose_files(store, files)
     places = [*loose, *below]
@@ -65,6 +68,7 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
     if below:
         message = "not a checkpoint directory, but it contains checkpoints"
         return UnsupportedError(message, file=store.label, hint=hint)
+    # Otherwise another program's files can explain it.
     title = next(
         (title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None
     )
@@ -78,6 +82,7 @@ def _refusal_of_file(store: LocalStore, file: str, known: str) -> UnsupportedErr
     title = next((title for expression, title in _OTHER_FORMATS if expression.search(file)), None)
     if title is not None:
         return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
+    # A Git LFS pointer or a server's message in place of the weights has a remedy of its own.
     substitute = substitute_in(store, file)
     if substitute is not None:
         return UnsupportedError(substitute.title, file=store.label, hint=substitute.hint)
@@ -87,22 +92,18 @@ def _refusal_of_file(store: LocalStore, file: str, known: str) -> UnsupportedErr
 def checkpoints_below(
     store: LocalStore, is_checkpoint: Callable[[LocalStore], bool], *, without: Sequence[str] = ()
 ) -> list[str]:
-    """Return the relative paths of checkpoints in the directories below a directory.
+    """Search the directories below a directory for checkpoints, and return their relative paths.
 
-    Directories whose names begin with a dot are left out, and so is what lies more than three
-    levels or a thousand directories away. A checkpoint is not searched for others.
+    Hidden directories are skipped. The search, breadth first, ends at a depth of three levels and
+    after a thousand directories. A checkpoint is not searched for others.
 
     Args:
         is_checkpoint: returns whether a directory is a checkpoint, or a training root with some.
         without: names of directories right below that are not searched.
     """
     paths: list[str] = []
-    waiting = [
-        (name, 1) for name in store.folders() if not name.startswith(".") and name not in without
-    ]
-    for n_opened, (path, depth) in enumerate(waiting):  # the list grows on the way
-        if n_opened >= _MOST_FOLDERS:
-            break
+    waiting = [(name, 1) for name in _visible_folders(store) if name not in without]
+    for path, depth in islice(waiting, _MOST_FOLDERS):  # the loop extends the list
         with closing(LocalStore(store.root / path)) as folder:
             try:
                 if is_checkpoint(folder):
@@ -110,20 +111,24 @@ def checkpoints_below(
                     continue
                 paths += [f"{path}/{name}" for name in _loose_files(folder, folder.files())]
                 if depth < _MOST_LEVELS:
-                    names = [name for name in folder.folders() if not name.startswith(".")]
-                    waiting += [(f"{path}/{name}", depth + 1) for name in names]
+                    waiting += [(f"{path}/{name}", depth + 1) for name in _visible_folders(folder)]
             except CheckpointingException:
-                continue  # the directory cannot be read
+                continue  # the directory cannot be read, and the search is only a service
     return paths
 
 
+def _visible_folders(store: LocalStore) -> list[str]:
+    """Return the names of the directories right below a directory that are not hidden."""
+    return [name for name in store.folders() if not name.startswith(".")]
+
+
 def listed(paths: Sequence[str]) -> str:
-    """Return the first of some paths as text."""
+    """List the first paths as text."""
     return ", ".join([*paths[:_MOST_LISTED], *(["…"] if len(paths) > _MOST_LISTED else [])])
 
 
 def _loose_files(store: LocalStore, files: Sequence[str]) -> list[str]:
-    """Return the files of a directory that are checkpoints on their own, by their first bytes."""
+    """Return the files in a directory that are separate checkpoints, by their first bytes."""
     loose = []
     for name in [name for name in files if name.endswith((*SUFFIXES, SUFFIX))][:_MOST_OPENED]:
         try:
@@ -131,5 +136,5 @@ def _loose_files(store: LocalStore, files: Sequence[str]) -> list[str]:
             if is_torch or looks_like_header(store, name):
                 loose.append(name)
         except CheckpointingException:
-            continue
+            continue  # a file that cannot be read is no suggestion
     return loose

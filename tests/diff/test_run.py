@@ -421,7 +421,7 @@ def test_rank_files_that_are_not_understood_are_compared_rank_by_rank(
     assert found.is_same
     assert any(one.key.startswith("mp_rank_01:") for one in found.tensors)
     assert any("rank by rank" in note for note in found.notes)
-    with pytest.raises(UnsupportedError, match="the layout of only one of them"):
+    with pytest.raises(UnsupportedError, match="the layout of only one of the checkpoints"):
         compare(copies[0], golden / "mcore_torch_dist/dense_gqa/tp2_pp2")
 
 

@@ -93,7 +93,7 @@ def test_literals_on_arrays_or_outside_the_file_are_refused(literal: tuple[int, 
     plan = make_plan(source, target, images)
     stage = MemoryStore()
     result = execute(plan, model.store, stage)
-    with pytest.raises(CorruptError, match="laid out twice or outside"):
+    with pytest.raises(CorruptError, match="overlap other bytes, or exceed"):
         finish_files(plan, result, stage)
 
 

@@ -115,8 +115,14 @@ def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(
         "global_step10_universal",
     )
     (tmp_path / "latest").write_text("global_step7")
-    with pytest.raises(MissingShardError, match="the tracker names global_step7, which is missing"):
+    missing = "the tracker names global_step7, which is missing"
+    with pytest.raises(MissingShardError, match=missing) as caught:
         open_checkpoint(tmp_path)
+    assert caught.value.hint == "point at the checkpoint's own directory"
+    (tmp_path / "global_step6").mkdir()
+    with pytest.raises(MissingShardError, match=missing) as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint == "pass --iteration; iterations here: 6"
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(UnsafeError):
         open_checkpoint(tmp_path)

@@ -27,7 +27,7 @@ def test_it_writes_a_manifest_into_the_checkpoint_and_says_so(
     assert str(made) in said.out and said.err == ""
     assert json.loads(made.read_text())["version"] == 2
     assert main(["manifest", str(checkpoint)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["manifest", "--force", "-q", str(checkpoint)]) == 0
     assert capsys.readouterr().out == ""
     assert main(["validate", "--deep", str(checkpoint), "--against", str(made)]) == 0
