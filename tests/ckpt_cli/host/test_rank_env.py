@@ -85,7 +85,7 @@ def test_mpi_on_one_host(environ: dict[str, str]):
 
 def test_mpi_on_several_hosts_needs_an_address():
     with pytest.raises(
-        UsageError, match="does not tell the workers of several hosts where rank 0 runs"
+        UsageError, match="does not set the address of rank 0 for workers on several hosts"
     ):
         identify_worker(MPICH)
     found = identify_worker({**MPICH, "MASTER_ADDR": "node1"})
