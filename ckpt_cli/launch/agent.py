@@ -339,6 +339,7 @@ def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> 
         RendezvousTimeoutError,
     )
 
+    # The least specific class comes last: any other error means that the connection broke.
     rendezvous = job.rendezvous
     again = " again" if history.attempts else ""
     least, most = job.nodes

@@ -20,8 +20,8 @@ _MEMORY_HINT = (
     "the kernel may have killed it because memory ran out: use fewer workers or a lower --memory"
 )
 _FROZEN_HINT = (
-    "it had sent no heartbeat, so the others gave up on it: it was stopped, or waited for a disk "
-    "or network that does not respond (--timeout SECONDS waits longer)"
+    "the other workers gave up on it because it had sent no heartbeat: it was stopped, or waited "
+    "for a disk or network that does not respond; --timeout SECONDS waits longer"
 )
 
 
@@ -116,6 +116,7 @@ def cause_of(
     # Next a process that ended without a report: the reports that remain may be due to its end.
     process = _silent_process([process for process in ended if process.rank not in results])
     if process is not None:
+        # The message by which other workers report it, from ``workers.team_watch``.
         lost = f"rank {process.rank} on {host} has sent no heartbeat"
         return _unreported_cause(
             process, host, is_frozen=any(result.line.startswith(lost) for result in failed)
@@ -127,7 +128,7 @@ def cause_of(
     if first is not None:
         number = -first.exit_code if first.exit_code < 0 else first.exit_code - 128
         return Cause(
-            first.rank, host, f"its process was terminated from outside with {_signal_name(number)}"
+            first.rank, host, f"its process was terminated from outside by {_signal_name(number)}"
         )
     return None
 

@@ -305,33 +305,30 @@ def _wait_for_listener(rendezvous: Rendezvous, note: Callable[[str], None]) -> N
         except (OSError, UnicodeError) as err:
             # An unknown name is no reason to stop: on Kubernetes a host gets its name when it
             # starts. UnicodeError is raised for a name that cannot be one (an empty label).
-            now = time.monotonic()
-            if now + _PAUSE_S >= deadline:
-                raise _unreachable_error(rendezvous, err) from err
-            if not is_noted and now - begun > _QUIET_S:
-                note(
-                    f"waiting up to {rendezvous.join_s:g} s for {rendezvous.endpoint}: "
-                    f"{_reason_text(err)}"
-                )
-                is_noted = True
-            time.sleep(_PAUSE_S)
-
-
-def _unreachable_error(
-    rendezvous: Rendezvous, err: OSError | UnicodeError
-) -> UsageError | WorkerError:
-    """Return the error for a rendezvous that could not be reached."""
-    if isinstance(err, (socket.gaierror, UnicodeError)):
-        return UsageError(
-            f"rendezvous host {rendezvous.host!r} not found: {_reason_text(err)}",
+            cause = err
+        now = time.monotonic()
+        if now + _PAUSE_S >= deadline:
+            break
+        if not is_noted and now - begun > _QUIET_S:
+            note(
+                f"waiting up to {rendezvous.join_s:g} s for {rendezvous.endpoint}: "
+                f"{_reason_text(cause)}"
+            )
+            is_noted = True
+        time.sleep(_PAUSE_S)
+    # The last attempt decides whether the name or the host is to blame.
+    if isinstance(cause, (socket.gaierror, UnicodeError)):
+        raise UsageError(
+            f"rendezvous host {rendezvous.host!r} not found: {_reason_text(cause)}",
             hint="check the name, or use its address",
-        )
+        ) from cause
     server = "etcd" if rendezvous.backend in _ETCD else "the same command"
-    return WorkerError(
-        f"no answer from {rendezvous.endpoint} within {rendezvous.join_s:g} s: {_reason_text(err)}",
+    raise WorkerError(
+        f"no answer from {rendezvous.endpoint} within {rendezvous.join_s:g} s: "
+        f"{_reason_text(cause)}",
         hint=f"start {server} on that host as well, and check the name and the port; "
         "--rdzv-conf join_timeout=SECONDS waits longer",
-    )
+    ) from cause
 
 
 def _reason_text(err: OSError | UnicodeError) -> str:
