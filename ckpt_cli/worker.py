@@ -211,7 +211,8 @@ class _Outcome:
         # If rank 0 may be gone, the first worker of each host prints.
         if isinstance(err, GoneError) and err.is_of_lead:
             return self.identity is None or self.identity.local_rank in (None, 0)
-        # Failures that all workers share are printed by rank 0, any other one where it happened.
+        # Rank 0 prints the failures that all workers share: verdicts, interrupts, and the failure
+        # of one worker that the others have received. Any other error is printed where it occurred.
         is_shared = (
             is_verdict
             or self._is_secondary

@@ -200,6 +200,7 @@ class TeamWatch:
         for rank, (value, since) in self._beats.items():
             if rank == self._rank or value == _ENDED or now - since <= self._timeout_s:
                 continue
+            # ``launch.failure`` recognizes the beginning of this message.
             self.error = error = GoneError(
                 f"rank {rank} on {self._hosts[rank]} has sent no heartbeat "
                 f"for {self._timeout_s:g} s",

@@ -299,6 +299,7 @@ class TorchTeam:
         # A daemon thread, because an abandoned one may block forever and must not delay the exit.
         Thread(target=run, name="collective", daemon=True).start()
         deadline = monotonic() + 2 * self._timeout_s
+        # Waiting in short steps lets this thread handle signals and notice a worker that is gone.
         while not done.wait(POLL_S):
             self._check()
             if monotonic() > deadline:
