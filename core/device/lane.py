@@ -307,6 +307,7 @@ class _Slot:
         """
         import torch
 
+        # Everything is queued on the slot's stream, which runs it in order.
         with self.stream_context():
             result = kernel(
                 *(self.send(as_tensor(source), number) for number, source in enumerate(sources))
@@ -319,7 +320,7 @@ class _Slot:
                 if out is None
                 else as_tensor(out)
             )
-            assert output.numel() == n
+            assert output.numel() == n, "the caller knows the size of the results"
 
             # As with sending, transfer to pinned memory; ``finish`` copies to other memory.
             target = output
