@@ -1,8 +1,8 @@
 """The command line of the checkpoint toolkit: ``ckpt``, or ``python -m ckpt_cli``.
 
-The library beside it has the common name ``core``, which other projects use as well. So that a
-``core`` folder in the working directory or on PYTHONPATH cannot take its place, importing this
-package loads the ``core`` that is installed next to it.
+The library has the common name ``core``, which other projects use as well. So that a ``core``
+folder in the working directory or on PYTHONPATH cannot take its place, importing this package loads
+the ``core`` that is installed next to it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pathlib import Path
 
 
 def _load_core() -> None:
-    """Import the package ``core`` that lies next to this one, whatever ``sys.path`` holds.
+    """Import the package ``core`` that is installed next to this one, whatever is in ``sys.path``.
 
     Raises:
-        ImportError: another package of this name has been imported.
+        ImportError: another package named ``core`` has already been imported.
     """
+    # If ``core`` is already there it must be the right one: two copies would not share classes. A
+    # folder without __init__.py is imported as a package without a file.
     path = Path(__file__).resolve().parent.parent / "core" / "__init__.py"
     loaded = sys.modules.get("core")
     if loaded is not None:
@@ -29,6 +31,8 @@ def _load_core() -> None:
             f"another package named 'core' has been imported ({where}), and ckpt needs its own "
             f"({path}): import ckpt_cli before it, or run ckpt as a program"
         )
+    # As the import system does, enter the module in ``sys.modules`` before it runs, because it
+    # imports its own submodules, and remove it if it fails.
     spec = spec_from_file_location("core", path, submodule_search_locations=[str(path.parent)])
     assert spec is not None and spec.loader is not None, "the file has a Python suffix"
     module = module_from_spec(spec)

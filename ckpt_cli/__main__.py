@@ -17,8 +17,8 @@ def main() -> int:
     try:
         from ckpt_cli.app import main as run
     except ModuleNotFoundError as err:
-        # Without these there is no command line at all; what single commands need is reported when
-        # they run.
+        # Without these packages there is no command line at all; packages that single commands need
+        # are reported when the commands run.
         if err.name not in ("typer", "typing_extensions"):
             raise
         print(f"error: ckpt needs {err.name}: pip install {err.name}", file=sys.stderr)

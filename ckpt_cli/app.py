@@ -1,9 +1,8 @@
-"""The command ``ckpt``: parses the command line, runs one command, and turns every error into a
-message and exit code.
+"""The command ``ckpt``: parses the command line and runs one command.
 
-Parsing and running are separate: a typer command returns its work as a function, which ``main``
-calls, so that no exception of the work passes through typer. Bodies are imported when they run;
-``ckpt --help`` imports none of them.
+Every error becomes a message and an exit code. Parsing and running are separate: a typer command
+returns its work as a function, which ``main`` calls, so that no exception of the work passes
+through typer. The modules of commands are imported when they run; ``ckpt --help`` imports none.
 """
 
 from __future__ import annotations
@@ -33,13 +32,14 @@ from core.errors import UsageError
 Work = Callable[[], int]
 """A parsed command that has not run yet; returns the exit code."""
 FailureFilter = Callable[[BaseException, Failure], Failure | None]
-"""Receives what ended the work; returns the failure to print, or None to print nothing."""
+"""Called with the error that ended the work; returns the failure to print, None for no message."""
 
 _TRANSFER_EPILOG = (
-    "Sizes to write also have the names that other tools use: --target-tp, --target-tensor-parallel-size, and so on. "
-    "The layout of SRC is detected; --tp, --pp, --vpp, --ep, --etp (or --tensor-model-parallel-size, …) "
-    "only check it. Content options apply in this order, wherever they are on the command line: --dequantize; "
-    "--include, --exclude; --strip-prefix, --add-prefix, --rename; --untie, --tie; --stack-layers, --unstack-layers; "
+    "Sizes to write can also be given under the names that other tools use: --target-tp, "
+    "--target-tensor-parallel-size, and so on. The layout of SRC is detected; --tp, --pp, --vpp, "
+    "--ep, --etp (or --tensor-model-parallel-size, …) only check it. Content options apply in this "
+    "order, wherever they are on the command line: --dequantize; --include, --exclude; "
+    "--strip-prefix, --add-prefix, --rename; --untie, --tie; --stack-layers, --unstack-layers; "
     "--dtype; --quantize. Each sees the names that the previous ones produced."
 )
 
@@ -47,8 +47,9 @@ app = Typer(
     name="ckpt",
     cls=Group,
     help="Inspect, convert, reshard and verify training checkpoints.",
-    epilog="Exit codes: 0 success, 1 findings, 2 usage error, 3 corrupt or incomplete, 4 unsupported, 5 unsafe, "
-    "6 I/O error, 7 out of memory or disk space, 8 worker failed, 70 internal error, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 findings, 2 usage error, 3 corrupt or incomplete, "
+    "4 unsupported, 5 unsafe, 6 I/O error, 7 out of memory or disk space, 8 worker failed, "
+    "70 internal error, 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -62,6 +63,7 @@ app = Typer(
 
 
 def _show_version(is_given: bool) -> None:
+    """Print the version and exit, if ``--version`` is given."""
     if is_given:
         from importlib.metadata import PackageNotFoundError, version
 
@@ -92,9 +94,7 @@ def _root(
 )
 @accepts(InspectOptions)
 def _inspect(options: InspectOptions) -> Work:
-    """Show what a checkpoint contains, how it is laid out and what can be done with it; read no
-    tensor data.
-    """
+    """Show what a checkpoint contains and what can be done with it; read no tensor data."""
     from ckpt_cli.commands.inspect import inspect
 
     return partial(inspect, options)
@@ -108,8 +108,9 @@ def _inspect(options: InspectOptions) -> Work:
 )
 @accepts(TransferOptions)
 def _convert(options: TransferOptions) -> Work:
-    """Write a checkpoint in another format (--to). Tensors are streamed, so memory use stays
-    small.
+    """Write a checkpoint in another format (--to).
+
+    Tensors are streamed, so memory use stays small.
     """
     from ckpt_cli.commands.convert import convert
 
@@ -137,9 +138,7 @@ def _reshard(options: TransferOptions) -> Work:
 )
 @accepts(ManifestOptions)
 def _manifest(options: ManifestOptions) -> Work:
-    """Record file sizes, checksums and tensor fingerprints in ckpt-manifest.json, to verify the
-    checkpoint later.
-    """
+    """Record file sizes, checksums and fingerprints in ckpt-manifest.json, to verify them later."""
     from ckpt_cli.commands.manifest import manifest
 
     return partial(manifest, options)
@@ -152,9 +151,7 @@ def _manifest(options: ManifestOptions) -> Work:
 )
 @accepts(ValidateOptions)
 def _validate(options: ValidateOptions) -> Work:
-    """Check checkpoints for missing, damaged or inconsistent data; exit with 1 if there are
-    errors.
-    """
+    """Check checkpoints for missing, damaged or inconsistent data; exit with 1 on errors."""
     from ckpt_cli.commands.validate import validate
 
     return partial(validate, options)
@@ -177,22 +174,21 @@ def _diff(options: DiffOptions) -> Work:
 )
 @accepts(LaunchOptions)
 def _launch(options: LaunchOptions) -> Work:
-    """Run convert, reshard, manifest, validate or diff with several workers, using PyTorch's
-    elastic launcher.
+    """Run convert, reshard, manifest, validate or diff with PyTorch's elastic launcher.
 
     Options have torchrun's names, with - or _ inside, and go before COMMAND.
     """
     from ckpt_cli.launch.run import check_command, launch
 
     command = check_command(options.command)
-    work = parse_command(command)  # reports mistakes before any worker starts
+    work = parse_command(command)  # reports wrong arguments before any worker starts
     if not callable(work):
         return partial(int, work)
     return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]))
 
 
 def parse_command(arguments: Sequence[str]) -> Work | int:
-    """Parse a command line; return its work, or the exit code if parsing did the work (``--help``).
+    """Parse a command line; return its work, or the exit code of ``--help`` and ``--version``.
 
     Raises:
         Exception: the command line is invalid; ``failure_of`` translates the error.
@@ -205,13 +201,15 @@ def main(argv: Sequence[str] | None = None, *, failure_filter: FailureFilter | N
     """Run one command line.
 
     Args:
-        argv: arguments after the program's name; None for those of the process.
-        failure_filter: chooses what this process prints of a failure; None prints every failure.
+        argv: arguments after the program's name; None for those of this process.
+        failure_filter: chooses what this process prints after a failure; None prints every failure.
 
     Returns:
-        The exit code; ``ckpt_cli.screen.failure`` lists them.
+        The exit code; ``ckpt_cli.screen.failure`` lists the codes.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Signals keep their default while parsing: nothing has to be cleaned up until the work begins.
+    # Output is flushed here, while a full disk or closed pipe can still be reported.
     _prepare_streams()
     restore: Callable[[], None] | None = None
     try:
@@ -230,9 +228,8 @@ def main(argv: Sequence[str] | None = None, *, failure_filter: FailureFilter | N
 
 
 def _prepare_streams() -> None:
-    """Redirect closed streams to the null device and escape unencodable characters, so that
-    printing cannot fail.
-    """
+    """Redirect closed streams to the null device, and escape characters that cannot be encoded."""
+    # Python sets a stream to None if its descriptor was closed when the process started (``>&-``).
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
     if sys.stderr is None:
@@ -246,11 +243,12 @@ def _report(
     err: BaseException, arguments: list[str], failure_filter: FailureFilter | None = None
 ) -> int:
     """Print ``err`` for the user and return the exit code."""
-    if (
-        type(err).__name__ == "NoArgsIsHelpError"
-    ):  # the class is private, but has this name in every typer
+    # ``ckpt`` without arguments prints its help. The error's class is private, but has this name in
+    # every version of typer.
+    if type(err).__name__ == "NoArgsIsHelpError":
         print(getattr(err, "message", ""), file=sys.stderr)
         return UsageError.exit_code
+    # Translate the error; another process may be the one to print it.
     options = _option_words(arguments)
     is_command = bool(options) and options[0] in [
         command.name for command in app.registered_commands
@@ -261,7 +259,7 @@ def _report(
         if filtered is None:
             return failure.exit_code
         failure = filtered
-    # People read stderr: a traceback if they want one, then the message.
+    # People read stderr: a traceback with --debug, then the message.
     with suppress(OSError):
         if "--debug" in options and not isinstance(err, BrokenPipeError):
             import traceback
@@ -270,9 +268,10 @@ def _report(
         if failure.message:
             is_quiet = not {"-q", "--quiet"}.isdisjoint(options)
             print(failure.text(screen_of(sys.stderr), is_one_line=is_quiet), file=sys.stderr)
-    # Programs read stdout: with --json the error is an object there.
+    # Programs read stdout: with --json the error is an object there. The option is looked up
+    # without the parser, because the command line may be invalid.
     try:
-        wants_json = (  # found without the parser, as the command line may be invalid
+        wants_json = (
             "--json" in options
             or "--format=json" in options
             or ("--format", "json") in pairwise(options)
@@ -280,19 +279,19 @@ def _report(
         if wants_json and failure.message:
             print(json.dumps({"error": {**failure.fields, "exit_code": failure.exit_code}}))
         sys.stdout.flush()
-    except (
-        OSError
-    ):  # a full disk or a closed pipe; the interpreter's own flush at the end must not fail again
+    except OSError:
+        # A full disk or a closed pipe: drop the output, so that the interpreter's own flush at the
+        # end does not fail again.
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return failure.exit_code
 
 
 def _option_words(arguments: list[str]) -> list[str]:
-    """Return the arguments before ``--``, which may be options.
+    """Return the arguments before ``--``, among which the options are.
 
-    ``launch -- COMMAND ARGS`` has the options of COMMAND after the first ``--``; a second one ends
-    them.
+    In ``launch -- COMMAND ARGS`` the options of COMMAND come after the first ``--``; they end at a
+    second one.
     """
     start = arguments.index("--") + 1 if arguments[:1] == ["launch"] and "--" in arguments else 0
     end = arguments.index("--", start) if "--" in arguments[start:] else len(arguments)

@@ -1,12 +1,12 @@
-"""One of several workers that run a ckpt command together: ``python -m ckpt_cli.worker [options]
-VERB ARGS``.
+"""A worker, one of several processes that run a ckpt command together.
 
-Started by ``ckpt launch``, ``torchrun -m ckpt_cli.worker``, ``srun python -m ckpt_cli.worker`` or
-an MPI launcher. It finds its rank (``host.rank_env``), meets the others (``workers.rendezvous``),
-and runs the command as ``ckpt`` does; only rank 0 prints.
+It is started by ``ckpt launch``, ``torchrun -m ckpt_cli.worker``, ``srun python -m
+ckpt_cli.worker`` or an MPI launcher, with the arguments ``[OPTIONS] COMMAND ARGS``. It finds its
+rank (``host.rank_env``), meets the others (``workers.rendezvous``), and runs the command as
+``ckpt`` does; only rank 0 prints.
 
 The exit code is the command's. An elastic agent restarts workers that exit with another code than
-0; below ``ckpt launch``, which names a directory for results, a worker therefore exits with 0 after
+0. Below ``ckpt launch``, which sets a directory for results, a worker therefore exits with 0 after
 a verdict (``host.results``).
 """
 
@@ -55,9 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     started_bytes = _resident_bytes()
     restore = end_on_signals()
+    # Below ``ckpt launch``, do not outlive the launcher.
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
     if launcher.isdigit():
         end_with(int(launcher))
+    # Join the team. Errors up to here are printed as those of the worker, not of the command.
     outcome = _Outcome()
     try:
         options, command = parse_worker_arguments(arguments)
@@ -91,11 +93,13 @@ def _join_team(
     Returns None for the only worker of a job.
 
     Args:
-        started_bytes: memory of the process when it started.
+        started_bytes: memory of the process at its start.
 
     Raises:
-        CheckpointingException: this worker cannot work, or the workers do not come or fit together.
+        UsageError: a worker lacks its device or backend, or the workers do not fit together.
+        WorkerError: not all workers joined in time.
     """
+    # Pin the process before torch, imported below, starts its threads.
     n_cores = _pin_to_cores(identity, options)
     if identity.size == 1:
         if options.device != "cpu":
@@ -103,15 +107,15 @@ def _join_team(
 
             teamwork.join(ALONE, device_of(options.device, identity))
         return None
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "FATAL"
-    )  # its log repeats errors that are reported anyway
+    # torch's native log repeats errors that are reported anyway; the level is read at its import.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from ckpt_cli.workers.begin_check import check_members, facts_of
     from ckpt_cli.workers.device import backend_of, device_of, use_device
     from ckpt_cli.workers.rendezvous import meet_workers
     from ckpt_cli.workers.torch_team import PART_MEMORY_BYTES, TorchTeam
 
-    # A worker that cannot work joins nevertheless, to tell the others.
+    # A worker that cannot run joins nevertheless, so that the others do not wait for it;
+    # ``meet_workers`` then raises its error on all of them.
     try:
         device = device_of(options.device, identity)
         backend = backend_of(options.backend, device)
@@ -139,16 +143,16 @@ def _join_team(
     )
     team.runtime_bytes = max(_resident_bytes() - started_bytes, 0) + PART_MEMORY_BYTES
     teamwork.join(team, device=device, facts=team.facts, n_cores=n_cores)
-    gc.freeze()  # no garbage collection need visit the hundred thousand objects of torch
+    gc.freeze()  # spares every garbage collection the hundred thousand objects of torch
     return team
 
 
 def _pin_to_cores(identity: WorkerIdentity, options: WorkerOptions) -> int | None:
-    """Pin the process to its cores, before torch starts its threads.
+    """Pin this process to its share of the host's cores.
 
     Returns:
-        The number of threads to start; None if the launcher does not tell how many workers share
-        the host.
+        The number of threads to start; None if the launcher does not set the number of workers on
+        this host.
     """
     if identity.local_rank is None or identity.local_size is None:
         return None
@@ -165,11 +169,11 @@ def _pin_to_cores(identity: WorkerIdentity, options: WorkerOptions) -> int | Non
 
 
 class _Outcome:
-    """Collects how the worker ended, and passes it to the team, the launcher and the user.
+    """The outcome of a worker, to be reported to the team, the launcher and the user.
 
     Attributes:
-        identity: the worker's identity, once it is known.
-        team: its team, once it has joined one.
+        identity: the worker's identity; None until known.
+        team: the worker's team; None until it has joined one.
     """
 
     def __init__(self) -> None:
@@ -181,39 +185,44 @@ class _Outcome:
         self._origin: int | None = None
 
     def note(self, err: BaseException, failure: Failure) -> Failure | None:
-        """Record the failure that ended the work, and tell the team unless all of it has the same
-        failure.
+        """Record the failure that ended the work, and announce it to the team.
 
         Returns:
             The failure that this process must print; None if another process does.
         """
+        # An error with a rank (its origin) has already been raised on all workers.
         self._failure = failure
         self._is_secondary = isinstance(err, (StoppedError, GoneError))
         self._traceback = None if is_final(err) else "".join(traceback.format_exception(err))
         self._origin = failed_rank_of(err)
         if self.team is not None and self._origin is None:
             self.team.leave(_portable(err, failure.line))
-        # Choose the process that prints.
-        rank = 0 if self.identity is None else self.identity.rank
+        # Below ``ckpt launch``, the launcher prints everything but verdicts.
         is_verdict = is_final(err) or failure.exit_code in VERDICTS
         if os.environ.get(RESULTS_VARIABLE) and not is_verdict:
-            return None  # the launcher prints it
-        if (
-            isinstance(err, GoneError) and err.is_of_lead
-        ):  # rank 0 may be gone: one worker of each host prints
-            is_first_on_host = self.identity is None or self.identity.local_rank in (None, 0)
-            return failure if is_first_on_host else None
-        if (
+            return None
+        if not self._must_print(err, is_verdict=is_verdict):
+            return None
+        return self._named(failure, is_verdict=is_verdict)
+
+    def _must_print(self, err: BaseException, *, is_verdict: bool) -> bool:
+        """Return True if this process is the one that prints the failure."""
+        rank = 0 if self.identity is None else self.identity.rank
+        # If rank 0 may be gone, the first worker of each host prints.
+        if isinstance(err, GoneError) and err.is_of_lead:
+            return self.identity is None or self.identity.local_rank in (None, 0)
+        # Rank 0 prints the failures that all workers share: verdicts, interrupts, and the failure
+        # of one worker that the others have received. Any other error is printed where it occurred.
+        is_shared = (
             is_verdict
             or self._is_secondary
             or not isinstance(err, Exception)
             or self._origin not in (None, rank)
-        ):
-            return self._named(failure, is_verdict=is_verdict) if rank == 0 else None
-        return self._named(failure, is_verdict=False)
+        )
+        return rank == 0 or not is_shared
 
     def _named(self, failure: Failure, *, is_verdict: bool) -> Failure:
-        """Return the failure with the rank and the host that it came from."""
+        """Return the failure with the rank and host on which it happened, if these are certain."""
         if self.team is None or self.identity is None or self._is_secondary:
             return failure
         rank = self.identity.rank if self._origin is None else self._origin
@@ -225,9 +234,11 @@ class _Outcome:
 
     def exit_code(self, code: int) -> int:
         """Write the worker's results for its launcher, and return the exit code of the process."""
+        # Below torchrun: the file from which it reports a failed worker.
         failure = self._failure
         if failure is not None:
             _write_error_file(failure, self._traceback)
+        # Below ``ckpt launch``: the result, with the failure and its traceback.
         directory = os.environ.get(RESULTS_VARIABLE)
         if not directory or self.identity is None:
             return code
@@ -271,8 +282,10 @@ def _portable(err: BaseException, line: str) -> Exception:
 
 
 def _write_error_file(failure: Failure, text: str | None) -> None:
-    """Write the file from which torchrun reports a failed worker, as torch's ``ErrorHandler``
-    does.
+    """Write the error file of torchrun, in the format of torch's ``ErrorHandler``.
+
+    Args:
+        text: the traceback; None without one.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or not failure.message:
@@ -284,17 +297,18 @@ def _write_error_file(failure: Failure, text: str | None) -> None:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process now; 0 if the system does not tell."""
+    """Return the resident memory of this process, in bytes; 0 if it cannot be read."""
     with suppress(OSError, ValueError, IndexError), open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 if __name__ == "__main__":
+    # As for ``ckpt``: until the work begins, Ctrl-C ends the process without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    os._exit(code)  # a thread that is stuck in native code must not keep the process
+    os._exit(code)  # a thread that is stuck in native code must not keep the process alive

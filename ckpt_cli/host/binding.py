@@ -1,16 +1,16 @@
-"""Divides the cores of a host among its workers, and pins each worker to its share.
+"""The division of a host's cores among its workers, and the pinning of each worker to its share.
 
 A host's workers share the cores that this process may use: its affinity mask (set by ``taskset``,
 Slurm's cgroup or a container's cpuset), but no more than a container's processor quota. ``--bind``
-tells how they are shared:
+chooses how they are shared:
 
 ``none``   workers are not pinned; each starts as many threads as its share of the cores.
 ``cores``  worker *i* of *n* gets the *i*-th *n*-th of the cores, in the order of NUMA nodes.
-``numa``   a worker gets the cores of one NUMA node (that of its GPU, if it has one), shared with that
-           node's workers. Its memory then comes from that node too, as Linux allocates a page where
-           it is first touched.
-``auto``   ``numa`` if the cores are on several nodes and each node gets a worker, else ``none``. Only
-           below an elastic agent (``ckpt launch``, torchrun): srun and MPI launchers bind by
+``numa``   a worker gets the cores of one NUMA node (that of its GPU, if it has one), shared with
+           that node's workers. Its memory then comes from that node too, as Linux allocates a page
+           where it is first touched.
+``auto``   ``numa`` if the cores are on several nodes and each node gets a worker, else ``none``.
+           Only below an elastic agent (``ckpt launch``, torchrun): srun and MPI launchers bind by
            themselves.
 
 Linux lists the nodes in ``/sys/devices/system/node``; without that directory there is one node.
@@ -32,8 +32,8 @@ class CpuShare:
     """One worker's share of its host's cores.
 
     Args:
-        cores: numbers of the cores that its threads are pinned to; None if they are not pinned.
-        n_threads: the number of threads to start, >= 1.
+        cores: numbers of the cores to which the worker's threads are pinned; None if not pinned.
+        n_threads: number of threads to start, >= 1.
     """
 
     cores: frozenset[int] | None
@@ -48,10 +48,9 @@ def bind(
     is_below_agent: bool,
     environ: Mapping[str, str] = os.environ,
 ) -> CpuShare:
-    """Pin this process (and the threads that it starts from now on) to its share of the host's
-    cores.
+    """Pin this process and its future threads to its share of the host's cores.
 
-    Call it before torch is imported, whose threads inherit the mask of that moment.
+    Call it before torch is imported, because torch's threads inherit the mask of that moment.
 
     Args:
         mode: one of ``MODES``.
@@ -60,13 +59,12 @@ def bind(
         environ: environment with ``CUDA_VISIBLE_DEVICES``.
 
     Returns:
-        The share; set ``OMP_NUM_THREADS`` to ``n_threads`` if it is not set.
+        The share; the caller sets ``OMP_NUM_THREADS`` to ``n_threads`` if it is not set.
     """
+    # srun and mpirun bind by themselves: with a smaller mask, each worker has got cores of its own.
     allowed = allowed_cores()
     if mode == "auto" and not is_below_agent:
-        is_bound = len(allowed) < (
-            os.cpu_count() or 1
-        )  # srun or mpirun gave each worker its own cores
+        is_bound = len(allowed) < (os.cpu_count() or 1)
         return CpuShare(None, max(1, n_cores(allowed) // (1 if is_bound else local_size)))
     share = cpu_share(
         mode,
@@ -95,9 +93,9 @@ def cpu_share(
     Args:
         mode: one of ``MODES``.
         local_rank, local_size: the worker's rank among the workers of its host, and their number.
-        nodes: the cores that may be used, by NUMA node; no node is empty.
-        n_usable: how many of them the quota allows to run at a time.
-        near: index in ``nodes`` of the node of the worker's GPU; None without one.
+        nodes: the allowed cores, by NUMA node; no node is empty.
+        n_usable: number of these cores that the quota allows to run at a time.
+        near: index in ``nodes`` of the NUMA node of the worker's GPU; None without one.
     """
     n_threads = max(1, n_usable // local_size)
     if mode == "auto":
@@ -122,23 +120,30 @@ def allowed_cores() -> frozenset[int]:
 
 
 def n_cores(allowed: Collection[int], *, cgroup_dir: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many of the cores can run at a time: all, or the container's quota, rounded up."""
+    """Return the number of cores that can run at a time: all, or a container's quota, rounded up.
+
+    Args:
+        allowed: numbers of the cores that this process may run on.
+        cgroup_dir: mount point of the control groups.
+    """
     quota = _quota(cgroup_dir)
     return max(1, len(allowed) if quota is None else min(len(allowed), -int(-quota // 1)))
 
 
 def _quota(cgroup_dir: Path) -> float | None:
     """Return the number of cores that the control group's quota allows; None without a limit."""
+    # cgroup v2 has one file, "max 100000" or "400000 100000": the time per period, in microseconds.
+    # v1 has a file for each number, and -1 without a limit.
     try:
         used, period = (cgroup_dir / "cpu.max").read_text("ascii").split()
     except (OSError, ValueError):
-        try:  # version 1
+        try:
             used = (cgroup_dir / "cpu/cpu.cfs_quota_us").read_text("ascii").strip()
             period = (cgroup_dir / "cpu/cpu.cfs_period_us").read_text("ascii").strip()
         except (OSError, ValueError):
             return None
     if not used.isdigit() or not period.isdigit() or int(period) == 0:
-        return None  # "max", "-1"
+        return None
     return int(used) / int(period)
 
 
@@ -147,8 +152,9 @@ def nodes_of(
 ) -> list[list[int]]:
     """Return the allowed cores by NUMA node, without empty nodes.
 
-    If the system does not list the nodes, there is one.
+    If the system does not list the nodes, the result is one node.
     """
+    # Sort by number: node10 comes after node2.
     nodes = []
     for path in sorted(node_dir.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
@@ -157,12 +163,13 @@ def nodes_of(
             continue
         nodes.append(sorted(cores & set(allowed)))
     nodes = [cores for cores in nodes if cores]
+    # Cores of no listed node form one of their own, so that every allowed core is used.
     unlisted = sorted(set(allowed).difference(*nodes))
     return [*nodes, unlisted] if unlisted else nodes
 
 
 def parse_cores(text: str) -> set[int]:
-    """Return the numbers in a list of the kernel such as ``0-3,8,10-11``.
+    """Parse a core list of the kernel, such as ``0-3,8,10-11``.
 
     Raises:
         ValueError: the text is not such a list.
@@ -183,14 +190,14 @@ def node_of_gpu(
     bus_dir: Path = Path("/sys/bus/pci/devices"),
     node_dir: Path = Path("/sys/devices/system/node"),
 ) -> int | None:
-    """Return the index (in ``nodes_of``) of the NUMA node that the GPU of worker ``local_rank`` is
-    attached to.
+    """Return the NUMA node of a worker's GPU, as an index into the result of ``nodes_of``.
 
-    Returns None without such a GPU, or if the system does not tell. GPUs are taken in the order of
-    their bus addresses, which is CUDA's for GPUs of one kind; torch cannot be asked, as it is
-    imported only after the process is pinned.
+    Returns None if the worker has no GPU, or the system does not list the GPU's node. GPUs count in
+    the order of their bus addresses, which is CUDA's order for GPUs of one kind. torch cannot be
+    used here, because it is imported only after the process is pinned.
     """
-    # The bus addresses of the GPUs that this process sees.
+    # The bus addresses of the GPUs that this process sees. CUDA_VISIBLE_DEVICES selects and orders
+    # them, by number or by name (GPU-…, MIG-…); names cannot be resolved without the driver.
     addresses = sorted(path.name for path in driver_dir.glob("*")) if driver_dir.is_dir() else []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -198,11 +205,12 @@ def node_of_gpu(
         if not all(
             re.fullmatch(r"\d+", number) and int(number) < len(addresses) for number in numbers
         ):
-            return None  # names (GPU-…, MIG-…) instead of numbers, or empty
+            return None
         addresses = [addresses[int(number)] for number in numbers]
     if local_rank >= len(addresses):
         return None
-    # The node of the worker's GPU, looked up by its cores.
+    # The node of the worker's GPU. Nodes without allowed cores are not counted by ``nodes_of``, so
+    # the index is looked up by the node's cores.
     try:
         number = int((bus_dir / addresses[local_rank].lower() / "numa_node").read_text("ascii"))
         cores = parse_cores((node_dir / f"node{number}" / "cpulist").read_text("ascii"))

@@ -1,7 +1,8 @@
-"""Ends a worker whose launcher has been killed; otherwise it would go on and keep the stage.
+"""A watch that ends a worker whose launcher has been killed.
 
-The agent starts each worker in a session of its own, so no signal of a terminal or of a batch
-system reaches the workers once the agent is gone.
+The agent starts each worker in a session of its own, so after the agent is gone no signal from a
+terminal or batch system reaches the workers. They would go on and keep the staging directory
+locked.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from time import sleep
 
 _POLL_S = 0.5
 _END_S = 10.0
-"""How long the worker may take to clean up and exit after SIGTERM."""
+"""Seconds that the worker may take to clean up and exit after SIGTERM."""
 
 
 def end_with(launcher: int) -> None:
-    """Start a thread that ends this process after its launcher: by SIGTERM, then by SIGKILL if that
-    takes too long.
+    """Start a thread that ends this process after its launcher has ended.
+
+    The process gets SIGTERM, and SIGKILL if it does not exit in time.
 
     Args:
         launcher: process id of the launcher, the parent of this process.
@@ -27,6 +29,8 @@ def end_with(launcher: int) -> None:
 
 
 def _watch(launcher: int) -> None:
+    """Wait until the launcher has ended, then end this process."""
+    # The system gives the children of a dead process another parent.
     while os.getppid() == launcher:
         sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,25 +1,23 @@
-"""Finds out which worker this process is, and where the workers meet, from the environment that
-launchers set.
+"""The identity of a worker, from the environment variables that launchers set.
 
-===============  ==========================================
-=============================================
- launcher         rank, size, local rank, local size          address and port of the store
-===============  ==========================================
-=============================================
- torchrun         ``RANK WORLD_SIZE LOCAL_RANK                ``MASTER_ADDR MASTER_PORT``; the agent keeps
-                  LOCAL_WORLD_SIZE``                          the store (``TORCHELASTIC_USE_AGENT_STORE``)
- by hand          the same                                    the same; rank 0 keeps the store
- srun             ``SLURM_PROCID SLURM_STEP_NUM_TASKS         first host of ``SLURM_STEP_NODELIST``; a port
-                  SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE``   derived from job and step
- Open MPI         ``OMPI_COMM_WORLD_RANK …_SIZE               this host, if all workers are on it; a port
-                  …_LOCAL_RANK …_LOCAL_SIZE``                 derived from the job's name or the parent's pid
- MPICH, Intel     ``PMI_RANK PMI_SIZE MPI_LOCALRANKID         the same
-                  MPI_LOCALNRANKS``
-===============  ==========================================
-=============================================
+The first launcher in this list whose variables are set counts, so torchrun inside srun is torchrun:
 
-``MASTER_ADDR`` and ``MASTER_PORT`` are used whenever they are set. The first launcher of the table
-whose variables are set counts: torchrun inside srun is torchrun.
+torchrun
+    rank, size, local rank, local size: ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE``.
+    Store: ``MASTER_ADDR MASTER_PORT``. The agent runs it (``TORCHELASTIC_USE_AGENT_STORE``);
+    without an agent, if the user set the variables, rank 0 does.
+srun
+    rank, size, local rank: ``SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID``; local size from
+    ``SLURM_STEP_TASKS_PER_NODE``.
+    Store: the first host of ``SLURM_STEP_NODELIST``, at a port derived from job and step.
+Open MPI
+    ``OMPI_COMM_WORLD_RANK``, ``…_SIZE``, ``…_LOCAL_RANK``, ``…_LOCAL_SIZE``.
+    Store: this host, if all workers are on it, at a port derived from the job's name or, without
+    one, from the parent's process id.
+MPICH, Intel MPI
+    ``PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS``. Store: as with Open MPI.
+
+``MASTER_ADDR`` and ``MASTER_PORT`` are used whenever they are set.
 
 Source: torch 2.13 ``elastic/agent/server/local_elastic_agent.py``; srun(1), "OUTPUT ENVIRONMENT
 VARIABLES"; Open MPI 5.0 ``docs/tuning-apps/environment-var.html``; MPICH 4.2 hydra, Intel MPI 2021
@@ -39,7 +37,7 @@ from core.errors import UsageError
 
 _FIRST_PORT = 20_000
 _N_PORTS = 10_000
-"""Range of the ports derived from a job: below those that systems give to clients (32768 and up).
+"""Range of the ports derived from a job, below the ports that Linux gives to clients (from 32768).
 """
 
 _BY_HAND = "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
@@ -53,10 +51,10 @@ class WorkerIdentity:
         launcher: name of the launcher, for messages.
         rank, size: the worker's rank, and the number of all workers.
         local_rank, local_size: the same among the workers of this host; None if the launcher does
-            not tell.
-        address, port: the store's.
+            not set it.
+        address, port: address of the workers' store.
         has_store: torchrun's agent runs the store; otherwise rank 0 does.
-        restarts: how often the launcher has restarted the workers.
+        restarts: number of times that the launcher has restarted the workers.
     """
 
     launcher: str
@@ -71,7 +69,7 @@ class WorkerIdentity:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether this process runs the store."""
+        """True if this process runs the store."""
         return self.rank == 0 and not self.has_store
 
     @property
@@ -85,11 +83,12 @@ class WorkerIdentity:
 
 
 def identify_worker(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
-    """Return the identity that the environment gives to this process.
+    """Return the identity of this process, from the variables of its launcher.
 
     Raises:
         UsageError: no launcher has set its variables, or they are incomplete or invalid.
     """
+    # torchrun comes first: inside srun or mpirun, the variables of those belong to the agent.
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _identify_below_torchrun(environ)
     if environ.get("SLURM_PROCID") and environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID")):
@@ -103,19 +102,21 @@ def identify_worker(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
             hint=f"start workers with srun python -m ckpt_cli.worker …, {_BY_HAND}",
         )
     raise UsageError(
-        "no rendezvous: this process has no rank (it was not started by torchrun, srun or an MPI launcher)",
+        "no rendezvous: this process has no rank "
+        "(it was not started by torchrun, srun or an MPI launcher)",
         hint=f"start workers with ckpt launch, torchrun -m, srun or mpirun, {_BY_HAND}",
     )
 
 
 def _identify_below_torchrun(environ: Mapping[str, str]) -> WorkerIdentity:
-    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Return the identity that torchrun, ``ckpt launch`` or the user has set."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise UsageError(
             f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", hint="set all four"
         )
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
+    # The three differ only in what they set in addition: ckpt launch a directory for results.
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
     return WorkerIdentity(
         "ckpt launch" if environ.get(RESULTS_VARIABLE) else launcher,
@@ -125,12 +126,14 @@ def _identify_below_torchrun(environ: Mapping[str, str]) -> WorkerIdentity:
         _number(environ, "LOCAL_WORLD_SIZE"),
         environ["MASTER_ADDR"],
         _port(environ),
-        has_store=has_store,
+        has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
     )
 
 
 def _identify_below_srun(environ: Mapping[str, str]) -> WorkerIdentity:
+    """Return the identity that srun has set."""
+    # The variables of the step come first: a step may have fewer tasks and nodes than its job.
     size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     rank, size = _rank_and_size(environ, "SLURM_PROCID", size_name)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
@@ -139,9 +142,10 @@ def _identify_below_srun(environ: Mapping[str, str]) -> WorkerIdentity:
     )
     if not address:
         raise UsageError(
-            "srun does not tell on which hosts the workers run",
+            "SLURM_STEP_NODELIST is not set, so the host of rank 0 is unknown",
             hint="set MASTER_ADDR to rank 0's host",
         )
+    # Steps of one job can run at the same time, so each gets a port of its own.
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
     return WorkerIdentity(
         "srun",
@@ -164,24 +168,28 @@ _MPI = {
     ),
     "MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Launcher → names of rank, size, local rank and local size."""
+"""Names of the variables with rank, size, local rank and local size, by launcher."""
 
 
 def _identify_below_mpi(
     environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]
 ) -> WorkerIdentity:
-    """Return the identity that an MPI launcher gives.
+    """Return the identity that an MPI launcher has set.
 
-    ``names`` are its variables, as in ``_MPI``.
+    Args:
+        names: the launcher's variables with rank, size, local rank and local size.
     """
     rank, size = _rank_and_size(environ, names[0], names[1])
     local_size = _number(environ, names[3])
     address = environ.get("MASTER_ADDR")
     if not address and local_size != size:
         raise UsageError(
-            f"{launcher} does not tell the workers of several hosts where rank 0 runs",
-            hint="set MASTER_ADDR to its host: mpirun -x MASTER_ADDR=HOST (Open MPI), mpiexec -genv MASTER_ADDR HOST",
+            f"{launcher} does not set the address of rank 0 for workers on several hosts",
+            hint="set MASTER_ADDR to rank 0's host: mpirun -x MASTER_ADDR=HOST (Open MPI), "
+            "mpiexec -genv MASTER_ADDR HOST",
         )
+    # Derive the port from a name that all workers of the job share. Without one, workers of a
+    # single host share their parent process.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if not job and local_size == size:
         job = str(os.getppid())
@@ -197,9 +205,9 @@ def _identify_below_mpi(
 
 
 def first_host(nodes: str) -> str | None:
-    """Return the first host of a Slurm node list (``gpu007`` of ``gpu[007-010,12],login``).
+    """Return the first host of a Slurm node list; None if the list is empty.
 
-    Returns None if it is empty.
+    For ``gpu[007-010,12],login`` it is ``gpu007``.
     """
     match = re.match(r"([^,\[]+)(?:\[([^\]]*)\]([^,\[]*))?", nodes)
     if match is None:
@@ -210,9 +218,10 @@ def first_host(nodes: str) -> str | None:
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of workers on this host, from a list by node such as ``2(x3),1``.
+    """Return the number of workers on this host; None if unknown.
 
-    Returns None if it is unknown.
+    Slurm lists the numbers by node in a run-length encoding: ``2(x3),1`` is three nodes with two
+    workers each, then one with one.
     """
     node = _number(environ, "SLURM_NODEID")
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
@@ -230,6 +239,11 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    """Read rank and size from two variables.
+
+    Raises:
+        UsageError: a variable is missing or invalid.
+    """
     rank, size = _number(environ, rank_name), _number(environ, size_name)
     if rank is None or size is None:
         raise UsageError(
@@ -237,12 +251,17 @@ def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -
         )
     if rank >= size:
         raise UsageError(
-            f"{rank_name} is {rank}, but {size_name} is {size}", hint="ranks count from 0"
+            f"{rank_name} is {rank}, but {size_name} is {size}", hint="ranks are numbered from 0"
         )
     return rank, size
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """Read a number from a variable; None if it is not set or empty.
+
+    Raises:
+        UsageError: the value is not a number.
+    """
     text = environ.get(name)
     if not text:
         return None
@@ -252,7 +271,14 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _port(environ: Mapping[str, str], *, job: str = "") -> int:
-    """Return ``MASTER_PORT``, or a port derived from the job, which all its workers agree on."""
+    """Return ``MASTER_PORT``, or a port derived from the job, the same for all its workers.
+
+    Args:
+        job: a name that all workers of the job share.
+
+    Raises:
+        UsageError: ``MASTER_PORT`` is not a port.
+    """
     port = _number(environ, "MASTER_PORT")
     if port is None:
         return _FIRST_PORT + zlib.crc32(job.encode()) % _N_PORTS

@@ -1,6 +1,6 @@
 """``ckpt launch``: runs the workers of one or many hosts with PyTorch's elastic agent.
 
-Start at ``run``; ``agent`` calls torch, ``failure`` chooses one error of many, ``guard`` bounds
+Start at ``run``; ``agent`` calls torch, ``failure`` chooses the error to report, ``guard`` bounds
 every wait.
 Imports: ckpt_cli, core, host, options, screen, workers.
 """

@@ -1,8 +1,8 @@
-"""Runs the workers of this host with PyTorch's elastic agent: ``torch.distributed.launcher.api``.
+"""The workers of this host under PyTorch's elastic agent (``torch.distributed.launcher.api``).
 
 The agent meets the agents of other hosts, numbers the workers, starts and monitors them, and
-restarts all of them when one has failed, until the restarts are used up. This module builds its
-settings and translates its output: the agent's log goes to a file, the workers of each attempt get
+restarts all of them when one has failed, until the restarts are used up. This module builds the
+agent's settings and translates its output: its log goes to a file, the workers of each attempt get
 a directory for their results, and its errors become errors of ckpt.
 
 Workers are in sessions of their own, so a terminal's Ctrl-C reaches only the agent, which ends
@@ -28,7 +28,7 @@ from ckpt_cli.screen.failure import Terminated
 from core.errors import WorkerError
 
 _KEPT_SIGNAL = "SIGQUIT"
-"""The one signal that torch may handle; it would warn about an empty list."""
+"""The only signal that torch may handle; torch would warn about an empty list."""
 _LOGGERS = ("torch.distributed", "torch.multiprocessing")
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -38,9 +38,8 @@ _SILENT, _DEFAULT_LEVEL = "FATAL", "ERROR"
 def silence_torch() -> None:
     """Keep torch's native code from printing stack traces while this process waits.
 
-    Call it before importing torch.
-
-    Errors that torch raises are still reported. Workers get their own log level.
+    Call it before importing torch. Errors that torch raises are still reported, and workers get
+    their own log level.
     """
     os.environ.setdefault(_LOG_LEVEL, _SILENT)
 
@@ -50,8 +49,9 @@ class Attempt:
     """One start of the workers of this host.
 
     Args:
-        number: how often they were started before.
-        n_restarts: how many of these starts followed a failure of a worker of this host.
+        number: number of earlier starts.
+        n_restarts: number of starts that followed a failure of a worker of this host; unlike
+            ``number`` it excludes those because another host failed or joined.
         results_dir: directory of the workers' results.
         ranks: ranks of the workers, by local rank.
         logs: log files of the workers, by local rank; None for output that goes to the terminal.
@@ -72,14 +72,15 @@ class AgentJob:
         program, arguments: command line of a worker.
         n_workers: number of workers on this host.
         nodes: smallest and largest number of hosts.
-        rendezvous: where the hosts meet.
+        rendezvous: the rendezvous of the hosts.
         local_addr: address at which other hosts reach this one; None to let torch choose one.
-        max_restarts: how often to restart the workers.
+        max_restarts: maximum number of restarts of the workers.
         monitor_s: seconds between checks of the workers.
         shutdown_s: seconds that workers may take to exit.
         log_dir: directory for logs and results.
-        redirects, tee: streams, as torchrun spells them; None for its default.
-        role: prefix of teed lines.
+        redirects, tee: streams to redirect or duplicate, in torchrun's syntax; None for the
+            default.
+        role: prefix of lines that ``tee`` copies to the terminal.
     """
 
     program: str
@@ -99,13 +100,13 @@ class AgentJob:
 
 @dataclass(slots=True)
 class LaunchHistory:
-    """What has happened to the workers of this host so far.
+    """The history of the workers of this host.
 
     Args:
-        attempts: every start of the workers.
-        first: the process that failed first in the last attempt, as the agent saw it.
-        ended: processes that did not exit with 0 when the agent gave up.
-        results: results of the workers of the last attempt that is over, by rank.
+        attempts: all starts of the workers so far.
+        first: the process that failed first in the last attempt, as the agent observed it.
+        ended: processes that had not exited with 0 when the agent gave up.
+        results: results of the workers in the last finished attempt, by rank.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
@@ -114,13 +115,13 @@ class LaunchHistory:
     results: dict[int, WorkerResult] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Read the results that the workers of the last attempt have left."""
+        """Read the results that the workers of the last attempt have written."""
         if self.attempts:
             self.results = read_results(self.attempts[-1].results_dir)
 
 
 class _JobDone(Exception):
-    """Raised instead of restarting workers, because the job is done."""
+    """Signal that the job is done, so that workers must not be restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class FailureHooks:
     """Functions that are called while the agent runs.
 
     Args:
-        on_failure: called when a worker of this host has failed and all of them have ended.
+        on_failure: called after a worker of this host has failed and all of them have ended.
         may_restart: called before the workers are restarted; returns False if the job is done.
     """
 
@@ -137,12 +138,11 @@ class FailureHooks:
 
 
 def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> None:
-    """Run the workers until they are done or have failed for good, and record what happens in
-    ``history``.
+    """Run the workers until they are done or have failed for good; record events in ``history``.
 
     Raises:
         WorkerError: the hosts did not meet, or not again after a failure.
-        Terminated: a signal asked this process to end; the workers have ended.
+        Terminated: this process received a signal to end; the workers have ended.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -152,14 +152,14 @@ def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> Non
 
     with _log_to(job.log_dir / f"agent-{socket.gethostname()}.{os.getpid()}.log", history, hooks):
         config = _config(job, _AttemptLogs(job, history, hooks))
-        arguments = [
-            argument.replace("$", "$$") for argument in job.arguments
-        ]  # the agent fills in ${local_rank}
+        # The agent treats arguments as templates for ${local_rank}, so a $ must be doubled.
+        arguments = [argument.replace("$", "$$") for argument in job.arguments]
         try:
             elastic_launch(config, job.program)(*arguments)
         except _JobDone:
             pass
         except ChildFailedError as err:
+            # Not an error yet: the results of the workers may show that the job is done.
             attempt = history.attempts[-1]
             history.ended = [
                 Ended(
@@ -178,14 +178,13 @@ def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> Non
 
 
 def _config(job: AgentJob, logs: _AttemptLogs) -> Any:
-    """Return torch's settings for the job, without those that this version of torch does not
-    have.
-    """
+    """Return the agent's settings for the job, as a ``LaunchConfig``."""
     from torch.distributed.launcher.api import LaunchConfig
 
+    # Older versions of torch do not have all settings; omit those that are missing.
     names = {field.name for field in fields(LaunchConfig)}
     newer = {"signals_to_handle": _KEPT_SIGNAL, "shutdown_timeout": job.shutdown_s}
-    # A static rendezvous is given the rank of its host; others find it out.
+    # A static rendezvous needs the rank of this host; the other kinds assign it.
     settings: dict[str, Any] = {**job.rendezvous.settings}
     if job.rendezvous.node_rank is not None:
         settings["rank"] = job.rendezvous.node_rank
@@ -205,27 +204,28 @@ def _config(job: AgentJob, logs: _AttemptLogs) -> Any:
         log_line_prefix_template=os.getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         **{name: value for name, value in newer.items() if name in names},
     )
+    # Newer versions pin workers to NUMA nodes by default, but ckpt's workers pin themselves.
     if "numa_options" in names:
-        config.numa_options = None  # workers pin themselves to cores, as they do below srun
+        config.numa_options = None
     return config
 
 
 class _AttemptLogs:
-    """An implementation of torch's ``LogsSpecs``, which the agent asks for log files before it
-    starts the workers.
+    """An implementation of torch's ``LogsSpecs``, which provides the log files of an attempt.
 
-    So an attempt begins in ``reify``: the workers get their directory for results, and the history
-    a new attempt.
+    The agent calls ``reify`` right before it starts the workers, so that is where an attempt
+    begins: the workers get a directory for their results, and the history gets a new attempt.
 
     Args:
         job: the agent's job.
-        history: gets an ``Attempt`` for each start.
-        hooks: asked before a restart.
+        history: extended by an ``Attempt`` for each start.
+        hooks: decide before a restart whether it makes sense.
     """
 
     def __init__(self, job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+        # By default only local rank 0 prints to the terminal; the others print to their log files.
         redirects: Any = dict.fromkeys(range(1, job.n_workers), Std.ALL)
         self._specs = DefaultLogsSpecs(
             log_dir=str(job.log_dir),
@@ -234,26 +234,30 @@ class _AttemptLogs:
         )
         self._history = history
         self._hooks = hooks
+        # Workers inherit the environment: undo ``silence_torch``, but keep a level set by the user.
         level = os.environ.get(_LOG_LEVEL, _SILENT)
         self._log_level = _DEFAULT_LEVEL if level == _SILENT else level
 
     @property
     def root_log_dir(self) -> str:
-        """Torch's name for the directory."""
+        """Path of the log directory; the name is torch's."""
         return str(self._specs.root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        """Return the files for each worker's streams, and put the directory of its results into its
-        environment.
+        """Begin an attempt; return the files for each worker's streams.
+
+        Args:
+            envs: environments of the workers, by local rank; extended by ckpt's variables.
         """
         history = self._history
-        # A restart: ask whether it makes sense.
+        # Before a restart, check that the job is not already done.
         if history.attempts:
             history.close()
             if not self._hooks.may_restart(history):
                 raise _JobDone
             history.first = None
-        # The directory of the attempt is that of torch's log files.
+        # The results go to the directory of torch's log files, attempt_N, which is new each time.
+        # There, torch's error files are at attempt_N/LOCAL_RANK/error.json.
         destinations = self._specs.reify(envs)
         directory = Path(destinations.error_files[0]).parent.parent
         for env in envs.values():
@@ -276,13 +280,13 @@ class _AttemptLogs:
 
 
 class _FailureLogHandler(logging.Handler):
-    """Finds out from the agent's log which process failed first.
+    """A log handler that learns from the agent's log which process failed first.
 
-    The agent does not tell otherwise before a restart.
+    Before a restart, the agent reports it nowhere else.
 
     Args:
-        history: gets the process.
-        hooks: told of the failure.
+        history: its ``first`` is set to the process.
+        hooks: called after a failure.
     """
 
     def __init__(self, history: LaunchHistory, hooks: FailureHooks) -> None:
@@ -292,6 +296,8 @@ class _FailureLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record the process that a log message of the agent reports as failed."""
+        # The arguments of that message begin with exit code and local rank; in torch 2.13 it is
+        # "failed (exitcode: %s) local_rank: %s (pid: %s) of binary: %s".
         args = record.args
         if (
             not isinstance(args, tuple)
@@ -327,12 +333,13 @@ def _log_to(path: Path, history: LaunchHistory, hooks: FailureHooks) -> Iterator
 
 
 def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> WorkerError:
-    """Return the error for agents that lost each other or never met."""
+    """Return the error for agents that lost each other or never met, given torch's error."""
     from torch.distributed.elastic.rendezvous.api import (
         RendezvousClosedError,
         RendezvousTimeoutError,
     )
 
+    # The least specific class comes last: any other error means that the connection broke.
     rendezvous = job.rendezvous
     again = " again" if history.attempts else ""
     least, most = job.nodes
@@ -344,20 +351,19 @@ def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> 
         )
     if isinstance(err, (RendezvousTimeoutError, TimeoutError)):
         return WorkerError(
-            f"not all {hosts} hosts met{again} at {rendezvous.endpoint} within {rendezvous.join_s:g} s",
-            hint="start the same command on all hosts; --rdzv-conf join_timeout=SECONDS waits longer",
+            f"not all {hosts} hosts met{again} at {rendezvous.endpoint} "
+            f"within {rendezvous.join_s:g} s",
+            hint="start the same command on all hosts; "
+            "--rdzv-conf join_timeout=SECONDS waits longer",
         )
-    return WorkerError(
-        f"the rendezvous at {rendezvous.endpoint} is gone: {_innermost_reason(err)}",
-        hint="its host has ended or cannot be reached any more; start the same command on all hosts",
-    )
-
-
-def _innermost_reason(err: BaseException) -> str:
-    """Return the first line of the innermost message that is not empty."""
+    # torch wraps the error that caused the others: report the innermost message that is not empty.
+    reason = ""
     inner: BaseException | None = err
-    text = ""
     while inner is not None:
-        text = str(inner).strip().split("\n")[0] or text
+        reason = str(inner).strip().split("\n")[0] or reason
         inner = inner.__cause__
-    return text.rstrip(".") or type(err).__name__
+    return WorkerError(
+        f"the rendezvous at {rendezvous.endpoint} is gone: "
+        f"{reason.rstrip('.') or type(err).__name__}",
+        hint="its host has ended or cannot be reached; start the same command on all hosts",
+    )

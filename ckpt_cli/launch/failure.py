@@ -1,8 +1,7 @@
-"""Chooses the one error to report when workers have ended: which failed first, why, and where its
-log is.
+"""The choice of the one error to report after workers have ended.
 
-When one worker fails the others fail too, because it is gone or because they are stopped; the one
-to report is the one that did not fail because of another.
+When one worker fails the others fail too, because it is gone or because they are stopped. The error
+to report is that of the worker that did not fail because of another, with its log.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from core.errors import WorkerError
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP}
 _WORKER_FAILED = WorkerError.exit_code
 _MEMORY_HINT = (
-    "often the kernel kills a process when memory runs out: use fewer workers or a lower --memory"
+    "the kernel may have killed it because memory ran out: use fewer workers or a lower --memory"
 )
 _FROZEN_HINT = (
-    "it had sent no heartbeat, so the others gave up on it: it was stopped, or waited for a disk or network that "
-    "does not respond (--timeout SECONDS waits longer)"
+    "the other workers gave up on it because it had sent no heartbeat: it was stopped, or waited "
+    "for a disk or network that does not respond; --timeout SECONDS waits longer"
 )
 
 
@@ -32,8 +31,8 @@ class Ended:
 
     Args:
         rank: rank of the worker.
-        exit_code: exit code of the process; a signal as its negative number.
-        log_path: file with its output; None if that went to the terminal.
+        exit_code: exit code of the process; minus the signal's number if a signal killed it.
+        log_path: file with the output of the process; None if that went to the terminal.
     """
 
     rank: int
@@ -49,9 +48,9 @@ class Cause:
         rank, host: the worker that failed.
         message: the error on one line.
         log_path: file with more information; None without one.
-        fields: the worker's own error as a JSON object; None if it reported none.
-        exit_code: its own exit code; None if it reported none.
-        hint: what may help; None without one.
+        fields: the error that the worker reported, as a JSON object; None if it reported none.
+        exit_code: the exit code that the worker reported; None if it reported none.
+        hint: the next step or likely reason; None without one.
     """
 
     rank: int
@@ -69,10 +68,10 @@ class Cause:
 
 
 class LaunchError(WorkerError):
-    """Raised when the workers of a job have failed and are not restarted.
+    """Error of a job whose workers have failed and are not restarted.
 
     Args:
-        cause: the failure that made the others fail.
+        cause: the failure that made the other workers fail.
         n_restarts: how often the workers were restarted before.
         hint: how to continue; None without one.
     """
@@ -84,7 +83,7 @@ class LaunchError(WorkerError):
         self.n_restarts = n_restarts
 
     def fields(self) -> dict[str, object]:
-        """Return the fields of every error, with those of the worker."""
+        """Return the fields common to all errors, plus those of the worker that failed."""
         fields = {**super().fields(), "rank": str(self.cause.rank), "host": self.cause.host}
         fields["restarts"] = self.n_restarts
         if self.cause.log_path is not None:
@@ -99,50 +98,65 @@ def cause_of(
 ) -> Cause | None:
     """Return the cause of the job's failure, as far as this host knows.
 
-    Returns None if it knows of no failure.
+    Returns None if this host knows of no failure.
 
     Args:
         ended: processes that did not exit with 0.
         results: results that the workers left, by rank.
-        first: the process that failed first, if that is known.
+        first: the process that failed first, if known.
         host: name of this host.
     """
-    # Workers that reported a failure: for their own reason, or because of another worker.
+    if first is not None and first not in ended:
+        ended = [*ended, first]
+    logs = {process.rank: process.log_path for process in ended}
+    # An error of a worker's own is the most certain cause.
+    failed = _failure_reports(results)
+    if failed and not failed[0].is_secondary and failed[0].exit_code != _WORKER_FAILED:
+        return _reported_cause(failed[0], logs)
+    # Next a process that ended without a report: the reports that remain may be due to its end.
+    process = _silent_process([process for process in ended if process.rank not in results])
+    if process is not None:
+        # The message by which other workers report it, from ``workers.team_watch``.
+        lost = f"rank {process.rank} on {host} has sent no heartbeat"
+        return _unreported_cause(
+            process, host, is_frozen=any(result.line.startswith(lost) for result in failed)
+        )
+    # The remaining reports name a lost worker, which must be one of another host.
+    if failed:
+        return _reported_cause(failed[0], logs)
+    # The agent ends workers only after one has failed; if none has, the signal came from outside.
+    if first is not None:
+        number = -first.exit_code if first.exit_code < 0 else first.exit_code - 128
+        return Cause(
+            first.rank, host, f"its process was terminated from outside by {_signal_name(number)}"
+        )
+    return None
+
+
+def _failure_reports(results: Mapping[int, WorkerResult]) -> list[WorkerResult]:
+    """Return the results of workers that failed, the most certain cause first.
+
+    First come workers with an error of their own, then those that lost another worker, last those
+    that only stopped because of another.
+    """
     failed = [
         result
         for result in results.values()
         if not result.is_verdict and result.exit_code not in _STOPPED
     ]
-    primary = [result for result in failed if not result.is_secondary]
-    independent = [result for result in primary if result.exit_code != _WORKER_FAILED]
-    # The more certain causes come first.
-    ended = [*ended, *([first] if first is not None and first not in ended else [])]
-    logs = {process.rank: process.log_path for process in ended}
-    if independent:
-        return _reported_cause(independent[0], logs)
-    process = _silent_process([process for process in ended if process.rank not in results])
-    if process is not None:
-        lost = f"rank {process.rank} on {host} has sent no heartbeat"
-        return _unreported_cause(
-            process, host, is_frozen=any(result.line.startswith(lost) for result in failed)
-        )
-    if primary or failed:
-        return _reported_cause((primary or failed)[0], logs)
-    if (
-        first is not None
-    ):  # terminated from outside: the agent ends workers only after one has failed
-        number = -first.exit_code if first.exit_code < 0 else first.exit_code - 128
-        return Cause(
-            first.rank, host, f"its process was terminated from outside with {_signal_name(number)}"
-        )
-    return None
+    failed.sort(
+        key=lambda result: 2 if result.is_secondary else int(result.exit_code == _WORKER_FAILED)
+    )
+    return failed
 
 
 def _silent_process(unreported: Sequence[Ended]) -> Ended | None:
-    """Return the process, of those without a result, that most likely failed by itself.
+    """Return the process that most likely failed by itself; None without one.
 
-    Returns None without one.
+    Args:
+        unreported: processes that ended without a result.
     """
+    # Ignore processes that the agent ended after the failure: it sends SIGTERM.
     killed = [
         process
         for process in unreported
@@ -153,7 +167,7 @@ def _silent_process(unreported: Sequence[Ended]) -> Ended | None:
         for process in unreported
         if process.exit_code > 0 and process.exit_code not in _STOPPED
     ]
-    # Native code aborts when a peer is gone, so a process that aborted is the last choice of those killed.
+    # Native code aborts when a peer is gone, so of those killed an aborted process comes last.
     killed.sort(key=lambda process: process.exit_code == -signal.SIGABRT)
     return next(iter([*killed, *exited]), None)
 
@@ -181,12 +195,19 @@ def _unreported_cause(process: Ended, host: str, *, is_frozen: bool) -> Cause:
         message = f"its process was killed by {_signal_name(-process.exit_code)}"
     else:
         message = f"its process ended with exit code {process.exit_code}"
+    # The last line of the log usually is the error of a process that exited by itself. A log can be
+    # long, so only its end is read.
     log_path = _nonempty(process.log_path)
-    last = "" if log_path is None or process.exit_code < 0 else _last_line(log_path)
+    if log_path is not None and process.exit_code >= 0:
+        with log_path.open("rb") as file:
+            file.seek(max(0, log_path.stat().st_size - 4096))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+        last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        message = f"{message}: {last_line}" if last_line else message
     hint = _MEMORY_HINT if process.exit_code == -signal.SIGKILL else None
     if is_frozen:
         hint = _FROZEN_HINT
-    return Cause(process.rank, host, f"{message}: {last}" if last else message, log_path, hint=hint)
+    return Cause(process.rank, host, message, log_path, hint=hint)
 
 
 def _signal_name(number: int) -> str:
@@ -199,11 +220,3 @@ def _signal_name(number: int) -> str:
 def _nonempty(path: Path | None) -> Path | None:
     """Return the path if it is a file that is not empty, else None."""
     return path if path is not None and path.is_file() and path.stat().st_size else None
-
-
-def _last_line(path: Path) -> str:
-    """Return the last line of a log that is not empty; only the end of a long log is read."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        lines = file.read().decode("utf-8", "replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

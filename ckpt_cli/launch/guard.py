@@ -1,14 +1,13 @@
-"""Ends a launcher whose agent hangs, so that no wait of torch is longer than the limits of this
-module.
+"""A guard that ends the launcher if torch's agent waits longer than the limits of this module.
 
-After a failure the agent ends its workers and meets the other agents again. It waits for a host
-that has vanished as for one that has not come yet, ten minutes; and if that host ran the
-rendezvous, every request to it takes its own time limit, in native code that handles no signals. So
-a thread watches the results of the workers. It reports the error and ends the process
+After a failure the agent ends its workers and meets the other agents again. It waits ten minutes
+for a host that has vanished, as for one that has not come yet; and if that host ran the rendezvous,
+every request to it blocks until its own time limit, in native code that handles no signals. So a
+thread watches the results of the workers. It reports the error and ends the process
 
-- when workers have failed and none were started again within a limit,
-- when all workers have done their work and the agent still waits for the other agents,
-- when a signal asked the process to end and native code does not let it.
+- if workers have failed and were not restarted within a limit,
+- if all workers have done their work and the agent still waits for the other agents,
+- if a signal asked the process to end and native code keeps it from being handled.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from ckpt_cli.launch.agent import LaunchHistory
 
 _POLL_S = 0.5
 _QUIET_S = 15.0
-"""Wait for other hosts that is not mentioned to the user, as importing torch alone takes some
-seconds."""
+"""Seconds of waiting for other hosts before the user is informed; importing torch alone takes
+some."""
 _DONE_S = 60.0
-"""How long the agent may wait for other hosts when its own workers are done."""
+"""Seconds that the agent may wait for other hosts after its own workers are done."""
 _UNHANDLED_S = 5.0
-"""How long a signal may stay unhandled."""
+"""Seconds that a signal may stay unhandled."""
 _END_S = 5.0
-"""How long remaining workers may take to exit after each signal."""
+"""Seconds that remaining workers may take to exit after each signal."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LEAVE_S = 15.0
-"""How long the agent may take to leave the rendezvous when its workers have failed for the last
-time."""
+"""Seconds that the agent may take to leave the rendezvous after the last failure of its workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,8 @@ class Overdue:
 
     Args:
         is_done: the workers have done their work; otherwise they have failed.
-        is_rejoin: the failed workers were to be restarted.
-        seconds: time since they were done or failed, or since the signal.
+        is_rejoin: the failed workers should have been restarted.
+        seconds: time since the workers were done or failed, or since the signal.
         signal: signal that asked the process to end and was not handled; None without one.
     """
 
@@ -76,7 +74,7 @@ class Limits:
 
 @dataclass(slots=True)
 class AgentDeadlines:
-    """Notices when the agent does not restart failed workers or does not end in time.
+    """The deadlines of an agent for restarting failed workers and for ending.
 
     Args:
         limits: the time limits.
@@ -91,7 +89,7 @@ class AgentDeadlines:
         """Return what is overdue at the time ``now`` (in seconds); None if nothing is."""
         if not history.attempts:
             return None
-        # Note when the workers of the last attempt failed or were done.
+        # Record when the workers of the last attempt failed or were done. A restart begins anew.
         attempt = history.attempts[-1]
         if attempt.number != self._attempt:
             self._attempt, self._failed_at, self._done_at = attempt.number, None, None
@@ -100,29 +98,28 @@ class AgentDeadlines:
             self._failed_at = now if self._failed_at is None else self._failed_at
         elif len(results) == len(attempt.ranks):
             self._done_at = now if self._done_at is None else self._done_at
-        # Compare with the limits.
+        # Compare with the limit for what the agent has to do next: restart the workers, end after
+        # their last failure, or end after their success. A failure counts even if all are done.
         if self._failed_at is not None:
             is_rejoin = attempt.n_restarts < self.limits.max_restarts
-            limit = self.limits.rejoin_s if is_rejoin else self.limits.shutdown_s + _LEAVE_S
-            return (
-                Overdue(False, is_rejoin, now - self._failed_at)
-                if now - self._failed_at > limit
-                else None
-            )
-        if self._done_at is not None and now - self._done_at > _DONE_S:
-            return Overdue(True, False, now - self._done_at)
-        return None
+            limit_s = self.limits.rejoin_s if is_rejoin else self.limits.shutdown_s + _LEAVE_S
+            overdue = Overdue(False, is_rejoin, now - self._failed_at)
+        elif self._done_at is not None:
+            limit_s = _DONE_S
+            overdue = Overdue(True, False, now - self._done_at)
+        else:
+            return None
+        return overdue if overdue.seconds > limit_s else None
 
 
 class SignalWatch:
-    """Notices signals that ask this process to end while native code keeps the main thread busy.
+    """A watch for signals to end that stay unhandled while native code blocks the main thread.
 
     Python runs signal handlers only in the main thread, but writes a byte for each signal to a file
-    descriptor at once. The handlers of ``ckpt_cli.screen.failure.end_on_signals`` make the process
-    ignore later signals, which shows that they have run.
+    descriptor at once (``signal.set_wakeup_fd``).
 
     Args:
-        limits: the time limits once the handlers have run.
+        limits: the time limits after the handlers have run.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -138,6 +135,7 @@ class SignalWatch:
 
     def check(self, now: float) -> Overdue | None:
         """Return the signal that is overdue at the time ``now`` (in seconds); None without one."""
+        # Read the numbers of the signals received since the last check; the first one counts.
         if self._number is None:
             with suppress(BlockingIOError):
                 self._number = next(
@@ -146,10 +144,12 @@ class SignalWatch:
             self._received_at = now
         if self._number is None:
             return None
+        # The handlers of ``ckpt_cli.screen.failure.end_on_signals`` make the process ignore later
+        # signals, which shows that they have run. The agent then needs time to end its workers.
         is_handled = signal.getsignal(self._number) is signal.SIG_IGN
-        limit = self._limits.shutdown_s + _LEAVE_S if is_handled else _UNHANDLED_S
+        limit_s = self._limits.shutdown_s + _LEAVE_S if is_handled else _UNHANDLED_S
         seconds = now - self._received_at
-        return Overdue(False, False, seconds, self._number) if seconds > limit else None
+        return Overdue(False, False, seconds, self._number) if seconds > limit_s else None
 
     def close(self) -> None:
         """Stop watching for signals."""
@@ -172,8 +172,8 @@ def guard_agent(
     Args:
         history: the history of the launch, which the agent's hooks update.
         limits: the time limits.
-        on_wait: called once if no workers are started for a while.
-        end: reports what happened and returns the exit code.
+        on_wait: called at most once, if no workers have been started for a while.
+        end: reports what is overdue and returns the exit code.
     """
     is_over = threading.Event()
     deadlines = AgentDeadlines(limits)
@@ -187,6 +187,8 @@ def guard_agent(
                 has_waited = True
                 on_wait()
             overdue = signals.check(time.monotonic()) or deadlines.check(history, time.monotonic())
+            # The main thread is stuck in native code, so only os._exit ends the process. The
+            # workers end first: in sessions of their own, they would outlive it.
             if overdue is not None:
                 _end_children()
                 history.close()
@@ -203,7 +205,7 @@ def guard_agent(
 
 
 def _end_children() -> None:
-    """End the remaining workers, each with the processes of its session."""
+    """End the remaining workers and their process groups: by SIGTERM, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _END_S
         remaining = find_worker_processes()
@@ -222,6 +224,7 @@ def find_worker_processes() -> list[int]:
     pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
+            # The second field is the name in parentheses, which may itself contain them and spaces.
             text = path.read_text("ascii", "replace")
             state, parent, group = text[text.rindex(")") + 2 :].split()[:3]
             pid = int(path.parent.name)

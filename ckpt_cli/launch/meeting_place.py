@@ -1,8 +1,8 @@
 """The rendezvous of a job's hosts: read from the options, and checked before torch uses it.
 
-torch's own rendezvous waits in native code, ignores Ctrl-C there and tells little when it fails. So
-what can be checked with plain sockets is checked first: the name resolves, the port is free on the
-host that must listen, and on the others a host listens there within the time limit.
+torch's own rendezvous waits in native code, ignores Ctrl-C there, and its errors explain little. So
+everything that plain sockets can check is checked first: the name resolves, the port is free on the
+host that must listen, and the other hosts reach a listener there within the time limit.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 _JOIN_S = 600
 """Default time to wait for hosts, in seconds: torch's own limit."""
 _READ_S = 20
-"""Limit of one request to the rendezvous: three times the time after which it counts a host as
-lost."""
+"""Time limit of one request to the rendezvous, in seconds: three times that after which torch
+counts a host as lost."""
 _C10D_PORT, _STATIC_PORT = 29400, 29500
 _ETCD = ("etcd", "etcd-v2")
 """Backends that need a server, which must already listen at the endpoint."""
 _PROBE_S = 10
-"""How long a listening program may take to answer as a rendezvous does."""
+"""Seconds that a listening program may take to answer as a rendezvous does."""
 _PROBE_MORE_S = 2
-"""How much longer than torch this module waits."""
+"""Seconds that this module waits longer than torch's own limit."""
 _PAUSE_S = 0.5
 _QUIET_S = 5
-"""Wait that is not mentioned to the user, in seconds."""
+"""Seconds of waiting before the user is informed."""
+_STATIC_OPTIONS = ("--node-rank", "--master-addr", "--master-port")
+"""Options that only a static rendezvous has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,11 @@ class Rendezvous:
     """The rendezvous at which the agents of a job find each other.
 
     Args:
-        backend: torch's name of it: c10d, static, etcd, etcd-v2.
-        host, port: its address; port 0 is any free port.
-        job_id: the same for all agents of the job.
-        settings: further settings, as torch takes them; seconds are text.
-        node_rank: rank of this host, if the user gave it.
+        backend: torch's name for the kind of rendezvous: c10d, static, etcd or etcd-v2.
+        host, port: address of the rendezvous; port 0 is any free port.
+        job_id: id that all agents of the job share.
+        settings: further settings in torch's format, where seconds are strings.
+        node_rank: rank of this host in a static rendezvous; None for the other kinds.
     """
 
     backend: str
@@ -66,7 +68,7 @@ class Rendezvous:
 
     @property
     def is_standalone(self) -> bool:
-        """Whether no other host takes part."""
+        """True if this host is the only one."""
         return self.port == 0
 
     @property
@@ -76,12 +78,38 @@ class Rendezvous:
 
 
 def rendezvous_of(options: LaunchOptions) -> Rendezvous:
-    """Return the rendezvous that the options ask for.
+    """Return the rendezvous that the options specify.
 
     Raises:
-        UsageError: they contradict each other, or do not tell where the hosts meet.
+        UsageError: the options contradict each other, or one of them is missing or invalid.
     """
     _, most = parse_nodes(options.nnodes)
+    names = _given_options(options)
+    conflicts = [*names, "--nnodes"] if most > 1 else names
+    if options.standalone and conflicts:
+        raise UsageError(
+            f"--standalone uses only this host, so it excludes {conflicts[0]}",
+            hint="omit one of the two options",
+        )
+    settings = _with_limits(parse_settings(options.rdzv_conf))
+    # Only this host: any free port will do, and no other host needs to know the id.
+    if most == 1 and not names:
+        return Rendezvous(
+            "c10d", "localhost", 0, options.rdzv_id or f"ckpt-{uuid.uuid4().hex[:8]}", settings
+        )
+    # Several hosts, or one with an address: c10d, unless the only options given are those of a
+    # static rendezvous.
+    is_static = not set(names).isdisjoint(_STATIC_OPTIONS) and options.rdzv_endpoint is None
+    default = "static" if is_static else "c10d"
+    backend = options.rdzv_backend or default
+    job_id = options.rdzv_id or "ckpt"
+    if backend == "static":
+        return _static_rendezvous(options, job_id, settings)
+    return _served_rendezvous(options, backend, job_id, settings)
+
+
+def _given_options(options: LaunchOptions) -> list[str]:
+    """Return the names of the given options that describe a rendezvous of several hosts."""
     values = {
         "--rdzv-endpoint": options.rdzv_endpoint,
         "--rdzv-backend": options.rdzv_backend,
@@ -89,79 +117,71 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
         "--master-addr": options.master_addr,
         "--master-port": options.master_port,
     }
-    names = [name for name, value in values.items() if value is not None]
-    if options.standalone and (names or most > 1):
-        raise UsageError(
-            f"--standalone uses only this host, so it excludes {names[0] if names else '--nnodes'}",
-            hint="leave out one of them",
-        )
-    settings = _with_limits(parse_settings(options.rdzv_conf))
-    # Only this host: any free port will do.
-    if most == 1 and not names:
-        return Rendezvous(
-            "c10d", "localhost", 0, options.rdzv_id or f"ckpt-{uuid.uuid4().hex[:8]}", settings
-        )
-    # Several hosts, or one with an address: c10d unless the options are those of a static rendezvous.
-    is_static = any(
-        value is not None for value in (options.node_rank, options.master_addr, options.master_port)
-    )
-    backend = options.rdzv_backend or (
-        "static" if is_static and options.rdzv_endpoint is None else "c10d"
-    )
-    job_id = options.rdzv_id or "ckpt"
-    if backend == "static":
-        return _static_rendezvous(options, job_id, settings)
-    if is_static:
-        name = next(
-            name for name in ("--node-rank", "--master-addr", "--master-port") if name in names
-        )
-        raise UsageError(
-            f"{name} only applies to a static rendezvous, not to {backend}",
-            hint=f"leave out {name}",
-        )
-    if options.rdzv_endpoint is None:
-        raise UsageError(
-            f"no rendezvous for {most} hosts: --rdzv-endpoint is missing",
-            hint="give all hosts the same one: --rdzv-endpoint HOST:PORT, with the name of one of them",
-        )
-    host, port = parse_endpoint(options.rdzv_endpoint, _C10D_PORT)
-    return Rendezvous(backend, host, port, job_id, settings)
+    return [name for name, value in values.items() if value is not None]
 
 
 def _static_rendezvous(
     options: LaunchOptions, job_id: str, settings: Mapping[str, str]
 ) -> Rendezvous:
-    """Return a static rendezvous, for which every host is given its rank and the address of host 0.
+    """Return a static rendezvous, for which the user gives each host its rank and host 0's address.
 
     Raises:
         UsageError: the options contradict each other, or one of them is missing.
     """
+    # The number of hosts is fixed, and each host needs its rank among them.
     least, most = parse_nodes(options.nnodes)
     rank = options.node_rank or 0
     if least != most:
         raise UsageError(
-            "--nnodes MIN:MAX needs --rdzv-backend c10d: a static rendezvous has a fixed number of hosts"
+            "--nnodes MIN:MAX needs --rdzv-backend c10d: "
+            "a static rendezvous has a fixed number of hosts"
         )
     if most > 1 and options.node_rank is None:
         raise UsageError(
             "--node-rank is missing: a static rendezvous needs the rank of each host",
-            hint="give --node-rank 0, 1, …, or only --rdzv-endpoint HOST:PORT, which numbers the hosts automatically",
+            hint="give --node-rank 0, 1, …, or only --rdzv-endpoint HOST:PORT, "
+            "which numbers the hosts automatically",
         )
     if options.rdzv_endpoint is not None and options.master_addr is not None:
         raise UsageError(
             "--rdzv-endpoint and --master-addr both give the address of host 0",
-            hint="leave out one",
+            hint="omit one of the two options",
         )
     if rank >= most:
         raise UsageError(f"--node-rank {rank}, but --nnodes {most}: hosts are numbered from 0")
+    # Several hosts also need the address of host 0.
     if most > 1 and options.rdzv_endpoint is None and options.master_addr is None:
         raise UsageError(
             f"no rendezvous for {most} hosts: --master-addr is missing",
-            hint="give all hosts the same one: --master-addr HOST, with the name of host 0",
+            hint="give all hosts the same --master-addr HOST, the name of host 0",
         )
     endpoint = options.rdzv_endpoint or options.master_addr or "127.0.0.1"
     host, port = parse_endpoint(endpoint, options.master_port or _STATIC_PORT)
     return Rendezvous("static", host, port, job_id, settings, rank)
+
+
+def _served_rendezvous(
+    options: LaunchOptions, backend: str, job_id: str, settings: Mapping[str, str]
+) -> Rendezvous:
+    """Return a rendezvous at a server (c10d or etcd), which numbers the hosts itself.
+
+    Raises:
+        UsageError: an option is only for a static rendezvous, or the endpoint is missing.
+    """
+    static_names = [name for name in _given_options(options) if name in _STATIC_OPTIONS]
+    if static_names:
+        raise UsageError(
+            f"{static_names[0]} only applies to a static rendezvous, not to {backend}",
+            hint=f"omit {static_names[0]}",
+        )
+    if options.rdzv_endpoint is None:
+        _, most = parse_nodes(options.nnodes)
+        raise UsageError(
+            f"no rendezvous for {most} hosts: --rdzv-endpoint is missing",
+            hint="give all hosts the same --rdzv-endpoint HOST:PORT, where HOST is one of them",
+        )
+    host, port = parse_endpoint(options.rdzv_endpoint, _C10D_PORT)
+    return Rendezvous(backend, host, port, job_id, settings)
 
 
 def _with_limits(settings: Mapping[str, str]) -> dict[str, str]:
@@ -170,6 +190,7 @@ def _with_limits(settings: Mapping[str, str]) -> dict[str, str]:
     Raises:
         UsageError: a time limit is not a number of seconds.
     """
+    # torch calls the time to wait for hosts ``timeout`` if the rendezvous is static.
     join_s = settings.get("join_timeout", str(_JOIN_S))
     limited = {"join_timeout": join_s, "timeout": join_s, "read_timeout": str(_READ_S), **settings}
     for name in ("join_timeout", "timeout", "read_timeout"):
@@ -200,17 +221,14 @@ def parse_endpoint(text: str, port: int) -> tuple[str, int]:
 def check_rendezvous(
     rendezvous: Rendezvous, *, is_listener: bool, note: Callable[[str], None]
 ) -> None:
-    """Check, before torch tries, that the rendezvous can be reached.
-
-    Wait for the host that must listen.
+    """Check that the rendezvous can be reached; wait for the host that must listen.
 
     Args:
-        is_listener: this host is the one that must listen.
+        is_listener: this host must listen.
         note: prints a note for the user; called if the wait takes long.
 
     Raises:
-        UsageError: no host has that name within the limit (on Kubernetes it gets its name when it
-            starts), or etcd's client is missing.
+        UsageError: the host's name does not resolve within the limit, or etcd's client is missing.
         WorkerError: the port is in use, or no host listens within the limit.
     """
     if rendezvous.backend in _ETCD:
@@ -218,14 +236,16 @@ def check_rendezvous(
             import_module("etcd")
         except ImportError as err:
             raise UsageError(
-                f"--rdzv-backend {rendezvous.backend} needs python-etcd, which cannot be imported: {err}",
-                hint="install it, or leave out --rdzv-backend: the hosts then meet without a server",
+                f"--rdzv-backend {rendezvous.backend} needs python-etcd, "
+                f"which cannot be imported: {err}",
+                hint="install it, or omit --rdzv-backend: the hosts then meet without a server",
             ) from err
         _wait_for_listener(rendezvous, note)
         return
     if rendezvous.is_standalone:
         return
-    # The listener needs a free port, or one on which a rendezvous answers; other hosts need one that answers.
+    # The listener needs a free port, or one on which a rendezvous already answers: another agent of
+    # this host may have started it. All other hosts need one that answers.
     if is_listener and _is_port_free(rendezvous):
         return
     if not is_listener:
@@ -234,19 +254,20 @@ def check_rendezvous(
         if is_listener:
             raise WorkerError(
                 f"port {rendezvous.port} is in use by another program",
-                hint="give another port, the same on all hosts",
+                hint="choose another port, the same on all hosts",
             )
         raise WorkerError(
             f"the program listening at {rendezvous.endpoint} is not a rendezvous",
-            hint="start the same command on that host, or give another port, the same on all hosts",
+            hint="start the same command on that host, or choose another port, "
+            "the same on all hosts",
         )
 
 
 def _is_port_free(rendezvous: Rendezvous) -> bool:
-    """Return whether this host can listen on the port.
+    """Return True if this host can listen on the port, False if the port is in use.
 
     Raises:
-        WorkerError: it cannot, for another reason than that the port is in use.
+        WorkerError: this host cannot listen on the port for another reason.
     """
     with socket.socket(
         socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -258,8 +279,8 @@ def _is_port_free(rendezvous: Rendezvous) -> bool:
             if err.errno == errno.EADDRINUSE:
                 return False
             raise WorkerError(
-                f"this host cannot listen on port {rendezvous.port}: {(err.strerror or str(err)).lower()}",
-                hint="give another one, the same on all hosts",
+                f"this host cannot listen on port {rendezvous.port}: {_reason_text(err)}",
+                hint="choose another port, the same on all hosts",
             ) from err
     return True
 
@@ -268,7 +289,8 @@ def _wait_for_listener(rendezvous: Rendezvous, note: Callable[[str], None]) -> N
     """Wait until a program listens at the rendezvous.
 
     Raises:
-        UsageError, WorkerError: none does within the limit.
+        UsageError: the host's name does not resolve within the limit.
+        WorkerError: no program listens within the limit.
     """
     begun = time.monotonic()
     deadline = begun + rendezvous.join_s
@@ -281,46 +303,42 @@ def _wait_for_listener(rendezvous: Rendezvous, note: Callable[[str], None]) -> N
             ).close()
             return
         except (OSError, UnicodeError) as err:
-            now = time.monotonic()
-            if now + _PAUSE_S >= deadline:
-                raise _unreachable_error(rendezvous, err) from err
-            if not is_noted and now - begun > _QUIET_S:
-                note(
-                    f"waiting up to {rendezvous.join_s:g} s for {rendezvous.endpoint}: {_reason_text(err)}"
-                )
-                is_noted = True
-            time.sleep(_PAUSE_S)
-
-
-def _unreachable_error(
-    rendezvous: Rendezvous, err: OSError | UnicodeError
-) -> UsageError | WorkerError:
-    """Return the error for a rendezvous that could not be reached."""
-    if isinstance(err, (socket.gaierror, UnicodeError)):
-        return UsageError(
-            f"rendezvous host {rendezvous.host!r} not found: {_reason_text(err)}",
-            hint="check the name, or give its address",
-        )
+            # An unknown name is no reason to stop: on Kubernetes a host gets its name when it
+            # starts. UnicodeError is raised for a name that cannot be one (an empty label).
+            cause = err
+        now = time.monotonic()
+        if now + _PAUSE_S >= deadline:
+            break
+        if not is_noted and now - begun > _QUIET_S:
+            note(
+                f"waiting up to {rendezvous.join_s:g} s for {rendezvous.endpoint}: "
+                f"{_reason_text(cause)}"
+            )
+            is_noted = True
+        time.sleep(_PAUSE_S)
+    # The last attempt decides whether the name or the host is to blame.
+    if isinstance(cause, (socket.gaierror, UnicodeError)):
+        raise UsageError(
+            f"rendezvous host {rendezvous.host!r} not found: {_reason_text(cause)}",
+            hint="check the name, or use its address",
+        ) from cause
     server = "etcd" if rendezvous.backend in _ETCD else "the same command"
-    return WorkerError(
-        f"no answer from {rendezvous.endpoint} within {rendezvous.join_s:g} s: {_reason_text(err)}",
+    raise WorkerError(
+        f"no answer from {rendezvous.endpoint} within {rendezvous.join_s:g} s: "
+        f"{_reason_text(cause)}",
         hint=f"start {server} on that host as well, and check the name and the port; "
         "--rdzv-conf join_timeout=SECONDS waits longer",
-    )
+    ) from cause
 
 
 def _reason_text(err: OSError | UnicodeError) -> str:
-    """Return the system's message, in lower case."""
+    """Return the system's message for the error, in lower case."""
     reason = err.strerror if isinstance(err, OSError) else None
     return (reason or str(err) or type(err).__name__).lower()
 
 
 def _is_rendezvous(rendezvous: Rendezvous) -> bool:
-    """Return whether the program that listens at the rendezvous is torch's store.
-
-    torch waits without a limit for an answer once the connection is accepted, so the probe runs in
-    a thread, which is abandoned if it hangs.
-    """
+    """Return True if the program that listens at the rendezvous is torch's store."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore
@@ -342,6 +360,8 @@ def _is_rendezvous(rendezvous: Rendezvous) -> bool:
             pass
         is_over.set()
 
+    # After the connection is accepted, torch waits for an answer without a limit. So the probe runs
+    # in a thread, which is abandoned if it hangs.
     Thread(target=ask, name="probe", daemon=True).start()
     is_over.wait(limit_s + _PROBE_MORE_S)
     return bool(answers)

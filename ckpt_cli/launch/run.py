@@ -1,4 +1,4 @@
-"""``ckpt launch``: run one command of ``ckpt`` with the workers of one or many hosts.
+"""``ckpt launch``: runs one command of ``ckpt`` with the workers of one or many hosts.
 
 ::
 
@@ -46,20 +46,19 @@ COMMANDS = ("convert", "reshard", "manifest", "validate", "diff")
 _WRITING = ("convert", "reshard")
 _CONTINUE = "partial output is kept; rerun the same command to continue"
 _REJOIN_S = 60
-"""Time in addition to ``--timeout`` for ending the workers and for the agents to meet again, in
-seconds."""
+"""Seconds, in addition to ``--timeout``, to end the workers and for the agents to meet again."""
 _MEET_S = 120
-"""Least time for started workers to meet, in seconds: the slowest may take long to import torch."""
+"""Minimum of the workers' join timeout, in seconds: the slowest may take long to import torch."""
 _MOST_AUTO = 16
-"""Most workers of ``--nproc-per-node auto`` without GPUs; beyond that, threads are cheaper than
-processes."""
+"""Maximum number of workers of ``--nproc-per-node auto`` without GPUs; beyond that, threads are
+cheaper than processes."""
 
 
 def check_command(command: Sequence[str] | None) -> Sequence[str]:
-    """Return the command if it is one that several workers can run.
+    """Return the command if several workers can run it.
 
     Raises:
-        UsageError: it is missing or not one of ``COMMANDS``.
+        UsageError: the command is missing or not one of ``COMMANDS``.
     """
     if not command:
         raise UsageError(
@@ -71,7 +70,7 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
         )
     if command[0] == "launch":
         raise UsageError(
-            "launch cannot be launched", hint="give it once: ckpt launch OPTIONS -- COMMAND ARGS"
+            "launch cannot be launched", hint="use ckpt launch OPTIONS -- COMMAND ARGS"
         )
     if command[0] not in COMMANDS:
         raise UsageError(
@@ -89,11 +88,13 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
             returning from this function.
 
     Raises:
-        UsageError: the options contradict each other, or ask for more than this host has.
+        UsageError: the options contradict each other, or request more than this host has.
         WorkerError: workers failed or could not be started.
-        Terminated: a signal asked this process to end; the workers have ended.
+        StorageError: the log directory is not writable.
+        Terminated: this process received a signal to end; the workers have ended.
     """
-    # Check the options before anything is started.
+    # Check the options before anything is started. ``local_worker_count`` imports torch, so its
+    # log level must be set before.
     command = list(options.command or ())
     rendezvous = rendezvous_of(options)
     workers = worker_options_of(options)
@@ -102,7 +103,7 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
     history = LaunchHistory()
     rejoin_s = options.rejoin_timeout or workers.timeout_s + _REJOIN_S
 
-    # The guard calls these functions in a thread of its own, when the agent waits or hangs.
+    # The guard calls these functions in its own thread, if the agent waits or hangs.
     def end(overdue: Overdue) -> int:
         if overdue.signal is not None:
             return report(Terminated(overdue.signal))
@@ -118,6 +119,13 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
                 f"waiting up to {rendezvous.join_s:g} s for {least} hosts at {rendezvous.endpoint}"
             )
 
+    # Keep the working directory off ``sys.path`` of the workers (python -P): folders there may have
+    # the names of modules that the workers import. Without -P if ckpt itself is found only there,
+    # as in a source tree that is not installed.
+    search = [folder for folder in sys.path if folder and Path(folder) != Path.cwd()]
+    spec = PathFinder.find_spec("ckpt_cli", search)
+    package_path = Path(ckpt_cli.__file__).resolve()
+    is_installed = spec is not None and spec.origin and Path(spec.origin).resolve() == package_path
     # Run the agent under the guard.
     limits = Limits(rejoin_s, options.shutdown_timeout, options.max_restarts)
     with (
@@ -128,7 +136,7 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
         job = AgentJob(
             program=sys.executable,
             arguments=(
-                *_safe_path_flag(),
+                *(("-P",) if is_installed else ()),
                 *("-m", "ckpt_cli.worker"),
                 *workers.as_arguments(),
                 *command,
@@ -148,28 +156,16 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
         return _run(job, history, command, rejoin_s)
 
 
-def _safe_path_flag() -> tuple[str, ...]:
-    """Return Python's option that keeps the working directory off ``sys.path`` of the workers.
-
-    Folders there may have the names of modules that the workers import. The option is left out if
-    ckpt itself is found only there, as in a source tree that is not installed.
-    """
-    search = [folder for folder in sys.path if folder and Path(folder) != Path.cwd()]
-    spec = PathFinder.find_spec("ckpt_cli", search)
-    own = Path(ckpt_cli.__file__).resolve()
-    is_installed = spec is not None and spec.origin and Path(spec.origin).resolve() == own
-    return ("-P",) if is_installed else ()
-
-
 def _run(job: AgentJob, history: LaunchHistory, command: Sequence[str], rejoin_s: float) -> int:
     """Run the agent and return the exit code that the workers agree on.
 
     Raises:
         WorkerError: the workers failed.
-        Terminated: a signal asked this process to end.
+        Terminated: this process received a signal to end.
     """
     is_quiet = "--quiet" in command or "-q" in command
 
+    # The agent calls these functions after a failure; they print a note about a restart.
     def on_failure(history: LaunchHistory) -> None:
         n_restarts = history.attempts[-1].n_restarts
         cause = _cause(history)
@@ -203,8 +199,9 @@ def _run(job: AgentJob, history: LaunchHistory, command: Sequence[str], rejoin_s
         if command[0] in _WRITING and history.attempts:
             print_note(_CONTINUE)
         raise
-    # The job may be done even if workers failed.
-    if _is_published(history):
+    # The job may be done even if workers failed: its destination is published, or the workers that
+    # matter have a verdict.
+    if _finish_if_published(history):
         return 0
     code = _agreed_exit_code(history, command)
     if code is not None:
@@ -220,29 +217,26 @@ def _run(job: AgentJob, history: LaunchHistory, command: Sequence[str], rejoin_s
 
 
 def _agreed_exit_code(history: LaunchHistory, command: Sequence[str]) -> int | None:
-    """Return the exit code of the job, as far as this host knows; None if it is not known yet.
-
-    It is known when all workers of the host have a verdict, or when the lead has one, which is the
-    last to finish. For a command that writes it is also known when any worker has succeeded, as the
-    destination is then complete.
-    """
-    attempt = history.attempts[-1] if history.attempts else None
-    if attempt is None:
+    """Return the exit code of the job, as far as this host knows; None if it is not known yet."""
+    if not history.attempts:
         return None
     codes = {
         rank: result.exit_code for rank, result in history.results.items() if result.is_verdict
     }
+    # The lead finishes last, so its verdict (rank 0) is the job's.
     if 0 in codes:
         return codes[0]
-    if codes.keys() >= set(attempt.ranks):
+    # Without the lead on this host: all workers have a verdict, and a failure counts.
+    if codes.keys() >= set(history.attempts[-1].ranks):
         return next((code for code in codes.values() if code), 0)
+    # No worker of a command that writes succeeds before the destination is complete.
     return 0 if command[0] in _WRITING and 0 in codes.values() else None
 
 
-def _is_published(history: LaunchHistory) -> bool:
-    """Return whether the destination is complete although the lead died before it reported that.
+def _finish_if_published(history: LaunchHistory) -> bool:
+    """Return True if the destination is complete although the lead died before its report.
 
-    Note it if so.
+    The lead's remaining work is then finished, and the user is informed.
     """
     has_reported = 0 in history.results and history.results[0].is_verdict
     report = (
@@ -252,7 +246,7 @@ def _is_published(history: LaunchHistory) -> bool:
     )
     if report is None:
         return False
-    with suppress(StorageError):  # a useless stage remains
+    with suppress(StorageError):  # only a useless staging directory remains
         finish_published(report)
     print_note(f"{report.dst} is complete; the worker that should have reported it has died")
     return True
@@ -264,7 +258,7 @@ def _failure(
     """Return the error of a job whose workers failed; None if no worker of this host failed.
 
     Args:
-        lost: why the workers were not restarted; None if the restarts were used up.
+        lost: the reason why the workers were not restarted; None if the restarts were used up.
     """
     cause = _cause(history)
     if cause is None:
@@ -291,17 +285,20 @@ def local_worker_count(count: str, device: str) -> int:
         device: value of ``--device``.
 
     Raises:
-        UsageError: the host does not have as many GPUs.
+        UsageError: torch finds no GPU, or fewer GPUs than workers that need one.
     """
+    # Look for GPUs only if they matter, because that imports torch.
+    needs_gpus = device == "cuda" or count == "gpu"
     n_gpus = 0
-    if device == "cuda" or count == "gpu" or (count == "auto" and device == "auto"):
+    if needs_gpus or (count == "auto" and device == "auto"):
         import torch
 
         n_gpus = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
-    if not n_gpus and (device == "cuda" or count == "gpu"):
+    if needs_gpus and not n_gpus:
         raise UsageError(
             "this host has no GPU that torch can use", hint="use --device cpu, or check nvidia-smi"
         )
+    # One worker per GPU, one per core, or the number given.
     if count == "gpu" or (count == "auto" and n_gpus):
         return n_gpus
     if count in ("cpu", "auto"):
@@ -311,7 +308,7 @@ def local_worker_count(count: str, device: str) -> int:
         number = int(count)
     if device == "cuda" and number > n_gpus:
         raise UsageError(
-            f"{number} workers need a GPU each, but this host has {n_gpus} that torch can use",
+            f"{number} workers need one GPU each, but torch can use only {n_gpus} on this host",
             hint=f"use --nproc-per-node {n_gpus}",
         )
     return number
@@ -321,7 +318,7 @@ def worker_options_of(options: LaunchOptions) -> WorkerOptions:
     """Return the options to pass on to the workers.
 
     Raises:
-        UsageError: workers would refuse them.
+        UsageError: an option has a value that workers do not accept.
     """
     defaults = WorkerOptions()
     timeout_s = options.timeout or defaults.timeout_s
@@ -335,7 +332,9 @@ def worker_options_of(options: LaunchOptions) -> WorkerOptions:
 
 
 def _is_listener(rendezvous: Rendezvous) -> bool:
-    """Return whether this host is the one that must listen, as torch decides it."""
+    """Return True if this host must listen at the rendezvous, by torch's own rules."""
+    # Host 0 of a static rendezvous; else the host that torch's setting ``is_host`` chooses, or the
+    # one that the endpoint names.
     if rendezvous.node_rank is not None:
         return rendezvous.node_rank == 0
     is_host = rendezvous.settings.get("is_host")
@@ -353,18 +352,18 @@ def _is_listener(rendezvous: Rendezvous) -> bool:
 def _log_dir(log_dir: Path | None) -> Iterator[Path]:
     """Create and yield the directory for logs.
 
-    A temporary one is removed at the end, unless workers failed.
-
     Args:
-        log_dir: value of ``--log-dir``; None for a temporary directory.
+        log_dir: value of ``--log-dir``; None for a temporary directory, which is removed at the
+            end unless workers failed.
 
     Raises:
-        UsageError: it is a file, or its parent directory does not exist.
-        StorageError: it cannot be written to.
+        UsageError: ``log_dir`` is a file, or its parent directory does not exist.
+        StorageError: ``log_dir`` is not writable.
     """
+    # Without these checks torch would fail later, with an error that does not name the option.
     if log_dir is not None:
         if log_dir.exists() and not log_dir.is_dir():
-            raise UsageError("--log-dir is a file", file=str(log_dir), hint="name a directory")
+            raise UsageError("--log-dir is a file", file=str(log_dir), hint="choose a directory")
         if not log_dir.absolute().parent.is_dir():
             raise UsageError(
                 "--log-dir: its parent directory does not exist",

@@ -1,5 +1,5 @@
 """A team of processes over torch.distributed: rendezvous, store, heartbeats, progress.
 
-Start at ``current_team``, which every command asks, and ``torch_team``.
+Start at ``current_team``, which every command uses, and ``torch_team``.
 Imports: core, host, screen.
 """

@@ -1,5 +1,6 @@
-"""Checks that workers can do one job together: each describes itself when it joins, and the lead
-compares them.
+"""Checks that workers can run one job together.
+
+Each worker describes itself when it joins, and the lead compares the descriptions.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def facts_of(
     """Return a worker's description of itself, as a JSON object.
 
     Args:
-        identity: the worker's.
+        identity: the worker's rank, host and launcher.
         arguments: the command with its arguments.
-        backend: backend that it will use.
-        device: its device, as torch names it.
-        problem: the reason why it cannot work at all; the others would wait for it if it did not
-            tell them.
+        backend: the torch.distributed backend that the worker will use.
+        device: the worker's device, as torch names it; None if it could not be determined.
+        problem: the reason why the worker cannot run at all. It joins nevertheless and reports the
+            problem, because the others would otherwise wait for it.
     """
     import torch
 
@@ -48,29 +49,30 @@ def facts_of(
 
 
 def error_record(error: CheckpointingException) -> dict[str, Any]:
-    """Return an error as a JSON object; ``error_from_record`` makes an error of it again."""
+    """Return an error as a JSON object, the inverse of ``error_from_record``."""
     return {"usage": isinstance(error, UsageError), "message": error.message, "hint": error.hint}
 
 
 def error_from_record(record: Mapping[str, Any]) -> CheckpointingException:
-    """Return the error that ``error_record`` wrote."""
+    """Return the error that a JSON object of ``error_record`` describes."""
     kind = UsageError if record["usage"] else WorkerError
     return kind(record["message"], hint=record["hint"])
 
 
 def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingException | None:
-    """Return the reason why workers cannot work together; None if they can.
+    """Return the reason why workers cannot run one job together; None if they can.
 
     Args:
-        members: the workers' descriptions, by rank, each with its ``host``.
+        members: the workers' descriptions from ``facts_of``, by rank, each with its ``host``.
     """
-    # A worker that cannot work at all.
+    # A worker with a problem comes first: it has no backend, which would look like a difference.
     for rank, member in enumerate(members):
         if member["problem"] is not None:
             error = error_from_record(member["problem"])
             error.message = f"rank {rank} on {member['host']}: {error.message}"
             return error
-    # Properties that must be the same for all workers.
+    # Compare the facts that must agree. The size comes first: with another size the ranks belong to
+    # another job, so every further difference would mislead.
     for name, title, hint in (
         ("size", "number of workers", "two jobs use the same MASTER_PORT: give each its own"),
         ("ckpt", "version of ckpt", "install the same version on all hosts"),
@@ -89,7 +91,8 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
                     f"rank {rank} on {member['host']} has {other}",
                     hint=hint,
                 )
-    # Two workers must not have the same GPU.
+    # No two workers may share a GPU. Device indices are not compared: under srun every worker may
+    # see its own GPU as cuda:0, so only the UUID identifies it.
     owners: dict[tuple[str, str], int] = {}
     for rank, member in enumerate(members):
         if member["gpu"] is None:
@@ -97,7 +100,8 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
         owner = owners.setdefault((member["host"], member["gpu"]), rank)
         if owner != rank:
             return UsageError(
-                f"too few GPUs: ranks {owner} and {rank} on {member['host']} share one ({member['device']})",
-                hint="start one worker per GPU, or give --device cpu",
+                f"too few GPUs: ranks {owner} and {rank} on {member['host']} share one "
+                f"({member['device']})",
+                hint="start one worker per GPU, or use --device cpu",
             )
     return None

@@ -1,22 +1,22 @@
-"""The team that this process belongs to: this process alone, unless ``ckpt_cli.worker`` has joined
-others.
+"""The team that this process belongs to, and its device.
 
-Commands pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead
-prints.
+A process is its own team, unless ``ckpt_cli.worker`` has made it a member of a larger one. Commands
+pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead prints.
+
 The figures of all workers are ``launch`` in the JSON of a command (fields may be added)::
 
-    {"n_workers": int, "n_hosts": int, "balance": float, "workers": [{"rank": int, "host": str,
-     "read_bytes": int,
-     "written_bytes": int, "seconds": float}], "launcher": str, "backend": str, "device": str,
-     "restarts": int,
-     "n_meetings": int, "collective_bytes": int, "store_bytes": int, "device_work": [{"work": str,
-     "is_on_device": bool,
-     "reason": str, "cpu_bytes_per_s": int | null, "device_bytes_per_s": int | null}]}
+    {"n_workers": int, "n_hosts": int, "balance": float,
+     "workers": [{"rank": int, "host": str, "read_bytes": int, "written_bytes": int,
+                  "seconds": float}],
+     "launcher": str, "backend": str, "device": str, "restarts": int,
+     "n_meetings": int, "collective_bytes": int, "store_bytes": int,
+     "device_work": [{"work": str, "is_on_device": bool, "reason": str,
+                      "cpu_bytes_per_s": int | null, "device_bytes_per_s": int | null}]}
 
-``collective_bytes`` counts what all workers together sent each other at meetings, ``store_bytes``
-what they exchanged with the store (presence and progress); neither includes tensor data.
-``device_work`` is present with ``--device``: where the lead did each kind of per-byte work, and
-why.
+``collective_bytes`` counts the bytes that all workers together sent each other at meetings,
+``store_bytes`` those that they exchanged with the store (presence and progress); neither includes
+tensor data. ``device_work`` is present with ``--device``: where the lead did each kind of per-byte
+work, and why.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def device() -> Device | None:
 
 
 def worker_threads() -> int | None:
-    """Return the default number of threads of a worker: one for each of its cores, but at least 2.
+    """Return the default number of threads of a worker: one per core, but at least 2.
 
-    Returns None if the process works alone, or the launcher does not tell how many workers share a
+    Returns None if the process works alone, or the launcher does not set the number of workers per
     host.
     """
     return None if _n_cores is None else min(max(_n_cores, 2), 64)
@@ -58,7 +58,7 @@ def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
     Returns {} for a process that works alone without a device.
 
     Args:
-        figures: the workers' figures, at the lead; empty for a process that works alone.
+        figures: the workers' figures, gathered at the lead; empty for a process that works alone.
     """
     if not figures and _device is None:
         return {}
@@ -80,10 +80,10 @@ def join(
     """Make this process a member of a team, before its command runs.
 
     Args:
-        device: device for its per-byte work, from ``core.device.device.device_named``; None for the
-            CPU.
+        device: device for the per-byte work of this process, from
+            ``core.device.device.device_named``; None for the CPU.
         facts: returns the fields that ``launch_of`` adds to the workers' figures.
-        n_cores: this worker's share of its host's cores; None if it is unknown.
+        n_cores: number of the host's cores that this worker may use; None if unknown.
     """
     global _team, _device, _facts, _n_cores
     _team = team

@@ -1,4 +1,4 @@
-"""Chooses the device of a worker and the backend by which its team communicates."""
+"""The choice of a worker's device, and of the backend with which its team communicates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from core.errors import UsageError
 def device_of(name: str, identity: WorkerIdentity) -> Device | None:
     """Return the worker's device; None for the CPU path.
 
-    If the launcher shows each worker only its own GPU (``srun --gpus-per-task``), it is that GPU.
-
     Args:
         name: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
-        UsageError: the host has no GPU, or fewer GPUs than workers.
+        UsageError: the launcher does not number the workers of a host, or the host has no GPU or
+            fewer GPUs than workers.
     """
     if name == "cpu":
         return None
@@ -24,18 +23,25 @@ def device_of(name: str, identity: WorkerIdentity) -> Device | None:
 
     if identity.local_rank is None:
         raise UsageError(
-            f"--device {name} needs one GPU per worker, but {identity.launcher} does not number the workers of a host",
-            hint="set LOCAL_RANK, or give --device cpu",
+            f"--device {name} needs one GPU per worker, but {identity.launcher} does not number "
+            "the workers of a host",
+            hint="set LOCAL_RANK, or use --device cpu",
         )
+    # srun --gpus-per-task shows each worker only its own GPU, as cuda:0. Workers of torchrun all
+    # see the same GPUs, so there a single GPU belongs to local rank 0 only.
     is_own = not identity.has_store and torch.cuda.is_available() and torch.cuda.device_count() == 1
     return device_named(name, 0 if is_own else identity.local_rank)
 
 
 def backend_of(name: str, device: Device | None) -> str:
-    """Return the backend for torch.distributed: gloo, plus nccl if workers are on GPUs.
+    """Return the backend for torch.distributed: gloo, plus nccl if workers use GPUs.
+
+    Args:
+        name: ``gloo``, ``nccl`` or ``auto``.
+        device: the worker's device; None for the CPU path.
 
     Raises:
-        UsageError: nccl is asked for but not available, or the worker has no GPU.
+        UsageError: nccl is requested, but torch was built without it or the worker has no GPU.
     """
     import torch.distributed as dist
 
@@ -44,12 +50,13 @@ def backend_of(name: str, device: Device | None) -> str:
         if not has_nccl:
             raise UsageError(
                 "--backend nccl: this torch was built without NCCL",
-                hint="give --backend gloo, or install torch for CUDA",
+                hint="use --backend gloo, or install torch for CUDA",
             )
         if device is None:
             raise UsageError(
-                "--backend nccl needs GPUs, and this worker has none", hint="give --backend gloo"
+                "--backend nccl needs GPUs, but this worker has none", hint="use --backend gloo"
             )
+    # With --device auto the GPU may turn out to be slower, so nccl is used only if requested.
     if (
         name == "gloo"
         or device is None
@@ -58,11 +65,12 @@ def backend_of(name: str, device: Device | None) -> str:
         or (name == "auto" and device.is_auto)
     ):
         return "gloo"
+    # One backend per device type, in torch's spelling: data on the CPU still goes through gloo.
     return "cpu:gloo,cuda:nccl"
 
 
 def use_device(device: Device | None) -> None:
-    """Make the device, if it is a GPU, the current one of this process."""
+    """Make the device torch's current one in this process, if it is a GPU."""
     if device is not None and device.is_cuda:
         import torch
 

@@ -29,17 +29,18 @@ _SECONDS_PER_FRAME = 0.1
 def progress_bar(*, is_wanted: bool = True) -> Iterator[Progress | None]:
     """Yield a callback that draws the bar.
 
-    The callback is None if no bar is wanted, or a team draws its own display.
+    Yields None if no bar is wanted, stderr is not a terminal, or a team draws its own display.
 
-    The line is erased at the end, also when the work fails or is interrupted. The threads that
-    report draw the bar, one at a time. rich is imported at the first report, when the work has
-    begun.
+    The line is erased at the end, also when the work fails or is interrupted. The callback draws in
+    the thread that calls it, one thread at a time. rich is imported at the first call, after the
+    work has begun.
     """
     screen = screen_of(sys.stderr)
     team = teamwork.team()
     if not is_wanted or screen.width is None or not is_lead(team):
         yield None
         return
+    # Only a TorchTeam has progress: its members' bytes arrive with heartbeats, not by the callback.
     figures = getattr(team, "progress", None)
     if team.size > 1 and figures is not None:
         with team_display(figures, screen):
@@ -63,11 +64,13 @@ class _Bar:
 
     def update(self, done: int, total: int) -> None:
         """Draw the progress; return at once if another thread is drawing."""
+        # The last report is always drawn, whenever the next frame is due.
         now = monotonic()
         if (now < self._next_frame and done < total) or not self._lock.acquire(blocking=False):
             return
         try:
             self._next_frame = now + _SECONDS_PER_FRAME
+            # The display begins with the first report, which is the first to know the total.
             if self._display is None:
                 self._display = display_on(sys.stderr, self._screen)
                 self._display.start()

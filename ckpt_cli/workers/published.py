@@ -1,9 +1,9 @@
-"""Remembers what a launch has published, so that the job does not fail if a worker dies after that.
+"""A record of the published destination, so that a worker that dies later does not fail the job.
 
-The elastic agent restarts all workers when one dies, even if nothing was left to do. Right before
-the destination gets its name, the lead writes its report to the directory of the launch's results,
-with the inode that will have the name. Restarted workers and the launcher can then tell whether the
-destination has been published::
+The elastic agent restarts all workers when one dies, even if there is nothing more to do. Right
+before the destination gets its name, the lead therefore writes its report, with the inode that will
+get the name, to the launch's directory. Restarted workers and the launcher compare this inode with
+the destination's and thus know whether it has been published::
 
     DIRECTORY of the launch
     ├── published.json       {"report": {…}, "inode": 17}
@@ -31,7 +31,7 @@ _NAME = "published.json"
 def remember_report(report: Report, inode: int) -> None:
     """Write the report of a destination that is about to be published.
 
-    Do nothing without a launcher.
+    Do nothing if no launcher has set the directory of results.
 
     Args:
         inode: inode of the file or directory that will get the destination's name.
@@ -50,7 +50,8 @@ def remember_report(report: Report, inode: int) -> None:
 def recall_report(directory: Path | None = None) -> Report | None:
     """Return the report of the destination that this launch has published.
 
-    Returns None if it has not, or it is gone.
+    Returns None if the launch has not published its destination, or the destination was replaced or
+    removed since.
 
     Args:
         directory: directory of an attempt's results; None for that of this process.
@@ -59,6 +60,7 @@ def recall_report(directory: Path | None = None) -> Report | None:
     if path is None:
         return None
     try:
+        # JSON has neither tuples nor dataclasses: turn its lists into those of the report.
         record = json.loads(path.read_text("utf-8"))
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -66,18 +68,17 @@ def recall_report(directory: Path | None = None) -> Report | None:
         }
         fields["workers"] = tuple(Figures(*figures) for figures in fields["workers"])
         report = Report(**fields)
+        # The record is written before the rename; only the inode proves that the rename happened.
         return report if os.lstat(report.dst).st_ino == record["inode"] else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def finish_published(report: Report) -> Report:
-    """Finish the work of a lead that died after its destination got its name.
-
-    Return the report unchanged.
+    """Finish the work of a lead that died after its destination got its name; return its report.
 
     Raises:
-        StorageError: the system refuses an operation.
+        StorageError: permission denied, or an I/O error at the destination.
     """
     dst = Path(report.dst).absolute()
     finish_publication(stage_dir_of(dst), dst)

@@ -2,13 +2,14 @@
 
 A request to a store whose host has vanished blocks for a quarter of an hour in native code, where
 signals are not handled. So only this thread makes requests; other threads wait for its answers in
-Python, with a time limit. Between requests it runs the worker's *beat*, which tells the others that
-the worker is alive and reads their state.
+Python, with a time limit. Between requests it runs the worker's *beat*, which shows the others that
+the worker is alive and reads their beats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic
@@ -19,21 +20,21 @@ from core.errors import CheckpointingException, WorkerError
 T = TypeVar("T")
 
 POLL_S = 0.1
-"""Time between checks of a waiting thread whether it should still wait."""
+"""Seconds between two checks of a waiting thread that its wait can still succeed."""
 
 
 class GoneError(WorkerError):
-    """Raised when another worker or the store is gone or silent, so that this worker stops.
+    """Error of a worker that stops because another worker or the store is gone or silent.
 
     Attributes:
-        is_of_lead: rank 0 may be gone, and then prints nothing itself.
+        is_of_lead: rank 0 may be gone, so another rank must print the error.
     """
 
     code = "gone"
     is_of_lead = False
 
     def of_lead(self) -> GoneError:
-        """Mark the error as one of the lead, and return it."""
+        """Mark the error as one of the lead's, and return it."""
         self.is_of_lead = True
         return self
 
@@ -52,9 +53,9 @@ class StoreLine:
     """The thread and its connection to the store.
 
     Args:
-        connect: makes the connection, in the thread.
-        keeper: who runs the store, and where, for messages.
-        timeout_s: most seconds for one answer.
+        connect: opens the connection; called in the thread.
+        keeper: the process that runs the store and its address, for messages.
+        timeout_s: time limit for one answer, in seconds.
     """
 
     def __init__(self, connect: Callable[[], Any], *, keeper: str, timeout_s: float) -> None:
@@ -72,11 +73,11 @@ class StoreLine:
         """Run ``work(store)`` in the thread, and return its result.
 
         Args:
-            within_s: most seconds for the answer, where they are fewer than usual.
+            within_s: time limit for this answer, in seconds, if shorter than the usual one.
 
         Raises:
             GoneError: the store is gone, or has not answered in time.
-            CheckpointingException: what ``connect`` raised.
+            CheckpointingException: ``connect`` raised this error.
         """
         request = _Request(work)
         self._requests.put(request)
@@ -93,27 +94,25 @@ class StoreLine:
     def send(self, work: Callable[[Any], object]) -> None:
         """Queue ``work(store)`` for the thread and return at once.
 
-        Its result and its errors are lost.
+        The result and errors of ``work`` are discarded.
         """
         self._requests.put(_Request(work))
 
     def know(self, *, keeper: str, timeout_s: float) -> None:
-        """Set who runs the store, for messages, and the time limit for one answer."""
+        """Set the keeper of the store, for messages, and the time limit for one answer."""
         self._keeper = keeper
         self._timeout_s = timeout_s
 
     def beat_every(self, interval_s: float, beat: Callable[[Any], None]) -> None:
-        """Run ``beat(store)`` in the thread at every interval from now on, as long as it does not
-        fail.
-        """
+        """Run ``beat(store)`` in the thread at every interval from now on, until it fails."""
         self._interval_s = interval_s
         self._beat = beat
-        self._requests.put(None)
+        self._requests.put(None)  # wakes the thread, which waits for a request without a time limit
 
     @property
     def is_broken(self) -> bool:
-        """Whether the store is gone or silent; ``check`` raises the error."""
-        since = self._busy_since
+        """True if the store is gone or silent; ``check`` raises the error."""
+        since = self._busy_since  # read once, because the thread may set it to None meanwhile
         return self._error is not None or (
             since is not None and monotonic() - since > self._timeout_s
         )
@@ -123,7 +122,7 @@ class StoreLine:
 
         Raises:
             GoneError: the store is gone or silent.
-            CheckpointingException: what ``connect`` raised.
+            CheckpointingException: ``connect`` raised this error.
         """
         if isinstance(self._error, CheckpointingException):
             raise self._error
@@ -146,45 +145,43 @@ class StoreLine:
         ).of_lead()
 
     def _run(self) -> None:
+        """Connect to the store, then serve requests and send beats until a beat fails."""
         try:
             store = self._connect()
             self._busy_since = None
             next_beat = 0.0
             while True:
-                request = self._next(next_beat - monotonic() if self._beat else None)
+                # Wait for a request, but only until the next beat is due.
+                request = None
+                wait_s = max(next_beat - monotonic(), 0.0) if self._beat else None
+                with suppress(Empty):
+                    request = self._requests.get(timeout=wait_s)
+                # Everything from here may block in native code; waiting threads see for how long.
                 self._busy_since = monotonic()
                 if request is not None:
-                    self._serve(request, store)
+                    # A failed request is its caller's error, and the thread goes on.
+                    try:
+                        request.answer = request.work(store)
+                    except Exception as err:
+                        request.error = err
+                    request.answered.set()
                 if self._beat is not None and monotonic() >= next_beat:
                     self._beat(store)
                     next_beat = monotonic() + self._interval_s
                 self._busy_since = None
-        except Exception as err:  # threads that wait for this one raise it
+        except Exception as err:  # ``check`` raises it in the threads that wait for this one
             self._error = err
-
-    def _next(self, wait_s: float | None) -> _Request | None:
-        try:
-            return self._requests.get(timeout=None if wait_s is None else max(wait_s, 0.0))
-        except Empty:
-            return None
-
-    def _serve(self, request: _Request, store: Any) -> None:
-        try:
-            request.answer = request.work(store)
-        except Exception as err:
-            request.error = err
-        request.answered.set()
 
 
 class ScopedStore:
     """A ``torch.distributed.TCPStore`` under a prefix.
 
     Args:
-        store: the store.
-        prefix: what the names of all entries begin with.
+        store: the store of torch.
+        prefix: prefix of the names of all entries, without the slash that follows it.
 
     Attributes:
-        sent_bytes: names and values that this process has sent to the store and got from it.
+        sent_bytes: size of the names and values exchanged with the store, in both directions.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -204,7 +201,7 @@ class ScopedStore:
         return value
 
     def multi_get(self, names: Sequence[str]) -> list[bytes]:
-        """Return entries, which must exist, by one request."""
+        """Return entries, all of which must exist, with one request."""
         values = (
             [bytes(value) for value in self._store.multi_get(self._full(names))] if names else []
         )
@@ -212,11 +209,11 @@ class ScopedStore:
         return values
 
     def check(self, names: Sequence[str]) -> bool:
-        """Return whether all entries exist."""
+        """Return True if all entries exist."""
         return bool(self._store.check(self._full(names)))
 
     def add(self, name: str, number: int) -> int:
-        """Add to an entry that is a number, and return the sum."""
+        """Add a number to a numeric entry, atomically, and return the sum."""
         return int(self._store.add(self._full([name])[0], number))
 
     def _full(self, names: Sequence[str]) -> list[str]:

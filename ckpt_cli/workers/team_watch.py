@@ -1,14 +1,14 @@
 """Heartbeats of workers: each writes its beat to the store and reads the lead's.
 
-The lead reads all.
+The lead reads all beats. The entries of the store::
 
-::
+    beat/R    written by rank R at every interval: counter, total bytes, bytes done and
+              bytes exchanged with the store (4 × int64); b"ended" after a regular end
+    alarm     b"", or b"1" if a rank has failed: stop at the next advance
+    left      b"", or the pickled (rank, error) of a rank that failed and joins no meeting
+    n_left    number of ranks that have failed
 
-    beat/R    counter, bytes to do, bytes done, bytes from and to the store  of rank R, every interval
-    alarm     b"" or b"1"                                                    a rank has failed: stop at the next advance
-    left      b"" or (rank, error)                                           a rank has failed and joins no meeting
-
-A rank whose beat does not change for the time limit counts as lost: the lead notices it and tells
+A rank whose beat does not change for the time limit counts as lost: the lead notices it and informs
 the others by ``left``; every worker notices the loss of the lead.
 """
 
@@ -27,7 +27,7 @@ _ENDED = b"ended"
 
 
 class TeamWatch:
-    """The heartbeat of this worker, and the beats that it has read of the others.
+    """The heartbeat of this worker, and the beats of other workers that it has read.
 
     Args:
         rank: rank of this worker.
@@ -55,35 +55,37 @@ class TeamWatch:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between beats, longer with many workers, as a store serves some thousand requests
-        per second.
-        """
+        """Seconds between two beats; more with many workers, so that the store keeps up."""
+        # The store serves some thousand requests per second. At least five beats fit into the time
+        # limit, so that a single late beat is not taken for a lost worker.
         return min(self._timeout_s / 5, max(0.25, len(self._hosts) / 512))
 
     def expect(self, n_bytes: int) -> None:
-        """Add bytes to the work of this worker."""
+        """Add to the total bytes of this worker."""
         with self._lock:
             self._total += n_bytes
 
     def advance(self, n_bytes: int) -> None:
-        """Add bytes to the finished work of this worker."""
+        """Add to the finished bytes of this worker."""
         with self._lock:
             self._done += n_bytes
 
     def progress(self) -> list[tuple[int, int]]:
         """Return (bytes done, total bytes) by rank; complete only at the lead."""
+        # Copy the beats before iterating: the store's thread changes them meanwhile. An empty beat
+        # is one that has not begun, and b"ended" has no figures either.
         amounts = [(0, 0)] * len(self._hosts)
         for rank, (value, _) in list(self._beats.items()):
             if len(value) == _BEAT.size:
                 _, total, done, _ = _BEAT.unpack(value)
                 amounts[rank] = (done, total)
-        amounts[self._rank] = (self._done, self._total)
+        amounts[self._rank] = (self._done, self._total)  # newer than this worker's own last beat
         return amounts
 
     def store_bytes(self) -> int:
         """Return the bytes that all workers have exchanged with the store.
 
-        The result is complete only at the lead.
+        The sum is complete only at the lead.
         """
         return sum(
             _BEAT.unpack(value)[3]
@@ -106,10 +108,10 @@ class TeamWatch:
         ]
 
     def silent_for(self, seconds: float) -> tuple[int, float] | None:
-        """Return (rank, seconds) of the watched rank that has been silent the longest, at least
-        ``seconds``.
+        """Return the watched rank that has been silent the longest, and for how many seconds.
 
-        Returns None without one, or if this worker itself has not read the beats recently.
+        Returns None if no rank has been silent for ``seconds``, or if this worker itself has not
+        read the beats recently.
         """
         now = monotonic()
         if now - self._read_at > seconds / 2:
@@ -124,10 +126,9 @@ class TeamWatch:
         return (rank, longest) if longest >= seconds else None
 
     def begin(self, store: ScopedStore) -> None:
-        """Create the entries that all workers read, ``left`` last.
-
-        The lead calls it before any other worker beats.
-        """
+        """Create the entries that all workers read; called at the lead before any worker beats."""
+        # ``left`` comes last: workers wait for it before they begin, and reading a missing entry
+        # of the store would block.
         for rank in range(len(self._hosts)):
             store.set(f"beat/{rank}", b"")
         store.set("alarm", b"")
@@ -135,7 +136,8 @@ class TeamWatch:
 
     def beat(self, store: ScopedStore) -> None:
         """Write this worker's beat to the store, read the others' and notice lost workers."""
-        # Write the own beat; read the watched ones, the alarm and the error of a worker that left.
+        # Write this worker's beat; read the watched ones, the alarm and the error of a worker that
+        # left. The counter changes the beat even if no work was done.
         self._counter += 1
         store.set(
             f"beat/{self._rank}",
@@ -144,21 +146,23 @@ class TeamWatch:
         *beats, alarm, departure = store.multi_get(
             [*(f"beat/{rank}" for rank in self._watched), "alarm", "left"]
         )
-        # Note when each beat changed last.
         now = monotonic()
-        self._discount_pause(now)
-        for rank, value in zip(self._watched, beats, strict=True):
-            if rank not in self._beats or self._beats[rank][0] != value:
-                self._beats[rank] = (value, now)
+        self._record_beats(beats, now)
         # Stop for an error that another worker left, or for a worker that is silent for too long.
+        # The error gets the rank that left, unless that rank gave up on a third one (GoneError).
+        # ``self.error`` is set last, because other threads raise it as soon as it is set.
         if departure and self.error is None:
-            self.error = self._read_error(departure)
+            error: Exception
+            rank, error = pickle.loads(departure)
+            if not isinstance(error, GoneError):
+                error.worker = rank  # type: ignore[attr-defined]
+            self.error = error
         if self.error is None:
             self._check_silence(store, now)
         self.is_alarmed = bool(alarm) or self.error is not None
 
     def end(self, store: ScopedStore) -> None:
-        """Tell the others that this worker has finished regularly and joins no further meeting."""
+        """Announce that this worker has finished regularly and joins no further meeting."""
         store.set(f"beat/{self._rank}", _ENDED)
 
     @staticmethod
@@ -167,47 +171,41 @@ class TeamWatch:
         store.set("alarm", b"1")
 
     def leave(self, store: ScopedStore, error: Exception) -> None:
-        """Tell the others that this worker leaves because of ``error``.
-
-        Only the first error is kept.
-        """
+        """Announce that this worker leaves because of ``error``."""
+        # Only the first error is kept: the later ones usually follow from it.
         if store.add("n_left", 1) == 1:
             store.set("left", pickle.dumps((self._rank, error)))
         self.alarm(store)
 
-    def _read_error(self, left: bytes) -> Exception:
-        """Return the error that another worker left, with its rank."""
-        error: Exception
-        rank, error = pickle.loads(left)
-        if not isinstance(error, GoneError):
-            error.worker = rank  # type: ignore[attr-defined]
-        return error
-
-    def _discount_pause(self, now: float) -> None:
-        """Subtract the time in which this worker did not read the beats from the silence of the
-        others.
-
-        Either this worker was stopped, or the store stood still, as torch's does while it looks up
-        the name of a client in a DNS that does not answer; then nobody's beat could change.
-        """
+    def _record_beats(self, values: Sequence[bytes], now: float) -> None:
+        """Record when the watched beats changed last, given their values at the time ``now``."""
+        # If this worker has not read the beats for a while, subtract that time from the others'
+        # silence. Either this worker was stopped, or the store stood still, as torch's does while
+        # it looks up a client's name in a DNS that does not answer; then no beat could change.
         missed_s = now - self._read_at
         self._read_at = now
-        if missed_s > self._timeout_s / 4:  # beats are at most a fifth apart
+        if missed_s > self._timeout_s / 4:  # regular beats are at most a fifth of it apart
             self._beats = {
                 rank: (value, since + missed_s) for rank, (value, since) in self._beats.items()
             }
+        for rank, value in zip(self._watched, values, strict=True):
+            if rank not in self._beats or self._beats[rank][0] != value:
+                self._beats[rank] = (value, now)
 
     def _check_silence(self, store: ScopedStore, now: float) -> None:
-        """Set the error if a watched worker has been silent for the time limit.
+        """Set the error if a watched worker has been silent for longer than the time limit.
 
-        The lead also tells the others.
+        The lead also informs the others.
         """
         for rank, (value, since) in self._beats.items():
             if rank == self._rank or value == _ENDED or now - since <= self._timeout_s:
                 continue
+            # ``launch.failure`` recognizes the beginning of this message.
             self.error = error = GoneError(
-                f"rank {rank} on {self._hosts[rank]} has sent no heartbeat for {self._timeout_s:g} s",
-                hint="it was killed, or its host or network is down; rerun the same command to continue",
+                f"rank {rank} on {self._hosts[rank]} has sent no heartbeat "
+                f"for {self._timeout_s:g} s",
+                hint="it was killed, or its host or network is down; "
+                "rerun the same command to continue",
             )
             if self._rank == 0:
                 self.leave(store, error)

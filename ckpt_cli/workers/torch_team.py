@@ -1,14 +1,13 @@
 """A team (``core.team.protocol.Team``) over torch.distributed.
 
-Workers announce themselves for each meeting in the store, so that a wait for a worker that will
-never come can end; when all have come, the data go through collectives of a process group. Whatever
-blocks in native code runs in a thread of its own while the caller waits in Python, where it handles
-signals and notices that another worker has gone.
+A gather or broadcast is a *meeting* of all workers. They announce themselves for each meeting in
+the store, so that a wait for a worker that never comes can end; after all have come, the data go
+through collectives of a process group. Calls that block in native code run in a thread of their own
+while the caller waits in Python, where it handles signals and notices that another worker is gone.
+The entries of the store::
 
-::
-
-    meet/N/R    bytes that rank R brings to meeting N
-    meet/N      the largest of them, set by the lead when all have come
+    meet/N/R    size of the data that rank R brings to meeting N, in bytes
+    meet/N      the largest of these sizes, set by the lead after all have come
 
 A gather moves at most ``_PART_BYTES`` over all ranks at a time, so that one long answer costs the
 lead no more memory than that. A broadcast goes along gloo's tree, or nccl's ring.
@@ -36,14 +35,14 @@ T = TypeVar("T")
 
 _PART_BYTES = 8 << 20
 PART_MEMORY_BYTES = 2 * _PART_BYTES
-"""Memory that a meeting takes in addition to its data: one part, as tensors and as bytes."""
+"""Memory that a meeting needs in addition to its data: one part, as tensors and as bytes."""
 _FAREWELL_S = 5.0
-"""The longest time that a worker tries to write to the store when it ends, in seconds."""
+"""Seconds that a worker tries at most to write to the store when it ends."""
 _EXPLAIN_S = 2.0
-"""Silence, in addition to some beats, after which a worker is taken to have broken a collective, in
-seconds."""
+"""Seconds of silence, in addition to four beats, after which a worker is blamed for a broken
+collective."""
 _END_S = 10.0
-"""The longest time that the lead waits at the end of a job for the others to end, in seconds."""
+"""Seconds that the lead waits at most at the end of a job for the others to end."""
 
 
 class TorchTeam:
@@ -58,6 +57,7 @@ class TorchTeam:
         timeout_s: time without a heartbeat after which a worker counts as lost.
 
     Attributes:
+        hosts: host names, by rank.
         collective_bytes: bytes that all ranks together have sent through collectives, counted by
             the lead.
     """
@@ -93,6 +93,7 @@ class TorchTeam:
         longest, sizes = self._meet(len(data))
         if self.rank == 0:
             return [data, *self._receive_parts(sizes)]
+        # All ranks make the same number of collective calls, so shorter data are padded.
         for start, stop in self._part_ranges(longest):
             self._run_watched(lambda part=data[start:stop], n=stop - start: self._give(part, n))  # type: ignore[misc]
         return None
@@ -120,10 +121,7 @@ class TorchTeam:
         return self._watch.progress()
 
     def facts(self) -> dict[str, object]:
-        """Return what ``--json`` tells about the team in addition to the workers' figures.
-
-        Called at the lead.
-        """
+        """Return the fields about the team that ``--json`` prints; called at the lead."""
         return {
             "launcher": self._identity.launcher,
             "backend": self._backend,
@@ -135,35 +133,31 @@ class TorchTeam:
         }
 
     def leave(self, error: Exception) -> None:
-        """Tell the others that this worker has failed and joins no further meeting.
-
-        Never raises.
-        """
+        """Announce that this worker has failed and joins no further meeting; never raises."""
         with suppress(WorkerError):
             self._line.ask(
                 self._scoped(lambda store: self._watch.leave(store, error)), within_s=_FAREWELL_S
             )
 
     def end(self) -> None:
-        """End the membership of a worker that has done its work; never raises.
-
-        A lead that runs the store waits for the others, which would lose it otherwise.
-        """
+        """End the membership of a worker that has done its work; never raises."""
         with suppress(WorkerError):
             self._line.ask(self._scoped(self._watch.end), within_s=_FAREWELL_S)
+            # A lead that runs the store waits for the others, which would lose the store otherwise.
             deadline = monotonic() + _END_S
             while self._identity.keeps_store and self._watch.living() and monotonic() < deadline:
                 self._line.check()
                 Event().wait(POLL_S / 2)
 
     def _begin(self, meeting: Meeting) -> None:
-        """Start the heartbeat, then make the process group."""
-        # The lead creates the entries; every worker's heartbeat begins when they exist.
+        """Start the heartbeat, then create the process group."""
+        # The lead creates the entries; every worker's heartbeat begins after they exist.
         if self.rank == 0:
             self._ask(self._watch.begin)
         self._wait_for(["left"])
         self._line.beat_every(self._watch.interval_s, self._scoped(self._watch.beat))
-        # gloo shall use the interface that leads to the store, unless the user chose one.
+        # Let gloo use the interface that leads to the store, unless the user chose one. On the host
+        # of the store that may be the loopback, which does not reach workers on other hosts.
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             is_loopback = meeting.address.startswith("127.") or meeting.address == "::1"
             name = (
@@ -172,11 +166,11 @@ class TorchTeam:
             if name is not None:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
         self._run_watched(self._make_group)
-        self._meet(
-            0
-        )  # a worker may end right after it has connected, but not before all others have
+        # A worker may end right after it has connected, but not before all others have.
+        self._meet(0)
 
     def _make_group(self) -> None:
+        """Create torch's process group, over a connection to the store of its own."""
         from datetime import timedelta
 
         import torch.distributed as dist
@@ -197,22 +191,27 @@ class TorchTeam:
         )
 
     def _meet(self, n_bytes: int, *, only_lead: bool = False) -> tuple[int, list[int]]:
-        """Wait until all ranks have come to the next meeting.
+        """Wait until all ranks have announced themselves for the next meeting.
 
         Args:
             n_bytes: size of the data that this rank brings.
-            only_lead: the other ranks bring no data.
+            only_lead: only the lead brings data.
 
         Returns:
             The largest size to be transferred, and at the lead the size that each rank brings.
+
+        Raises:
+            WorkerError: a worker is gone.
         """
         number = self._n_meetings
         self._n_meetings += 1
         own_key = f"meet/{number}/{self.rank}"
         self._ask(lambda store: store.set(own_key, str(n_bytes)))
+        # The others wait for the lead's answer only, so the store gets few requests per meeting.
         if self.rank:
             self._wait_for([f"meet/{number}"])
             return int(self._ask(lambda store: store.get(f"meet/{number}"))), []
+        # In a gather the lead's own data is not transferred, so its size does not count.
         keys = [f"meet/{number}/{rank}" for rank in range(self.size)]
         self._wait_for(keys)
         sizes = [int(value) for value in self._ask(lambda store: store.multi_get(keys))]
@@ -221,7 +220,7 @@ class TorchTeam:
         return longest, sizes
 
     def _part_ranges(self, longest: int) -> list[tuple[int, int]]:
-        """Return the byte ranges in which a gather moves its data."""
+        """Return the (start, stop) byte ranges in which a gather moves up to ``longest`` bytes."""
         step = max(_PART_BYTES // self.size, 1 << 12)
         return [(start, min(start + step, longest)) for start in range(0, longest, step)]
 
@@ -260,7 +259,7 @@ class TorchTeam:
         return [tensor.cpu().numpy().tobytes() for tensor in tensors]
 
     def _broadcast_tensor(self, data: bytes, n_bytes: int) -> bytes:
-        """Send the lead's data to all ranks; return them."""
+        """Send the lead's data to all ranks, and return it on each."""
         import torch
         import torch.distributed as dist
 
@@ -272,18 +271,19 @@ class TorchTeam:
         return received
 
     def _synchronize(self) -> None:
-        """Wait until the work started on a GPU is done."""
+        """Wait until the collective is done."""
+        # nccl's calls only queue work on the GPU; gloo's return after the transfer.
         if self._data_device != "cpu":
             import torch
 
             torch.cuda.synchronize(self._data_device)
 
     def _run_watched(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, run in a thread of its own, which is abandoned if another worker is
-        gone.
+        """Run ``work`` in a thread and return its result; abandon the thread if a worker is gone.
 
         Raises:
-            GoneError: another worker is gone, or the work takes twice the time limit.
+            GoneError: another worker is gone, or the work takes longer than twice the time limit.
+            Exception: another worker failed and left this error.
         """
         done = Event()
         results: list[T] = []
@@ -296,29 +296,33 @@ class TorchTeam:
                 errors.append(err)
             done.set()
 
+        # A daemon thread, because an abandoned one may block forever and must not delay the exit.
         Thread(target=run, name="collective", daemon=True).start()
         deadline = monotonic() + 2 * self._timeout_s
+        # Waiting in short steps lets this thread handle signals and notice a worker that is gone.
         while not done.wait(POLL_S):
             self._check()
             if monotonic() > deadline:
                 raise GoneError(
-                    f"the workers met but have not exchanged their data within {2 * self._timeout_s:g} s",
-                    hint="check that their hosts reach each other on all ports; GLOO_SOCKET_IFNAME names the interface",
+                    "the workers met but have not exchanged their data "
+                    f"within {2 * self._timeout_s:g} s",
+                    hint="check that their hosts reach each other on all ports; "
+                    "set GLOO_SOCKET_IFNAME to choose the network interface",
                 )
         if errors:
             self._explain(errors[0])
         return results[0]
 
     def _explain(self, err: Exception) -> None:
-        """Raise the error for a collective that broke.
-
-        The worker that broke it may have left its error in the store. If it was killed, the lead
-        soon misses its beats and tells the others, which wait for that a little longer.
+        """Raise the error for a broken collective.
 
         Raises:
-            GoneError: with the worker that is gone, if it is known; or the error that it left.
+            GoneError: a worker is gone; the message names it if it can be known.
+            Exception: a worker failed and left this error.
         """
-        # Wait until the worker that broke the collective can be known.
+        # Wait until the worker that broke the collective can be known: it may leave its error in
+        # the store. If it was killed, the lead soon misses its beats and informs the others, which
+        # therefore wait a little longer than the lead.
         interval_s = self._watch.interval_s
         begun = monotonic()
         missed_s = min(_EXPLAIN_S + 4 * interval_s, self._timeout_s)
@@ -333,35 +337,39 @@ class TorchTeam:
             error = GoneError(
                 f"rank {rank} on {self.hosts[rank]} is gone: the connection to it broke, "
                 f"and it has sent no heartbeat for {seconds:.0f} s",
-                hint="it was killed, or its host or network is down; rerun the same command to continue",
+                hint="it was killed, or its host or network is down; "
+                "rerun the same command to continue",
             )
             raise (error if rank else error.of_lead()) from err
         reason = str(err).split("\n")[0]
         raise GoneError(
             f"the connection between workers broke: {reason}",
-            hint="one of them was killed, or a network is down; rerun the same command to continue",
+            hint="a worker was killed, or a network is down; rerun the same command to continue",
         ) from err
 
     def _wait_for(self, keys: Sequence[str]) -> None:
         """Wait until all entries exist.
 
         Raises:
-            WorkerError: a worker is gone.
+            WorkerError: a worker is gone, or has ended without writing its entry.
         """
         pause_s = 0.002
         while True:
-            ended = (
-                self._watch.ended()
-            )  # before the entries: a worker writes its entries before it ends
+            # Read who has ended before the entries: a worker writes its entries before it ends, so
+            # if an entry is missing then, that worker will not write it any more.
+            ended = self._watch.ended()
             if self._ask(lambda store: store.check(keys)):
                 return
             self._check()
             missing = next((rank for rank in ended if rank != self.rank), None)
             if missing is not None:
                 raise WorkerError(
-                    f"rank {missing} on {self.hosts[missing]} has ended, but rank {self.rank} waits for it",
+                    f"rank {missing} on {self.hosts[missing]} has ended, "
+                    f"but rank {self.rank} waits for it",
                     hint="this is a bug in ckpt: rerun with --debug and report the output",
                 )
+            # Most waits are short, so pause briefly first; longer with many workers, which share
+            # the store.
             Event().wait(pause_s)
             pause_s = min(pause_s * 1.5, max(POLL_S, self.size / 2000))
 
@@ -374,7 +382,7 @@ class TorchTeam:
         return self._line.ask(self._scoped(work))
 
     def _scoped(self, work: Callable[[ScopedStore], T]) -> Callable[[Any], T]:
-        """Return ``work``, called with the store under the prefix of this start of the workers."""
+        """Return a function that calls ``work`` with the store under this team's prefix."""
 
         def run(store: Any) -> T:
             if self._store is None:

@@ -1,6 +1,6 @@
-"""One accelerator and one thread's way to it: streams, pinned buffers, casts and comparisons on it.
+"""Work on an accelerator: casts, comparisons, scales, and the streams and pinned buffers for them.
 
 Start at ``device``, which names the kinds of work; ``lane`` moves the bytes. ``core.calibration``
-decides what a device may do.
+decides which kinds of work a device does.
 Imports: arrays, errors.
 """

@@ -1,12 +1,12 @@
 """The accelerator on which a worker does its per-byte work: its name, kinds of work, and errors.
 
 ``None`` in place of a ``Device`` is the CPU path of the engine, which needs no torch. A ``Device``
-is a plain value that describes what is wanted; open resources (streams, pinned memory) belong to
-``core.device.lane``. The bytes that are written and the findings do not depend on the device; a
-kind of work for which the device gives other bits than the CPU path is left to the CPU
+is a plain value that describes the request; open resources (streams, pinned memory) belong to
+``core.device.lane``. The bytes written and the findings do not depend on the device: a kind of work
+for which the device computes other bits than the CPU path is done on the CPU
 (``core.calibration.choice``).
 
-Work is sent to the device only where it costs more than the transfer. Moving bytes never does.
+Only work that costs more than the transfer to the device is sent there; moving bytes never is.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from core.errors import CapacityError, CheckpointingException, UsageError, Worke
 CAST, VALUES, FINGERPRINT, COMPARE = "cast", "values", "fingerprint", "compare"
 QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
 NAMES = ("cpu", "cuda", "auto")
-"""The values of ``--device``, besides ``cuda:N``."""
+"""Values of ``--device``, in addition to ``cuda:N``."""
 
 
 def cast_work(source: str, target: str) -> str:
-    """Return the name of the kind of work that is the cast from one dtype to another."""
+    """Return the name of the kind of work for the cast from one dtype to another."""
     return f"{CAST} {source} → {target}"
 
 
@@ -35,9 +35,9 @@ class Device:
     """A device for per-byte work.
 
     Args:
-        torch_name: ``cuda:0``, or ``cpu`` for the same code on torch's CPU, which tests use.
-        is_auto: use the device for a kind of work only if it is measured to be faster there.
-        work: kinds of work that the device does; None, before this is decided, means none.
+        torch_name: ``cuda:N``, or ``cpu`` for the same code on torch's CPU, which tests use.
+        is_auto: use the device for a kind of work only if that is measured to be faster.
+        work: kinds of work that the device does; None until this is decided, which means none.
     """
 
     torch_name: str
@@ -46,29 +46,31 @@ class Device:
 
     @property
     def is_cuda(self) -> bool:
-        """Return whether this is a CUDA device, which has memory of its own."""
+        """True if this is a CUDA device, which has memory of its own."""
         return self.torch_name.startswith("cuda")
 
     def does(self, work: str) -> bool:
-        """Return whether the device does a kind of work."""
+        """Return True if the device does a kind of work."""
         return self.work is not None and work in self.work
 
 
 def does(device: Device | None, work: str) -> bool:
-    """Return whether a device does a kind of work; False for the CPU path."""
+    """Return True if a device does a kind of work; False for the CPU path."""
     return device is not None and device.does(work)
 
 
 def device_named(name: str, local_rank: int = 0) -> Device | None:
-    """Return the device that ``--device NAME`` gives a worker; imports torch unless it is ``cpu``.
+    """Return the device that ``--device NAME`` selects for a worker.
+
+    Imports torch, except for ``cpu``.
 
     Args:
-        name: ``cpu``; ``cuda``: the GPU with the number of the worker's local rank; ``cuda:N``;
-            ``auto``: the same GPU for the work that is faster there, or the CPU path without a GPU.
+        name: ``cpu``; ``cuda:N``; ``cuda`` for the GPU whose number is the worker's local rank; or
+            ``auto`` for the same GPU, only for the work that is faster there.
         local_rank: the worker's number on its host.
 
     Returns:
-        The device, or None for the CPU path.
+        The device; None for the CPU path, also for ``auto`` without a GPU.
 
     Raises:
         UsageError: the name is unknown, the device does not exist, or the host has fewer GPUs than
@@ -81,23 +83,27 @@ def device_named(name: str, local_rank: int = 0) -> Device | None:
     if kind == "cpu":
         return None
     n_devices = _n_cuda_devices()
-    if kind == "auto":  # more workers than GPUs: the others work on their processors
+    # With more workers than GPUs, the other workers use the CPU path.
+    if kind == "auto":
         return Device(f"cuda:{local_rank}", is_auto=True) if local_rank < n_devices else None
     if not n_devices:
         raise UsageError(
-            "--device cuda: torch finds no CUDA device here",
+            "--device cuda: torch finds no CUDA device on this host",
             hint=f"use --device cpu or auto; {_why_no_cuda()}",
         )
     index = int(number) if number else local_rank
     if index >= n_devices:
         raise UsageError(
-            f"--device {name}: worker {local_rank} of this host needs GPU {index}, but the host has {n_devices}",
-            hint=f"start at most {n_devices} workers on this host (--nproc-per-node), or use --device auto",
+            f"--device {name}: worker {local_rank} of this host needs GPU {index}, "
+            f"but the host has {n_devices}",
+            hint=f"start at most {n_devices} workers on this host (--nproc-per-node), "
+            "or use --device auto",
         )
     return Device(f"cuda:{index}")
 
 
 def _n_cuda_devices() -> int:
+    """Return the number of CUDA devices that torch can use; 0 without torch."""
     try:
         import torch
     except ImportError:
@@ -113,12 +119,15 @@ def _why_no_cuda() -> str:
         return "torch is not installed"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
-    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda}: check the driver (nvidia-smi)"
+    return (
+        f"torch {torch.__version__} was built for CUDA {torch.version.cuda}: "
+        "check the driver (nvidia-smi)"
+    )
 
 
 @contextmanager
 def device_errors(device: Device) -> Iterator[None]:
-    """Translate torch's errors about a device into this toolkit's.
+    """Translate torch's errors about a device into errors of this toolkit.
 
     Raises:
         CapacityError: the device is out of memory.
@@ -131,6 +140,8 @@ def device_errors(device: Device) -> Iterator[None]:
     except RuntimeError as err:
         if not device.is_cuda:
             raise
+        # Not every lack of memory has a class of its own; some libraries only report it in the
+        # text. After its first line, the text has advice for developers.
         text = str(err).partition("\n")[0]
         import torch
 
@@ -138,9 +149,9 @@ def device_errors(device: Device) -> Iterator[None]:
         if isinstance(err, out_of_memory) or "out of memory" in str(err):
             raise CapacityError(
                 f"{device.torch_name} is out of memory: {text}",
-                hint="end other programs that use it, use fewer --threads, or use --device cpu",
+                hint="stop other programs that use it, use fewer --threads, or use --device cpu",
             ) from err
         raise WorkerError(
             f"{device.torch_name} failed: {text}",
-            hint="run it again, or use --device cpu; dmesg and nvidia-smi may tell the cause",
+            hint="rerun the command, or use --device cpu; check dmesg and nvidia-smi",
         ) from err

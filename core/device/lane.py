@@ -5,9 +5,10 @@ A lane has two slots, each with a stream, pinned host memory and memory on the d
     slot 0   host → device │ kernel │ device → host │               │ host → device │ …
     slot 1                 │ host → device │ kernel │ device → host │               …
 
-While one slot's data travel and are worked on, the thread fills the other slot. Buffers that are
-pinned themselves (``host_buffer``) are read and written by the device without a copy in between.
-With the device ``cpu`` the same code runs on torch's CPU, one piece after the other.
+While the device transfers and processes the data of one slot, the thread fills the other. The
+device reads and writes pinned buffers (``host_buffer``) directly; data of other buffers are copied
+through the slot's pinned memory. With the device ``cpu`` the same code runs on torch's CPU, one
+piece after the other.
 
 Memory: at most ``LANE_BYTES`` of host memory per thread; on the device, what the kernel allocates
 for two pieces.
@@ -28,23 +29,23 @@ Tensor = Any
 Array = Any
 """A numpy array."""
 Kernel = Callable[..., Tensor]
-"""Computes a tensor from tensors of bytes, all on the device.
+"""Called with tensors of bytes on the device; returns a tensor on the device.
 
 A kernel neither waits for the device nor keeps its arguments.
 """
 
 PIECE_BYTES = 4 << 20
-"""Maximum bytes that a slot sends or receives at once.
+"""Maximum number of bytes that a slot sends or receives at once.
 
-Starting a kernel costs as much as moving 100 KiB.
+Starting a kernel takes as long as moving 100 KiB, so pieces should not be much smaller.
 """
 LANE_BYTES = 4 * PIECE_BYTES
 _ALIGNMENT = 8
-"""Bytes; the device reads elements at addresses that are multiples of their size."""
+"""Alignment of elements on the device, in bytes: the size of the largest element."""
 _WINDOW = -1
 """Number of the device buffer that holds an uploaded window."""
 CUDA_BYTES = 768 << 20
-"""Host memory that CUDA's context, its libraries and torch's CUDA part take; an estimate."""
+"""Estimate of the host memory that CUDA's context and libraries and torch's CUDA part take."""
 
 
 def host_bytes(device: Device | None, threads: int) -> int:
@@ -57,8 +58,8 @@ def host_bytes(device: Device | None, threads: int) -> int:
 def host_buffer(device: Device | None, n_bytes: int) -> memoryview:
     """Allocate host memory for ``n_bytes`` bytes, pinned if a CUDA device will use it.
 
-    Pinned memory is occupied at once. Other memory is occupied when it is first written, and goes
-    back to the system when the buffer is released.
+    Pinned memory is occupied at once. Other memory is occupied at the first write, and is returned
+    to the system when the buffer is released.
     """
     if device is None or not device.is_cuda:
         return memoryview(mmap.mmap(-1, n_bytes))
@@ -82,7 +83,8 @@ class Lane:
         with device_errors(device):
             self.torch_device = torch.device(device.torch_name)
             if device.is_cuda:
-                torch.cuda.set_device(self.torch_device)  # of this thread; others start with GPU 0
+                # The current device belongs to the thread, and every new thread begins with GPU 0.
+                torch.cuda.set_device(self.torch_device)
             self._slots = [_Slot(self.torch_device) for _ in range(2)]
         self._tables: dict[str, Tensor] = {}
 
@@ -92,16 +94,21 @@ class Lane:
         """Apply a kernel to each element and write the results to ``out``.
 
         Args:
-            data, out: as many dense elements, of ``sizes`` bytes each.
-            kernel: gives one element for each element that it gets.
-            sizes: bytes of an element of ``data`` and of ``out``.
+            data, out: buffers with the same number of dense elements.
+            kernel: returns one element for each element of its argument.
+            sizes: size of an element of ``data`` and of one of ``out``, in bytes.
+
+        Raises:
+            CapacityError: the device is out of memory.
+            WorkerError: the device failed otherwise.
         """
         data_size, out_size = sizes
         n_elements = len(data) // data_size
         at_once = PIECE_BYTES // max(sizes)
         with device_errors(self.device):
             try:
-                # The slots take turns: while one's piece travels, the other one is filled.
+                # The slots take turns: while the device works on the piece of one, the other is
+                # filled. A slot must be finished before it is used again.
                 for number, first in enumerate(range(0, n_elements, at_once)):
                     last = min(first + at_once, n_elements)
                     slot = self._slots[number % 2]
@@ -120,25 +127,29 @@ class Lane:
         """Apply a kernel to each piece of some buffers and yield the results, in order, as bytes.
 
         Args:
-            data: buffers of one length; the kernel gets the same piece of each.
-            kernel: gives a small tensor for each piece.
-            size: bytes of an element; pieces do not cut elements.
+            data: buffers of the same length; the kernel is called with the same piece of each.
+            kernel: returns a small tensor for each piece.
+            size: size of an element, in bytes; pieces contain only complete elements.
+
+        Raises:
+            CapacityError: the device is out of memory.
+            WorkerError: the device failed otherwise.
         """
         at_once = PIECE_BYTES // size // len(data) * size
-        under_way: list[tuple[_Slot, Array]] = []
+        in_flight: list[tuple[_Slot, Array]] = []
         with device_errors(self.device):
             try:
                 for number, first in enumerate(range(0, len(data[0]), at_once)):
                     slot = self._slots[number % 2]
-                    # A slot is free again once its earlier result has been handed on.
-                    if len(under_way) == len(self._slots):
-                        finished_slot, result = under_way.pop(0)
+                    # A slot is free again after its earlier result has been yielded.
+                    if len(in_flight) == len(self._slots):
+                        finished_slot, result = in_flight.pop(0)
                         finished_slot.finish()
                         yield result
                     pieces = tuple(buffer[first : first + at_once] for buffer in data)
                     out: Array = slot.begin(pieces, kernel, None)
-                    under_way.append((slot, out))
-                for slot, result in under_way:
+                    in_flight.append((slot, out))
+                for slot, result in in_flight:
                     slot.finish()
                     yield result
             except BaseException:
@@ -149,14 +160,15 @@ class Lane:
         """Send a buffer's bytes to the device, for use within ``on_stream``.
 
         Args:
-            number: the lane's device buffer that the bytes take, until the next use of that buffer.
+            number: number of the device buffer for the bytes; its next use overwrites them.
         """
-        self._slots[0].wait()  # the bytes sent before from the same pinned memory have left it
+        # The transfer before may still read the pinned memory that this one fills.
+        self._slots[0].wait()
         return self._slots[0].send(as_tensor(data), number)
 
     @contextmanager
     def uploaded_once(self, data: memoryview) -> Iterator[None]:
-        """Send ``data`` at most once, for all kernels that get parts of it within the block.
+        """Send ``data`` at most once for all kernels that use parts of it within the block.
 
         The bytes must not change within the block.
         """
@@ -171,13 +183,14 @@ class Lane:
         """Let the block use the device directly, outside of ``map`` and ``map_pieces``.
 
         Raises:
-            CapacityError, WorkerError: the device fails (``core.device.device.device_errors``).
+            CapacityError: the device is out of memory.
+            WorkerError: the device failed otherwise.
         """
         with device_errors(self.device), self._slots[0].stream_context():
             yield
 
     def fetch(self, tensor: Tensor) -> Array:
-        """Return a tensor of the device as a numpy array, once it is computed; in ``on_stream``."""
+        """Wait for a tensor of the device and return it as a numpy array; in ``on_stream``."""
         if not self.device.is_cuda:
             return tensor.numpy()
         import torch
@@ -188,29 +201,28 @@ class Lane:
         return pinned.numpy()
 
     def load_table(self, name: str, make: Callable[[], Array]) -> Tensor:
-        """Return an array on the device; ``make`` computes it when its name is first asked for."""
+        """Return the array of this name on the device; call ``make`` for it at the first use."""
         table = self._tables.get(name)
         if table is None:
             import torch
 
             table = self._tables[name] = torch.from_numpy(make()).to(self.torch_device)
+            # The copy runs on the default stream, for which the slots' streams do not wait.
             if self.device.is_cuda:
-                torch.cuda.synchronize(
-                    self.torch_device
-                )  # the slots' streams do not wait for this one
+                torch.cuda.synchronize(self.torch_device)
         return table
 
     def _abandon(self) -> None:
-        """Wait for pieces under way, so that nothing is written to buffers that are used again."""
+        """Drop the pieces in flight; wait until the device no longer uses their buffers."""
         for slot in self._slots:
             slot.abandon()
 
 
 class _Slot:
-    """The buffers and the stream of one piece under way.
+    """The buffers and the stream of one piece in flight.
 
     Args:
-        device: a torch device.
+        device: a ``torch.device``.
     """
 
     def __init__(self, device: Any) -> None:
@@ -219,6 +231,7 @@ class _Slot:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        # A blocking event: the thread sleeps while it waits, and leaves its core to others.
         self._done = torch.cuda.Event(blocking=True) if self._is_cuda else None
         self._device_buffers: dict[int, Tensor] = {}
         self._pinned_inputs: dict[int, Tensor] = {}
@@ -229,11 +242,11 @@ class _Slot:
         self._window_on_device: Tensor | None = None
 
     def set_window(self, window: Tensor | None) -> None:
-        """Set the bytes that ``send`` sends once and takes parts of; None for none."""
+        """Set the bytes of which ``send`` sends all at the first use of a part; None for none."""
         self._window, self._window_on_device = window, None
 
     def stream_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which torch's work goes to this slot's stream."""
+        """Return a context in which torch queues its work on this slot's stream."""
         if self._stream is None:
             return nullcontext()
         import torch
@@ -242,11 +255,13 @@ class _Slot:
         return context
 
     def send(self, source: Tensor, number: int = 0) -> Tensor:
-        """Send host bytes to the device, on the current stream; a part of the window goes with it.
+        """Send host bytes to the device, on the current stream.
 
         Args:
-            number: the slot's device buffer that the bytes take.
+            number: number of the slot's device buffer for the bytes.
         """
+        # A part of the window is recognized by its address. It is used where the window is on the
+        # device, unless elements there would be misaligned.
         window = self._window
         start = -1 if window is None else source.data_ptr() - window.data_ptr()
         if (
@@ -261,14 +276,16 @@ class _Slot:
         return self._window_on_device[start : start + source.numel()]
 
     def _send_alone(self, source: Tensor, number: int) -> Tensor:
+        """Send host bytes to a device buffer, on the current stream, regardless of the window."""
         import torch
 
+        # Device buffers are kept and only replaced by larger ones, as allocation is slow.
         n = source.numel()
         target = self._device_buffers.get(number)
         if target is None or target.numel() < n:
             target = torch.empty(max(n, PIECE_BYTES), dtype=torch.uint8, device=self._device)
             self._device_buffers[number] = target
-        # The device reads pinned memory only; other memory is copied there first.
+        # A transfer is asynchronous only from pinned memory; copy other memory there first.
         if self._is_cuda and not source.is_pinned():
             pinned = self._pinned_inputs.get(number)
             if pinned is None or pinned.numel() < n:
@@ -283,13 +300,14 @@ class _Slot:
         """Send pieces through a kernel, without waiting for the result.
 
         Args:
-            out: gets the resulting bytes; None allocates memory for them.
+            out: buffer for the resulting bytes; None allocates memory for them.
 
         Returns:
-            The resulting bytes, in ``out`` where it is given; valid after ``finish``.
+            The resulting bytes, in ``out`` if given; valid after ``finish``.
         """
         import torch
 
+        # Everything is queued on the slot's stream, which runs it in order.
         with self.stream_context():
             result = kernel(
                 *(self.send(as_tensor(source), number) for number, source in enumerate(sources))
@@ -297,52 +315,52 @@ class _Slot:
             result = result.contiguous().view(-1).view(torch.uint8)
             n = result.numel()
             self._is_busy = True
-            wanted = (
+            output = (
                 torch.empty(n, dtype=torch.uint8, pin_memory=self._is_cuda)
                 if out is None
                 else as_tensor(out)
             )
-            assert wanted.numel() == n
+            assert output.numel() == n, "the caller knows the size of the results"
 
-            # The device writes to pinned memory only; ``finish`` copies from there to other memory.
-            target = wanted
-            if self._is_cuda and not wanted.is_pinned():
+            # As with sending, transfer to pinned memory; ``finish`` copies to other memory.
+            target = output
+            if self._is_cuda and not output.is_pinned():
                 if self._pinned_output is None or self._pinned_output.numel() < n:
                     self._pinned_output = torch.empty(
                         max(n, 1 << 20), dtype=torch.uint8, pin_memory=True
                     )
                 target = self._pinned_output[:n]
-                self._copy_back = (wanted, target)
+                self._copy_back = (output, target)
             target.copy_(result, non_blocking=True)
             if self._done is not None:
                 self._done.record(self._stream)
-        return wanted.numpy()
+        return output.numpy()
 
     def finish(self) -> None:
-        """Wait until the piece is back, if one is under way."""
+        """Wait for the piece in flight, if there is one, until its result is in host memory."""
         if self._is_busy and self._done is not None:
             self._done.synchronize()
         self._is_busy = False
         if self._copy_back is not None:
-            wanted, pinned = self._copy_back
+            output, pinned = self._copy_back
             self._copy_back = None
-            wanted.copy_(pinned)
+            output.copy_(pinned)
 
     def wait(self) -> None:
-        """Wait until the stream has nothing to do."""
+        """Wait until the stream has finished all queued work."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def abandon(self) -> None:
-        """Drop the piece under way, once the device no longer uses its buffers."""
+        """Drop the piece in flight, and wait until the device no longer uses its buffers."""
         self._is_busy, self._copy_back = False, None
         self.wait()
 
 
 class _WritableView:
-    """Bytes that numpy takes for writable.
+    """A view of read-only bytes that numpy considers writable.
 
-    torch warns of read-only arrays, although nothing is written to sources.
+    torch warns about read-only arrays, but sources are never written to.
     """
 
     def __init__(self, data: Array) -> None:
@@ -369,7 +387,10 @@ def as_tensor(data: Any) -> Tensor:
 
 @contextmanager
 def uploaded_once(device: Device | None, data: memoryview) -> Iterator[None]:
-    """Do as ``Lane.uploaded_once`` for the calling thread; nothing if the device does no work."""
+    """Send ``data`` at most once within the block, as ``Lane.uploaded_once`` of this thread does.
+
+    Without a device, or if the device does no work, nothing is sent.
+    """
     if device is None or not device.work:
         yield
         return
@@ -381,7 +402,7 @@ _of_thread = threading.local()
 
 
 def lane_of(device: Device) -> Lane:
-    """Return the calling thread's lane to a device; it ends with the thread."""
+    """Return the calling thread's lane to a device; create it at the first use."""
     lanes: dict[str, Lane] = _of_thread.__dict__.setdefault("lanes", {})
     lane = lanes.get(device.torch_name)
     if lane is None:

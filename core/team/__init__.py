@@ -1,6 +1,6 @@
 """Threads that stop together, and ranks that do one job together.
 
-Start at ``protocol``: what the engine asks of a team (``ckpt_cli.workers.torch_team`` implements it
-with torch's process groups). ``threads`` is for one process.
+Start at ``protocol``, the interface between the engine and a team of processes (implemented by
+``ckpt_cli.workers.torch_team`` with torch's process groups). ``threads`` is for one process.
 Imports: errors, files.
 """

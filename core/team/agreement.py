@@ -1,8 +1,8 @@
-"""Make sure that all ranks of a team see the same data before they divide the work.
+"""Check that all ranks of a team see the same data before they divide the work.
 
-Each rank opens a checkpoint by itself. The shares of the ranks fit together only if all opened the
-same: the same files, the same tensors, or the same error. A host that sees another directory at the
-same path is reported here, instead of showing up later as wrong results.
+Each rank opens a checkpoint by itself. The shares of the ranks fit together only if all ranks found
+the same files and tensors, or the same error. A host that sees another directory at the same path
+is reported here; otherwise it would produce wrong results later.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _N_TIMES = 64
-"""Files whose modification times are compared; each costs one request to a file system that all
-hosts share.
+"""Maximum number of files whose modification times are compared.
+
+Each costs a request to a file system that all hosts share.
 """
 
 
 def require_agreement(
     team: Team, compute: Callable[[], T], observed_state: Callable[[T], object], *, subject: str
 ) -> T:
-    """Run ``compute`` on every rank and return this rank's result, if all ranks saw the same.
+    """Run ``compute`` on every rank and return this rank's result, if all ranks saw the same data.
 
     All ranks call it. In a team of one it is a plain call of ``compute``.
 
     Args:
-        compute: the same on every rank.
-        observed_state: gives the part of a result that must be equal on all ranks, as numbers,
-            strings and tuples.
-        subject: what ``compute`` looks at, for the error message: a path.
+        compute: reads the data; must be the same function on every rank.
+        observed_state: returns the part of a result that must be equal on all ranks, as numbers,
+            strings and tuples, whose ``repr`` is the same in every process.
+        subject: path that ``compute`` reads, for the error message.
 
     Raises:
         CheckpointingException: the error of ``compute``, if every rank got the same one.
@@ -48,6 +49,8 @@ def require_agreement(
     values: list[T] = []
     errors: list[CheckpointingException] = []
 
+    # An error of this kind is a state as well: if every rank got the same one, they agree. Only a
+    # digest of a state travels, because the names of all files may take megabytes.
     def observe() -> tuple[str, str]:
         try:
             values.append(compute())
@@ -69,9 +72,9 @@ def _check_states_equal(team: Team, states: list[tuple[str, str]], subject: str)
     """Raise if a rank observed another state than the lead.
 
     Args:
-        states: by rank, the digest of the observed state and the message of the error; one of them
-            is empty.
-        subject: what the ranks looked at.
+        states: by rank, the digest of the observed state and the message of the error; one of the
+            two is empty.
+        subject: path that the ranks read.
 
     Raises:
         WorkerError: the state of a rank differs from that of rank 0.
@@ -83,33 +86,31 @@ def _check_states_equal(team: Team, states: list[tuple[str, str]], subject: str)
             f", where rank 0 on {team.hosts[0]} has: {states[0][1]}" if states[0][1] else ""
         )
         raise WorkerError(
-            f"rank {rank} on {team.hosts[rank]} sees different data at {subject} than rank 0 on {team.hosts[0]}"
-            + (f": {error}" if error else "")
-            + lead_error,
+            f"rank {rank} on {team.hosts[rank]} sees different data at {subject} "
+            f"than rank 0 on {team.hosts[0]}" + (f": {error}" if error else "") + lead_error,
             rank=str(rank),
-            hint="every host must see the same directory at this path, and nothing may write into it meanwhile",
+            hint="make sure that all hosts see the same directory at this path, "
+            "and that nothing writes into it meanwhile",
         )
 
 
 def observe_files(store: LocalStore, files: Mapping[str, int]) -> tuple[object, ...]:
-    """Return what tells a directory from another: its file names, sizes, and some times.
+    """Return file names and sizes, and some modification times, to compare directories by.
 
     Args:
         files: sizes in bytes, by name.
+
+    Returns:
+        The (name, size) pairs, and the times of at most ``_N_TIMES`` files in whole seconds; None
+        for a file that cannot be read.
     """
     names = sorted(files)
     step = -(-len(names) // _N_TIMES) or 1
-    return tuple((name, files[name]) for name in names), tuple(
-        _mtime_seconds(store, name) for name in names[::step]
-    )
-
-
-def _mtime_seconds(store: LocalStore, name: str) -> int | None:
-    """Return when a file was changed, in whole seconds, or None if it cannot be read.
-
-    Seconds are the finest resolution that all file systems and network protocols report alike.
-    """
-    try:
-        return int(os.stat(store.path(name)).st_mtime)
-    except OSError:
-        return None
+    # Seconds are the finest resolution that all file systems and network protocols report alike.
+    times: list[int | None] = []
+    for name in names[::step]:
+        try:
+            times.append(int(os.stat(store.path(name)).st_mtime))
+        except OSError:
+            times.append(None)
+    return tuple((name, files[name]) for name in names), tuple(times)

@@ -1,4 +1,4 @@
-"""Add up what the workers of a team did over several passes."""
+"""Add up the figures of a team's workers over several passes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Several processes that do one job together, as far as the engine needs to know.
+"""The engine's interface to several processes that do one job together.
 
 A *team* is the workers of a job; rank 0 is its *lead*, which plans, judges and publishes. Ranks
-meet at few points: when it is known what is to be done, and when everything is done; in between
-each works at its own share. What they send each other is small (what to do, sums, findings), never
-the data of tensors.
+meet at few points: after the lead has planned, and after all shares are done; in between each works
+on its own share. They send each other only small data (the plan, sums, findings), never tensors.
 
 ::
 
@@ -11,9 +10,9 @@ the data of tensors.
     others          └─ its share ─┘                              └─ done
              broadcast_result  gather_results            broadcast_result
 
-The engine knows this protocol only. The process groups of torch implement it outside of the engine
-(``ckpt_cli.workers.torch_team``); ``ALONE`` is the team of a process that works by itself, in which
-everything here is a plain call.
+The engine uses this protocol only. The implementation with torch's process groups is outside of the
+engine (``ckpt_cli.workers.torch_team``); ``ALONE`` is the team of a process that works by itself,
+in which every function of this module is a plain call.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from core.errors import CheckpointingException, WorkerError
 T = TypeVar("T")
 
 FINAL_CODES = frozenset({1, 2, 3, 4, 5, 7})
-"""Exit codes of errors that a retry of the same work would meet again."""
+"""Exit codes of errors that would occur again if the same work were retried."""
 
 
 class Team(Protocol):
@@ -38,8 +37,8 @@ class Team(Protocol):
         rank: number of this worker, from 0.
         size: number of workers.
         hosts: host name of each worker, by rank.
-        runtime_bytes: memory that membership in the team takes in this process, beyond what the
-            engine counts.
+        runtime_bytes: memory that membership in the team takes in this process, in addition to the
+            memory that the engine counts.
     """
 
     @property
@@ -55,7 +54,7 @@ class Team(Protocol):
     def runtime_bytes(self) -> int: ...
 
     def gather(self, data: bytes) -> list[bytes] | None:
-        """Return every rank's data, by rank, at the lead, and None elsewhere.
+        """Return the data of all ranks, by rank, at the lead, and None on the others.
 
         Raises:
             WorkerError: a worker is gone, or has been silent for too long.
@@ -65,11 +64,11 @@ class Team(Protocol):
         """Return the lead's data on every rank.
 
         Raises:
-            WorkerError: as for ``gather``.
+            WorkerError: a worker is gone, or has been silent for too long.
         """
 
     def expect(self, n_bytes: int) -> None:
-        """Announce how many bytes this rank has to process from now on."""
+        """Announce that this rank has ``n_bytes`` more bytes to process."""
 
     def advance(self, n_bytes: int) -> None:
         """Report that this rank has processed some bytes; called from any thread.
@@ -79,14 +78,11 @@ class Team(Protocol):
         """
 
     def alarm(self) -> None:
-        """Tell the other ranks that this one has failed, so that they stop.
-
-        Returns at once and never raises.
-        """
+        """Stop the other ranks because this one has failed; return at once and never raise."""
 
 
 class StoppedError(WorkerError):
-    """Raised on a rank that stops because another rank has failed.
+    """Error of a rank that stops because another rank has failed.
 
     ``gather_results`` raises the error of that other rank instead.
     """
@@ -126,7 +122,7 @@ ALONE: Team = _Alone()
 
 
 def is_lead(team: Team) -> bool:
-    """Return whether this rank plans, judges and publishes."""
+    """Return True if this rank plans, judges and publishes."""
     return team.rank == 0
 
 
@@ -137,11 +133,11 @@ def gather_results(team: Team, compute: Callable[[], T]) -> list[T] | None:
     fail alarms the others, whose ``Team.advance`` then raises.
 
     Args:
-        compute: its result must be picklable, and small, as it travels to the lead.
+        compute: returns a small, picklable result, which is sent to the lead.
 
     Raises:
-        Exception: the error of the first rank that failed, on every rank; ``failed_rank_of`` gives
-            that rank.
+        Exception: the error of the lowest rank that failed, on every rank; ``failed_rank_of``
+            returns that rank.
     """
     if team.size == 1:
         return [compute()]
@@ -150,8 +146,13 @@ def gather_results(team: Team, compute: Callable[[], T]) -> list[T] | None:
     gathered = team.gather(pickle.dumps(_attempt(team, compute)))
     outcomes = None if gathered is None else [pickle.loads(data) for data in gathered]
 
-    # The lead decides which failure the whole job reports, and tells every rank.
-    failure = None if outcomes is None else _first_failure([error for _, error in outcomes])
+    # The lead chooses the failure that the job reports, and sends it to every rank. Errors of ranks
+    # that only stopped because another had failed come last.
+    failure = None
+    if outcomes is not None:
+        failures = [(rank, error) for rank, (_, error) in enumerate(outcomes) if error is not None]
+        failures.sort(key=lambda failed: isinstance(failed[1], StoppedError))
+        failure = failures[0] if failures else None
     failure = pickle.loads(team.broadcast(pickle.dumps(failure)))
     if failure is not None:
         rank, cause = failure
@@ -163,8 +164,10 @@ def gather_results(team: Team, compute: Callable[[], T]) -> list[T] | None:
 def broadcast_result(team: Team, compute: Callable[[], T]) -> T:
     """Run ``compute`` on the lead and return its result on every rank; the others wait for it.
 
+    All ranks call it.
+
     Raises:
-        Exception: the error of ``compute``, on every rank.
+        Exception: ``compute`` raised this error on the lead; it is raised on every rank.
     """
     if team.size == 1:
         return compute()
@@ -180,62 +183,48 @@ def broadcast_result(team: Team, compute: Callable[[], T]) -> T:
 
 
 def _attempt(team: Team, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run ``compute``; return its result and None, or None and its error, made picklable.
+    """Run ``compute``; return (its result, None), or (None, its error) in a picklable form.
 
-    An error alarms the other ranks, unless it is the echo of an alarm.
+    An error alarms the other ranks, unless it is itself the result of an alarm.
     """
     try:
         return compute(), None
     except Exception as err:
         if not isinstance(err, StoppedError):
             team.alarm()
-        return None, _make_picklable(err)
-    except BaseException:  # an interrupt ends this process; the others need not wait for it
+        # Classes with other arguments than ``args`` can be pickled but not unpickled, so try both.
+        try:
+            pickle.loads(pickle.dumps(err))
+        except Exception:
+            return None, WorkerError(f"{type(err).__name__}: {err}")
+        return None, err
+    except BaseException:  # an interrupt ends this process; the others must not wait for it
         team.alarm()
         raise
 
 
-def _make_picklable(err: Exception) -> Exception:
-    """Return the error, or a WorkerError with its text if another process could not unpickle it."""
-    try:
-        pickle.loads(pickle.dumps(err))
-    except Exception:
-        return WorkerError(f"{type(err).__name__}: {err}")
-    return err
-
-
-def _first_failure(errors: Sequence[Exception | None]) -> tuple[int, Exception] | None:
-    """Return the rank and the error that the whole job reports, or None without errors.
-
-    Ranks that only stopped because another had failed count last.
-    """
-    failures = [(rank, error) for rank, error in enumerate(errors) if error is not None]
-    causes = [(rank, error) for rank, error in failures if not isinstance(error, StoppedError)]
-    return next(iter(causes or failures), None)
-
-
 def failed_rank_of(error: BaseException) -> int | None:
-    """Return the rank on which an error of a team happened, or None if it has no rank."""
+    """Return the rank on which an error of a team occurred, or None if the error has no rank."""
     rank = getattr(error, "worker", None)
     return rank if isinstance(rank, int) else None
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether a retry would fail again.
+    """Return True if a retry would fail again.
 
-    It would if the request or the checkpoint is wrong, is refused, or does not fit.
+    That is so if the request or the checkpoint is invalid, unsupported, unsafe or too large.
     """
     return isinstance(error, CheckpointingException) and error.exit_code in FINAL_CODES
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How much one worker did.
+    """The amount of work that one worker has done.
 
     Args:
-        rank, host: the worker.
-        read_bytes, written_bytes: bytes of tensors.
-        seconds: from the beginning of its share to the end.
+        rank, host: the worker's rank and host name.
+        read_bytes, written_bytes: bytes of tensors that the worker has read and written.
+        seconds: duration of the worker's share.
     """
 
     rank: int
@@ -248,8 +237,8 @@ class Figures:
 def summarize_figures(figures: Sequence[Figures]) -> dict[str, object]:
     """Return the figures of all workers as a JSON object.
 
-    ``balance`` is the bytes of the busiest rank, read and written, divided by the mean of all
-    ranks.
+    ``balance`` is the number of bytes that the busiest rank has read and written, divided by the
+    mean of all ranks.
     """
     n_bytes = [worker.read_bytes + worker.written_bytes for worker in figures]
     mean = sum(n_bytes) / len(n_bytes) if n_bytes else 0

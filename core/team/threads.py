@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 
 _WAIT_SECONDS = 0.5
-"""How long the calling thread waits at a time; a join without a timeout would hold back signals."""
+"""Timeout of one join; without a timeout, the calling thread would not handle signals."""
 _PATIENCE = 3
-"""Interrupts after which threads that were asked to stop are no longer waited for."""
+"""Number of interrupts after which ``run`` no longer waits for threads that were asked to stop."""
 
 
 class ThreadGroup:
-    """Several threads with one task.
+    """A group of threads that share one task and stop together.
 
     Args:
         name: prefix of the threads' names.
@@ -25,16 +25,16 @@ class ThreadGroup:
         self._error: BaseException | None = None
 
     def is_stopped(self) -> bool:
-        """Return whether the threads have been asked to stop."""
+        """Return True if the threads have been asked to stop."""
         return self._stop.is_set()
 
     def run(self, work: Callable[[], None], n_threads: int) -> None:
-        """Run ``work`` once in each thread; the calling thread waits and stays open to signals.
+        """Run ``work`` once in each thread; the calling thread waits and handles signals.
 
-        No thread runs any more when this returns or raises (except after several interrupts).
+        All threads have ended when this returns or raises (except after several interrupts).
 
         Args:
-            work: takes pieces of the task until there are none, or ``is_stopped``.
+            work: takes parts of the task until none remain or ``is_stopped`` returns True.
 
         Raises:
             BaseException: the first error of a thread, or an interrupt of the calling thread.
@@ -55,12 +55,12 @@ class ThreadGroup:
         try:
             for thread in threads:
                 thread.start()
-            # Join with a timeout, so that the calling thread gets its signals.
+            # Join with a timeout, so that the calling thread can handle signals.
             for thread in threads:
                 while thread.is_alive():
                     thread.join(_WAIT_SECONDS)
         except BaseException:
-            # An interrupt, or a thread that could not be started: stop those that run first.
+            # An interrupt, or a thread could not be started: stop the running threads.
             self._stop.set()
             _join([thread for thread in threads if thread.ident is not None])
             raise
@@ -69,10 +69,8 @@ class ThreadGroup:
 
 
 def _join(threads: list[threading.Thread]) -> None:
-    """Wait for threads that were asked to stop.
-
-    The first interrupts are ignored, since the threads still use files.
-    """
+    """Wait for threads that were asked to stop, or until too many interrupts have come."""
+    # The first interrupts are ignored, since the threads still use files.
     patience = _PATIENCE
     for thread in threads:
         while thread.is_alive():

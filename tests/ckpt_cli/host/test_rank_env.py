@@ -85,7 +85,7 @@ def test_mpi_on_one_host(environ: dict[str, str]):
 
 def test_mpi_on_several_hosts_needs_an_address():
     with pytest.raises(
-        UsageError, match="does not tell the workers of several hosts where rank 0 runs"
+        UsageError, match="does not set the address of rank 0 for workers on several hosts"
     ):
         identify_worker(MPICH)
     found = identify_worker({**MPICH, "MASTER_ADDR": "node1"})
@@ -112,7 +112,7 @@ def test_first_host_of_a_node_list(nodes: str, host: str | None):
         ({**TORCHRUN, "RANK": "8"}, "RANK is 8, but WORLD_SIZE is 8"),
         ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', which is not a number"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
-        ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": ""}, "on which hosts"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": ""}, "SLURM_STEP_NODELIST is not set"),
     ],
 )
 def test_what_makes_no_sense_is_said(environ: dict[str, str], text: str):

@@ -83,7 +83,7 @@ def test_a_process_that_was_ended_from_outside_is_no_other_hosts_failure() -> No
     assert found is not None
     assert (
         found.sentence
-        == "rank 1 on here failed: its process was terminated from outside with SIGTERM"
+        == "rank 1 on here failed: its process was terminated from outside by SIGTERM"
     )
     assert cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)]) is None
 
