@@ -113,6 +113,7 @@ class AsyncCallsQueue:
             if active.async_caller.failure is not None:
                 raise active.async_caller.failure
 
+        # If the save failed on any rank, abandon it on all: its finalize functions must not run.
         try:
             # Compare the calls first: ranks that finalize different ones must not go on.
             numbers = comm.all_gather(active.idx)

@@ -184,6 +184,7 @@ class LocalShardsContainer(torch.Tensor):
                 raise UsageError(
                     f"expected a CheckpointableShardedTensor, found a {type(shard).__name__}"
                 )
+            # The size of a wrapped shard is the global shape.
             if shard.size() != local_shards[0].size():
                 shapes = f"{tuple(local_shards[0].size())} and {tuple(shard.size())}"
                 raise UsageError(

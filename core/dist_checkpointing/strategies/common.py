@@ -246,6 +246,7 @@ def _find_file(store: LocalStore, item: ShardedObject) -> str:
     old_name = item.unique_key.rpartition(".")[0] + _SUFFIX
     if len(item.global_shape) > 1 and store.exists(old_name):
         return old_name
+    # Name the shards that exist: the parallel sizes of the save may have been different.
     siblings = [file for file in store.files(item.key) if file.endswith(_SUFFIX)]
     hint = f"stored shards of {item.key}: {', '.join(siblings[:8])}" if siblings else None
     raise MissingShardError(

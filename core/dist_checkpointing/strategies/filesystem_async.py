@@ -161,6 +161,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if not self.write_buckets:
             return None, None, []
+        # AsyncRequest replaces the second argument with the result of preload_tensors.
         return (
             partial(self.write_preloaded_data_multiproc, [self.transforms], self.use_msc),
             partial(self.preload_tensors, self.write_buckets, True),
@@ -214,6 +215,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         # memory of the tensors, and spend most of their time in system calls.
         results: queue.Queue[tuple[int, Any]] = queue.Queue()
         pending: queue.Queue[int] = queue.Queue()
+        # The pool is left only after all threads have ended.
         with ThreadPoolExecutor(max(1, len(write_buckets))) as pool:
             for number, bucket in enumerate(write_buckets):
                 pending.put(number)

@@ -288,7 +288,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             elif isinstance(leaf, ShardedObject):
                 shard = _sharded_object_id(leaf)
                 if self._objects_ranks[shard] == comm.rank(self.parallelization_group):
-                    leaf.replica_id = 0  # some strategies load main replicas only
+                    leaf.replica_id = 0  # like the tensors that this rank loads
                     objects[shard] = leaf
         return own, deferred, objects
 

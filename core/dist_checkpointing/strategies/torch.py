@@ -1,6 +1,6 @@
 """The backend torch_dist: DCP directories with Megatron's own conventions.
 
-On disk, as the strategies here write it (``core.formats.dcp.torch_dist`` describes the rest)::
+On disk, as these strategies write it (``core.formats.dcp.torch_dist`` has the details)::
 
     iter_0000010/
     ├── __0_0.distcp …           one file per rank that has any data
@@ -295,6 +295,7 @@ def _load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> S
     leaves = [*chain.from_iterable(group_by_key(sharded_state_dict).values())]
     tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     objects = [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
+    # Allocate missing data; existing data is filled in place.
     for tensor in tensors:
         tensor.init_data("cpu")
     # Read everything at once, then put the values into the nesting of the request.

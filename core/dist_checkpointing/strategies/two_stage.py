@@ -99,7 +99,7 @@ def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[i
 
 
 class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
-    """A strategy that loads zarr 2 arrays once per data parallel group, by TensorStore.
+    """A strategy that loads zarr 2 arrays once per data parallel group, with TensorStore.
 
     Tensors are loaded in place; missing data is allocated on the CPU or, without ``cpu_transfer``,
     on the GPU.
@@ -150,6 +150,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
                 tensor.init_data(self._device())
             return tensors
 
+        # Check the trees on all ranks before the exchange, in which no rank may be missing.
         tensors = comm.together(allocate)
 
         def exchange() -> list[Any]:

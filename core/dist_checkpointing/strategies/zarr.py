@@ -123,6 +123,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
             tensors = [
                 ten for ten in tensors_of(sharded_state_dict) if is_main_replica(ten.replica_id)
             ]
+            # Chunks of an old array could be taken for those of the new one.
             for key in {ten.key for ten in tensors}:
                 check_no_array(checkpoint_dir / key, key=key)
             return tensors
@@ -166,6 +167,7 @@ def _create_or_open_zarr_arrays(
             for ten, arr in zip(sharded_tensors, arrays, strict=True)
         ]
 
+    # Open the arrays after all ranks have created theirs.
     arrays = comm.together(create)
     return comm.together(open_others)
 

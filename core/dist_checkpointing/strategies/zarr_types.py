@@ -171,7 +171,7 @@ def tensor_of(array: Any, *, key: str) -> torch.Tensor:
     Raises:
         UnsupportedError: torch does not support the dtype.
     """
-    # torch.from_numpy accepts neither swapped bytes nor read-only memory.
+    # torch.from_numpy needs native byte order and writable memory.
     dense: Any = np.asarray(array)
     dense = np.require(
         dense.astype(dense.dtype.newbyteorder("="), copy=False), requirements=["C", "W"]
@@ -181,8 +181,7 @@ def tensor_of(array: Any, *, key: str) -> torch.Tensor:
         raise UnsupportedError(f"torch does not support the numpy dtype {dense.dtype}", key=key)
     if dense.dtype.name not in _NATIVE:
         return torch.from_numpy(dense)
-    # Pass a dtype that numpy itself lacks as integers; flat, because torch cannot view a 0-d tensor
-    # as another dtype.
+    # Pass a dtype that numpy itself lacks as integers of its size.
     raw = dense.reshape(-1).view(np.uint8 if dense.itemsize == 1 else np.int16)
     return torch.from_numpy(raw).view(dtype).reshape(dense.shape)
 

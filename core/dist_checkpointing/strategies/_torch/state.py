@@ -182,6 +182,7 @@ def mcore_to_pyt_state_dict(
     values: dict[str, CheckpointableShardedTensor | LocalShardsContainer | io.BytesIO] = {}
     for key, leaves in state_dict.items():
         tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+        # All leaves of a name have the same type. Objects become streams.
         if not tensors:
             values[key] = io.BytesIO(stream_of([leaf.data for leaf in leaves]))
             continue

@@ -83,6 +83,7 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
         CheckpointingException: the tensor has another number of axes, or an axis is longer than the
             local shape.
     """
+    # Never drop elements: a longer tensor is an error.
     expected = tuple(expected_sharded_ten.local_shape)
     if x.ndim != len(expected) or any(
         n > extent for n, extent in zip(x.shape, expected, strict=True)
