@@ -122,7 +122,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
     SAVE.save_sharded_objects([shard(0, 2, 1)], tmp_path)
     with pytest.raises(
         MissingShardError,
-        match=r"rng_state/shard_0\.1_1\.2.*Shards of rng_state: shard_0\.0_1\.2\.pt",
+        match=r"rng_state/shard_0\.1_1\.2.*Stored shards of rng_state: shard_0\.0_1\.2\.pt",
     ):
         LOAD.load_sharded_objects([shard(1, 2)], tmp_path)
 
@@ -152,7 +152,7 @@ def test_keys_cannot_lead_out_of_the_directory(tmp_path: Path):
 
 
 def test_what_is_no_sharded_object_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="a int is not a ShardedObject"):
+    with pytest.raises(UsageError, match="expected a ShardedObject, found a int"):
         SAVE.save_sharded_objects({"a": 3}, tmp_path)
 
 

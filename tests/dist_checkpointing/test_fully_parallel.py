@@ -331,7 +331,7 @@ def _foreign_distribution(rank: int, world: int) -> None:
         0,
         1,
     }
-    with pytest.raises(ValueError, match="another state dict: it has no more"):
+    with pytest.raises(ValueError, match="another state dict: it does not contain more"):
         distribute_main_replicas_with_precomputed_distribution(
             _with_more(rank, world), None, save.cached_distribution
         )
@@ -384,7 +384,8 @@ def _failing(rank: int, world: int, folder: str, tp: int, how: str) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("how", "text"), [("raises", "the disk is gone"), ("leaves out", "did not load a shard")]
+    ("how", "text"),
+    [("raises", "the disk is gone"), ("leaves out", "did not return a requested shard")],
 )
 def test_a_failure_of_loading_is_raised_on_all_ranks(tmp_path, how, text):
     assert all(text in found for found in run_ranks(4, _failing, str(tmp_path), 2, how))

@@ -97,14 +97,14 @@ def test_a_directory_that_is_missing_or_a_file_is_refused(tmp_path, overwrite):
     with pytest.raises(UsageError, match="does not exist"):
         Publication(tmp_path / "missing", overwrite=overwrite)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="but this is a file"):
+    with pytest.raises(UsageError, match="is a file, not a directory"):
         Publication(tmp_path / "file", overwrite=overwrite)
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_directory_that_is_not_empty_is_refused_and_untouched(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"already has files in it \(notes.txt\).*overwrite=True"):
+    with pytest.raises(UsageError, match=r"already contains files \(notes.txt\).*overwrite=True"):
         Publication(tmp_path)
     assert _content(tmp_path) == {"notes.txt": "mine"} and os.listdir(tmp_path) == ["notes.txt"]
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_is_replaced_only_when_told_and_other_files_stay(tmp_path):
     (tmp_path / "dataloader").mkdir()
     (tmp_path / "dataloader" / "rank0.bin").write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="already has a checkpoint in it"):
+    with pytest.raises(UsageError, match="already contains a checkpoint"):
         Publication(tmp_path)
     made = Publication(tmp_path, overwrite=True)
     _fill(made.data_dir, "new")
@@ -186,7 +186,7 @@ def test_a_replacement_killed_between_two_renames_is_undone_by_the_next_save(tmp
     assert _killed(tmp_path, at, overwrite=True)
     found = maybe_load_config(tmp_path)
     assert found is None or (at == 0 and _content(tmp_path)["common.pt"] == "old")
-    with pytest.raises(UsageError, match="already has a checkpoint in it"):
+    with pytest.raises(UsageError, match="already contains a checkpoint"):
         Publication(tmp_path)
     assert _content(tmp_path) == _published("old") | {"notes.txt": "mine"}
     _save(tmp_path, "next", overwrite=True)
@@ -203,7 +203,7 @@ def test_the_next_save_removes_the_stage_of_a_process_killed_after_its_last_rena
     (stage / "entries.json").write_text(
         json.dumps({"entries": ["common.pt", "w", "metadata.json"]})
     )
-    with pytest.raises(UsageError, match="already has a checkpoint"):
+    with pytest.raises(UsageError, match="already contains a checkpoint"):
         Publication(tmp_path)
     assert _content(tmp_path) == _published("old") and STAGE not in os.listdir(tmp_path)
 

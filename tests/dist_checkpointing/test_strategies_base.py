@@ -109,7 +109,7 @@ def test_backends_and_versions_are_compared():
     strategy.check_version_compatibility(2)
     with pytest.raises(
         CheckpointingException,
-        match="Loads reads the backend 'mine', but the checkpoint has 'zarr'",
+        match="Loads reads backend 'mine', but the checkpoint has backend 'zarr'",
     ):
         strategy.check_backend_compatibility("zarr")
     for version in (3, "1", True, None):

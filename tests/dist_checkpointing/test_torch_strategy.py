@@ -194,7 +194,7 @@ def test_another_backend_or_version_is_refused():
     strategy.check_version_compatibility(1)
     with pytest.raises(
         CheckpointingException,
-        match="reads the backend 'torch_dist', but the checkpoint has 'zarr'",
+        match="reads backend 'torch_dist', but the checkpoint has backend 'zarr'",
     ):
         strategy.check_backend_compatibility("zarr")
     with pytest.raises(

@@ -128,7 +128,7 @@ def test_a_chunk_that_cannot_be_read_is_an_error_on_every_rank(small: Path) -> N
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("case", "message"),
-    [("different shards", "want different"), ("not a tensor", "ShardedTensors")],
+    [("different shards", "request different"), ("not a tensor", "ShardedTensors")],
 )
 def test_what_a_group_cannot_share_is_an_error_on_every_rank(
     small: Path, case: str, message: str

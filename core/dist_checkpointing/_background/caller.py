@@ -1,4 +1,4 @@
-"""Execution of asynchronous requests: the interface, and a caller that forks a process per call."""
+"""Executors of asynchronous requests: their interface, and one that forks a process per call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from core.errors import CheckpointingException
 
 
 class AsyncCaller(ABC):
-    """An executor of requests in another process, which knows when all ranks are done."""
+    """An executor of requests in another process, which detects when all ranks are done."""
 
     failure: CheckpointingException | None = None
     """Failure, on this rank, of the call that was last reported as done; None if it succeeded."""
@@ -39,24 +39,24 @@ class AsyncCaller(ABC):
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """Start a request; called on all ranks.
 
-        Returns as soon as the request's arguments may be changed again. An error on this rank only,
-        such as a lack of memory, becomes the failure of the call.
+        Training may change the request's arguments after the method returns. An error on this rank
+        alone, such as a lack of memory, becomes the failure of the call.
 
         Raises:
-            ValueError: the request contradicts itself.
+            ValueError: ``preload_fn`` is given, but no argument that its result could replace.
         """
 
     @abstractmethod
     def is_current_async_call_done(self, blocking: bool, no_dist: bool) -> bool:
-        """Return whether the oldest unreported call has ended on all ranks, successfully or not.
+        """Check if the oldest unreported call has ended on all ranks, successfully or not.
 
         Args:
-            blocking: wait for it.
-            no_dist: check this rank's writer only; otherwise all ranks must call this.
+            blocking: wait for the call to end.
+            no_dist: check only this rank's writer; otherwise all ranks must call this method.
         """
 
     def sync_all_async_calls(self, is_alive: int) -> bool:
-        """Return whether no rank is busy any more; collective.
+        """Check if no rank is busy; collective.
 
         Args:
             is_alive: 1 if this rank is still busy, else 0.
@@ -65,14 +65,18 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
-        """End the process, after its work is done or, with ``abort``, immediately."""
+        """End the process.
+
+        Args:
+            abort: end it immediately, instead of waiting for its work.
+        """
 
 
 class TemporalAsyncCaller(AsyncCaller):
-    """A caller that executes one call, in a process forked for it.
+    """A caller that forks a process for a call.
 
-    The fork sees the memory of the training process at the time of the fork, so later changes to
-    CPU tensors among the arguments do not matter. Tensors of an accelerator cannot be read there:
+    The process sees the memory of the training process at the time of the fork, so later changes to
+    CPU tensors among the arguments do not matter. It cannot read tensors on an accelerator:
     ``preload_fn`` copies them.
     """
 
@@ -98,10 +102,12 @@ class TemporalAsyncCaller(AsyncCaller):
         process = context.Process(
             target=_write_once, args=(sender, call, os.getpid(), is_main_thread())
         )
+        # This process closes its copy of the sending end, so that the end of the writer is noticed.
         with sender, pause_collection():
             process.start()
         self.process, self._is_over = process, False
-        self._kept = call  # the process still reads this memory, which must not be reused
+        # The writer still reads the staging memory of the arguments, which must not be reused.
+        self._kept = call
 
     @override
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
@@ -113,6 +119,7 @@ class TemporalAsyncCaller(AsyncCaller):
 
     def _has_ended(self, blocking: bool) -> bool:
         assert self._receiver is not None
+        # Wait for the outcome of the call or for the end of a process that was killed.
         while not self._receiver.poll():
             if not self.process.is_alive():
                 break
@@ -132,7 +139,7 @@ class TemporalAsyncCaller(AsyncCaller):
             if abort:
                 self.process.kill()
             elif not self._is_over:
-                self._has_ended(True)
+                self._has_ended(True)  # receives the outcome, which could block the writer
             self.process.join()
             self.process.close()
             self.process = None

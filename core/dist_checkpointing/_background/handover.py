@@ -2,12 +2,13 @@
 
 ::
 
-    value ─ pack_value ─▶ Handover: blocks of shared memory [pickle | tensors …] ── send:
-    descriptors, sizes ──▶ receive
+    value ── pack_value ──▶ Handover: blocks of shared memory [pickle | tensors …]
+          ── send ────────▶ sizes and file descriptors of the blocks
+          ── receive ─────▶ value, with tensors over the same memory
 
-Tensors that are in staging memory are sent as they are; others are copied there, so the sender may
-change them at once. The message through the socket is small whatever the value is, so that sending
-does not wait for the receiver.
+Tensors in staging memory are sent without a copy; others are copied to staging memory, so the
+sender may change them at once. The message through the socket is small, whatever the value is, so
+that sending does not wait for the receiver.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class Handover:
     """A value that is ready to be sent.
 
     Args:
-        blocks: the shared memory; the first block begins with the pickled positions of the tensors
-            and the pickled value.
-        n_bytes: size of these pickles.
-        kept: objects that must live until the receiver has dropped the value.
+        blocks: the shared memory; the first block begins with two pickles: the positions of the
+            tensors, and the value.
+        n_bytes: total size of the two pickles, in bytes.
+        kept: objects to be kept alive until the receiver has dropped the value; they hold the
+            memory.
     """
 
     blocks: list[Block]
@@ -48,15 +50,21 @@ def pack_value(value: object) -> Handover:
     """Put a value into shared memory, ready to be sent.
 
     Raises:
-        pickle.PicklingError, TypeError, AttributeError: something in it cannot be pickled.
+        pickle.PicklingError, TypeError, AttributeError: a part of the value cannot be pickled.
         OSError: there is not enough memory.
     """
     stream = io.BytesIO()
     pickler = _TensorPickler(stream)
     pickler.dump(value)
-    tensors = _move_to_staging(pickler.tensors)
 
-    # Number the blocks; 0 is that of the pickles, which also stands for tensors without elements.
+    # Copy the tensors that are outside of staging memory to it.
+    tensors = list(pickler.tensors)
+    outside = [number for number, tensor in enumerate(tensors) if POOL.locate(tensor) is None]
+    copies = POOL.copy_tensors([tensors[number] for number in outside]) if outside else []
+    for number, copy in zip(outside, copies, strict=True):
+        tensors[number] = copy
+
+    # Number the blocks; 0 is the block of the pickles, also used for tensors without elements.
     blocks: list[Block] = []
     positions: list[_Position] = []
     for tensor in tensors:
@@ -66,18 +74,11 @@ def pack_value(value: object) -> Handover:
         number = 1 + blocks.index(block) if block is not None else 0
         positions.append((number, offset, tensor.dtype, tuple(tensor.shape)))
 
+    # Put the positions first: the receiver needs the tensors to unpickle the value.
     data = pickle.dumps(positions) + stream.getvalue()
     first, lease = POOL.lease(len(data))
     lease[: len(data)] = data
     return Handover([first, *blocks], len(data), [*tensors, lease])
-
-
-def _move_to_staging(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, those outside of staging memory as copies in it."""
-    outside = [number for number, tensor in enumerate(tensors) if POOL.locate(tensor) is None]
-    copies = POOL.copy_tensors([tensors[number] for number in outside]) if outside else []
-    copy_of = dict(zip(outside, copies, strict=True))
-    return [copy_of.get(number, tensor) for number, tensor in enumerate(tensors)]
 
 
 def send(handover: Handover, connection: Connection, pid: int) -> None:
@@ -92,14 +93,16 @@ def send(handover: Handover, connection: Connection, pid: int) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Receive the next value; its tensors are in the sender's memory.
+    """Receive the next value; its tensors share the sender's memory.
 
     Raises:
-        EOFError: the sender is gone.
+        EOFError: the sender has ended.
     """
+    # Map the blocks, and keep each alive as long as a tensor over it exists.
     n_bytes, sizes = connection.recv()
     blocks = [Block(size, fd=reduction.recv_handle(connection)) for size in sizes]
     leases = [memoryview(block.memory) for block in blocks]
+    # Read the positions of the tensors, then the value that refers to them by number.
     stream = io.BytesIO(leases[0][:n_bytes])
     unpickler = _TensorUnpickler(stream)
     for number, offset, dtype, shape in pickle.load(stream):
@@ -108,7 +111,7 @@ def receive(connection: Connection) -> Any:
 
 
 class _TensorPickler(pickle.Pickler):
-    """A pickler that leaves dense tensors out and collects them in ``tensors``."""
+    """A pickler that replaces dense tensors by numbers and collects them in ``tensors``."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
@@ -117,6 +120,7 @@ class _TensorPickler(pickle.Pickler):
 
     @override
     def persistent_id(self, obj: Any) -> int | None:
+        # Subclasses may have more than their data, so they are pickled as usual.
         if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided:
             return None
         if id(obj) not in self._numbers:

@@ -42,10 +42,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _SentCall:
-    """A call of the persistent process that was not yet reported as done.
+    """A call that was sent to the persistent process, but not reported as done.
 
     Args:
-        handover: arguments of the call; None if it needs no process.
+        handover: request with its arguments, kept until the process has ended the call; None if
+            this rank has nothing to write.
         failure: error of the call, None if it succeeded or has not ended.
         is_over: the call has ended.
     """
@@ -56,7 +57,7 @@ class _SentCall:
 
 
 class _Pipes(NamedTuple):
-    """This side's ends of the pipes, see ``PersistentAsyncCaller.async_loop``."""
+    """The training process's ends of the pipes, see ``PersistentAsyncCaller.async_loop``."""
 
     queue: Connection
     preload_q: Connection
@@ -64,14 +65,14 @@ class _Pipes(NamedTuple):
 
 
 class PersistentAsyncCaller(AsyncCaller):
-    """A caller that executes calls one after the other, in a process that is spawned for the first.
+    """A caller that executes calls one after the other, in one process.
 
-    Functions and arguments must be picklable. Tensors are sent through shared memory, as they are
-    at the time of the call. If the process dies, its unfinished calls have failed, and the next
-    call gets a new process.
+    The first call spawns the process. Functions and arguments must be picklable. Tensors are sent
+    through shared memory, with their values at the time of the call. If the process dies, its
+    unfinished calls fail, and the next call spawns a new process.
 
-    As for every spawned process, the program's main module must do its work under ``if __name__ ==
-    "__main__"``.
+    As for every spawned process, the program's main module must guard its work with
+    ``if __name__ == "__main__"``.
     """
 
     def __init__(self) -> None:
@@ -91,19 +92,23 @@ class PersistentAsyncCaller(AsyncCaller):
         self._calls.append(call)
 
     def _send(self, call: _SentCall, request: AsyncRequest) -> None:
+        """Send a request to the process, after spawning one if there is none."""
         if self.process is not None and not self.process.is_alive():
             self._fail_open_calls()
         if self._pipes is None:
             self._spawn()
         assert self._pipes is not None
+        # Send what the process needs; finalize functions may not be picklable.
         loaded = request._replace(
             async_fn_args=preload_args(request), finalize_fns=[], preload_fn=None
         )
         call.handover = pack_value(loaded)
         send(call.handover, self._pipes.preload_q, self.process.pid)
+        # The number comes last: the process waits for it, then reads the handover.
         self._pipes.queue.send(request.call_idx)
 
     def _spawn(self) -> None:
+        # File descriptors need a socket, so preload_q is a duplex pipe.
         context = multiprocessing.get_context("spawn")
         queue_end, queue = context.Pipe(duplex=False)
         preload_q, preload_q_end = context.Pipe()
@@ -121,9 +126,8 @@ class PersistentAsyncCaller(AsyncCaller):
             )
             self.process.start()
         self._pipes = _Pipes(queue, preload_q, comp_q)
-        self._end = Finalize(
-            self, self.process.kill, exitpriority=100
-        )  # before multiprocessing waits for it at exit
+        # Kill the process at exit, before multiprocessing would wait for it.
+        self._end = Finalize(self, self.process.kill, exitpriority=100)
 
     @override
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
@@ -142,19 +146,20 @@ class PersistentAsyncCaller(AsyncCaller):
                     return False
                 wait([comp_q, self.process.sentinel], POLL_INTERVAL_S)
                 continue
-            # The process ends its calls in order, so a report is that of the first open one.
-            first = next(open_call for open_call in self._calls if not open_call.is_over)
+            # The process executes calls in order, so the next outcome is that of the first open
+            # call.
+            first_open = next(open_call for open_call in self._calls if not open_call.is_over)
             try:
                 failure = receive_failure(comp_q)
             except EOFError:
                 self._fail_open_calls()
             else:
-                first.handover, first.failure, first.is_over = None, failure, True
+                first_open.handover, first_open.failure, first_open.is_over = None, failure, True
         return True
 
     def _fail_open_calls(self) -> None:
-        """Let all unfinished calls fail, because the process died."""
-        self.process.kill()  # it may only have closed its pipes
+        """Mark all unfinished calls as failed, because the process died."""
+        self.process.kill()  # it may have closed its pipes without ending
         exit_text = describe_exit(self.process)
         self._drop_process()
         for call in self._calls:
@@ -191,14 +196,14 @@ class PersistentAsyncCaller(AsyncCaller):
         comp_q: Connection,
         log_level: int = logging.INFO,
     ) -> None:
-        """Execute calls in the process until it is told to end, or the rank is gone.
+        """Execute calls in the process until it receives None, or the training process has ended.
 
         Args:
-            rank: rank of the calls, for messages.
+            rank: rank of the training process, for messages.
             queue: receives the number of the next call; None ends the process.
             preload_q: receives the handover of that call.
             comp_q: sends the outcome of each call, see ``send_failure``.
-            log_level: of this module's logger.
+            log_level: level of this module's logger.
         """
         logger.setLevel(log_level)
         with suppress(EOFError), queue, preload_q, comp_q:

@@ -1,8 +1,8 @@
 """The request of an asynchronous save, and its execution.
 
-A request is executed in three steps: ``preload_fn`` copies to host memory while training waits,
-``async_fn`` writes in another process, and ``finalize_fns`` make the checkpoint visible, in the
-training process, once all ranks have written.
+A request is executed in three steps: ``preload_fn`` copies the data to host memory while training
+waits, ``async_fn`` writes in another process, and ``finalize_fns`` make the checkpoint visible, in
+the training process, after all ranks have written.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ class AsyncRequest(NamedTuple):
     """The functions that carry out one asynchronous save.
 
     Args:
-        async_fn: writes; called with ``async_fn_args`` and ``async_fn_kwargs`` in another process,
-            so its changes to memory are lost. None if there is nothing to write on this rank.
+        async_fn: function that writes. It is called with ``async_fn_args`` and ``async_fn_kwargs``
+            in another process, so its changes to memory are lost. None if this rank has nothing to
+            write.
         async_fn_args: positional arguments of ``async_fn``.
         finalize_fns: functions without arguments that are called one after the other in the
             training process, on every rank, after ``async_fn`` has ended on all ranks. They may be
-            collective. If the save failed, a function's attribute ``abandon``, if it has one, is
-            called instead.
+            collective. If the save failed, the attribute ``abandon`` of each function that has one
+            is called instead.
         async_fn_kwargs: keyword arguments of ``async_fn``.
-        preload_fn: copies the data to host memory and returns the replacement of
+        preload_fn: function that copies the data to host memory and returns the replacement for
             ``async_fn_args[1]``; training waits for it.
-        is_frozen: whether finalize functions can still be added.
-        call_idx: number of the call in its queue, given when it is scheduled.
+        is_frozen: no more finalize functions can be added.
+        call_idx: number of the call in its queue, set when the request is scheduled.
     """
 
     async_fn: Callable[..., Any] | None
     async_fn_args: tuple[Any, ...]
     finalize_fns: list[Callable[[], Any]]
-    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012 - the documented default; nothing here changes it
+    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012 - the documented default, never changed
     preload_fn: Callable[[], Any] | None = None
     is_frozen: bool = False
     call_idx: int = 0
@@ -49,14 +50,15 @@ class AsyncRequest(NamedTuple):
         """
         if self.is_frozen:
             raise RuntimeError(
-                "a frozen AsyncRequest takes no more finalize functions: it has been scheduled"
+                "cannot add a finalize function: the AsyncRequest is frozen, as it was scheduled"
             )
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Execute the whole request now, in this process; collective.
+        """Execute the complete request now, in this process; collective.
 
         Raises:
+            ValueError: ``preload_fn`` is given, but no argument that its result could replace.
             CheckpointingException: a rank failed to write or to finalize; on every rank. A rank
                 whose own work failed raises its own error.
         """
@@ -69,7 +71,7 @@ class AsyncRequest(NamedTuple):
         finalize(self)
 
     def freeze(self) -> AsyncRequest:
-        """Return the same request, to which no finalize function can be added any more."""
+        """Return a copy of the request to which no finalize functions can be added."""
         return self._replace(is_frozen=True)
 
 
@@ -82,12 +84,13 @@ def check_request(request: AsyncRequest) -> None:
     n_args = len(request.async_fn_args)
     if request.preload_fn is not None and n_args < 2:
         raise ValueError(
-            f"preload_fn replaces the second argument of async_fn, but there are {n_args} arguments"
+            "preload_fn replaces the second argument of async_fn, but async_fn has only "
+            f"{n_args} arguments"
         )
 
 
 def preload_args(request: AsyncRequest) -> tuple[Any, ...]:
-    """Return the arguments of ``async_fn``, after ``preload_fn``, if any, has copied the data."""
+    """Call ``preload_fn``, if there is one, and return the arguments for ``async_fn``."""
     args = request.async_fn_args
     if request.preload_fn is None:
         return args
@@ -98,16 +101,19 @@ def preload_args(request: AsyncRequest) -> tuple[Any, ...]:
 
 
 def call_now(request: AsyncRequest) -> None:
-    """Copy the data and write them, in this process."""
+    """Copy the data and write it, in this process."""
     args = preload_args(request)
     if request.async_fn is not None:
         request.async_fn(*args, **request.async_fn_kwargs)
 
 
 def finalize(request: AsyncRequest) -> None:
-    """Call the finalize functions, each on all ranks before the next.
+    """Call the finalize functions, each on all ranks before the next; collective.
 
-    After a failure the remaining ones are abandoned.
+    After a failure, the failed function and the remaining ones are abandoned.
+
+    Raises:
+        CheckpointingException: a function failed on a rank; on every rank.
     """
     for number, function in enumerate(request.finalize_fns):
         try:
@@ -118,7 +124,7 @@ def finalize(request: AsyncRequest) -> None:
 
 
 def abandon_rest(request: AsyncRequest) -> None:
-    """Call ``abandon`` of the finalize functions that have it, because they will not be called."""
+    """Call ``abandon`` on the finalize functions that have it, because they will not be called."""
     for function in request.finalize_fns:
         abandon = getattr(function, "abandon", None)
         if abandon is not None:

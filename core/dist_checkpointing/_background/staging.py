@@ -2,13 +2,13 @@
 
 ::
 
-    tensors of training ── copy_tensors ──▶ tensors over one Block ── pickled by reference ──▶ the
-    writing process
+    tensors of training ── copy_tensors ──▶ tensors over one Block
+                        ── pickled by reference ──▶ writer process
 
 The memory is an anonymous file (memfd): a forked writer sees it without copy-on-write, a spawned
-one maps it by its descriptor. It is not limited by the size of /dev/shm. A block is free again as
-soon as no tensor over it exists any more, and then serves the next save: the first access to new
-memory takes several times as long as the copy itself.
+one maps it by its descriptor. It is not limited by the size of /dev/shm. A block is free as soon as
+no tensor over it exists, and is then used by the next save: the first access to new memory takes
+several times as long as the copy itself.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch
 ALIGNMENT = 64
 """Alignment of every copy, in bytes: enough for any dtype and for vector instructions."""
 N_KEPT = 2
-"""Number of free blocks that are kept: the usual number of saves in flight."""
+"""Number of free blocks that are kept: the usual number of saves that run at the same time."""
 
 
 class Block:
     """Memory that other processes can map, pinned if there is an accelerator to copy from.
 
     Args:
-        n_bytes: >= 1.
-        fd: file descriptor of the memory, owned by the block; None allocates new memory.
+        n_bytes: size in bytes, >= 1.
+        fd: file descriptor of existing memory, which the block then owns; None allocates memory.
 
     Raises:
         OSError: there is not enough memory.
@@ -56,9 +56,8 @@ class Block:
         if not self._is_pinned:
             self._is_pinned = True
             cudart = torch.cuda.cudart()
-            with suppress(
-                RuntimeError
-            ):  # over the limit of locked memory: the copies only take longer
+            # This fails above the limit of locked memory; copies are then slower, but correct.
+            with suppress(RuntimeError):
                 torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.n_bytes, 0))
                 weakref.finalize(self, cudart.cudaHostUnregister, self.address)
 
@@ -68,12 +67,12 @@ class Block:
         """Return a dense tensor over the memory.
 
         Args:
-            lease: a memoryview of ``memory``, which lives as long as the tensor.
-            offset: in bytes.
-            dtype, shape: of the tensor.
+            lease: a memoryview of ``memory``; the tensor keeps it alive.
+            offset: offset of the tensor in the block, in bytes.
+            dtype, shape: those of the tensor.
         """
         count = torch.Size(shape).numel()
-        if count == 0:
+        if count == 0:  # torch.frombuffer refuses it
             return torch.empty(tuple(shape), dtype=dtype)
         return torch.frombuffer(lease, dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
@@ -89,15 +88,14 @@ class StagingPool:
         self._n_kept = n_kept
         self._free: list[Block] = []  # the most recently used block comes last
         self._used: dict[int, Block] = {}
-        self._lock = (
-            threading.RLock()
-        )  # garbage collection inside of the lock may give a block back
+        # Reentrant: garbage collection may return a block while this thread has the lock.
+        self._lock = threading.RLock()
 
     def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return dense copies of tensors, in host memory; the originals may then be changed.
+        """Copy tensors to host memory; the originals may then be changed.
 
         Args:
-            tensors: strided, on any device.
+            tensors: strided tensors, on any devices.
 
         Raises:
             OSError: there is not enough memory.
@@ -123,11 +121,15 @@ class StagingPool:
         return copies
 
     def lease(self, n_bytes: int) -> tuple[Block, memoryview]:
-        """Return a block of at least ``n_bytes``, and a view of it.
+        """Reserve a block of at least ``n_bytes``, and return it with a view of its memory.
 
-        The block is not used again while the view lives.
+        The block is not reused while the view exists.
+
+        Raises:
+            OSError: there is not enough memory.
         """
         with self._lock:
+            # Take the smallest free block that is large enough.
             fitting = [block for block in self._free if block.n_bytes >= n_bytes]
             if fitting:
                 block = min(fitting, key=lambda block: block.n_bytes)
@@ -143,10 +145,16 @@ class StagingPool:
         with self._lock:
             self._used.pop(block.address, None)
             self._free.append(block)
+            # Release the blocks that were not used for the longest time.
             del self._free[: max(0, len(self._free) - self._n_kept)]
 
     def locate(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
-        """Return the block that holds a dense tensor, and its offset in bytes, or None."""
+        """Find the block of a dense tensor, and the tensor's offset in it, in bytes.
+
+        Returns:
+            None if the tensor is not in staging memory, or not stored as plain elements.
+        """
+        # The memory of a lazily conjugated or negated tensor does not have its values.
         if (
             tensor.is_contiguous()
             and tensor.device.type == "cpu"

@@ -1,9 +1,9 @@
 """The process that writes an asynchronous save, and its report to the rank that started it.
 
-The process uses neither torch.distributed nor an accelerator, so it may be a plain fork of a
-process that does. Their state in its memory must stay untouched: the garbage collector is off (it
-might free tensors of a device that the fork cannot access) and torch computes with one thread (a
-pool of OpenMP threads does not survive a fork).
+The process uses neither torch.distributed nor an accelerator, so it may be an ordinary fork of a
+process that does. The state of both in its memory must stay untouched: the garbage collector is off
+(it might free tensors on a device that the fork cannot access) and torch computes with one thread
+(a pool of OpenMP threads does not survive a fork).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from core.errors import CheckpointingException, WorkerError
 from core.files.syscalls import die_with_parent
 
 POLL_INTERVAL_S = 0.5
-"""Interval, in seconds, at which a blocking wait checks that the process lives.
+"""Interval, in seconds, at which a blocking wait checks if the process is alive.
 
-A fork of the rank may keep its pipes open.
+Waiting for the end of its pipe is not enough: a later fork of the rank may keep the pipe open.
 """
 
 
 @contextmanager
 def pause_collection() -> Iterator[None]:
-    """Switch automatic garbage collection off within the block.
+    """Switch automatic garbage collection off within the ``with`` block.
 
-    It stays off in a process that is forked there.
+    It stays off in a process that is forked in the block.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -48,24 +48,24 @@ def pause_collection() -> Iterator[None]:
 def become_writer(parent_pid: int, *, dies_with_parent: bool) -> None:
     """Turn this new process into a writer, which ignores signals to the job but ends with its rank.
 
-    A signal that interrupts or ends a job goes to all of its processes; the rank decides whether a
-    save is still finished then.
-
     Args:
-        parent_pid: the rank that started this process.
-        dies_with_parent: end when the thread ends that started this process, so only for a main
-            thread. A restarted job must not meet writers of the killed one.
+        parent_pid: process id of the rank that started this process.
+        dies_with_parent: end this process when the thread that started it ends. Set it only for a
+            main thread, which lives as long as the rank.
     """
+    # A signal that interrupts or ends a job goes to all of its processes; the rank decides if a
+    # running save is completed.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     gc.disable()
     torch.set_num_threads(1)
+    # A restarted job must not meet writers of the job that was killed.
     if dies_with_parent:
         die_with_parent(parent_pid)
 
 
 def is_main_thread() -> bool:
-    """Return whether this is the main thread, which lives as long as the process."""
+    """Check if this is the main thread, which lives as long as the process."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -88,12 +88,16 @@ def catch_failure(work: Callable[[], object]) -> CheckpointingException | None:
 
 
 def writer_failure(text: str) -> WorkerError:
-    """Return the error for a writer of this rank that could not report one itself."""
-    return WorkerError(f"the process that wrote an asynchronous save {text}", rank=str(comm.rank()))
+    """Build the error for a writer of this rank that could not report one itself.
+
+    Args:
+        text: predicate of the sentence, such as "was killed by SIGKILL".
+    """
+    return WorkerError(f"the writer process of an asynchronous save {text}", rank=str(comm.rank()))
 
 
 def describe_exit(process: Any) -> str:
-    """Describe how an ending process ended, as a predicate: "was killed by SIGKILL"."""
+    """Wait for the end of a process and describe it, for example "was killed by SIGKILL"."""
     process.join()
     exit_code: int | None = process.exitcode
     if exit_code is not None and exit_code < 0:
@@ -103,7 +107,7 @@ def describe_exit(process: Any) -> str:
 
 
 def with_rank(failure: CheckpointingException | None) -> CheckpointingException | None:
-    """Return the failure that a writer reported, with this rank's number added."""
+    """Set the rank of a failure to this rank, unless the failure has a rank."""
     if failure is not None and failure.rank is None:
         failure.rank = str(comm.rank())
     return failure
@@ -122,10 +126,10 @@ def send_failure(sender: Connection, failure: CheckpointingException | None) -> 
 def receive_failure(receiver: Connection) -> CheckpointingException | None:
     """Receive the failure from ``send_failure``.
 
-    Call it once the failure was sent, or the other side has ended.
+    Call it after the failure was sent, or the other side has ended.
 
     Raises:
-        EOFError: the other side died.
+        EOFError: the other side ended without sending.
     """
     if not receiver.poll():
         raise EOFError
@@ -135,6 +139,6 @@ def receive_failure(receiver: Connection) -> CheckpointingException | None:
         raise EOFError from err
     except Exception as err:
         return writer_failure(
-            f"failed with an error that could not be read here: {type(err).__name__}: {err}"
+            f"failed with an error that cannot be unpickled: {type(err).__name__}: {err}"
         )
     return with_rank(failure)

@@ -1,4 +1,4 @@
-"""Small files of a checkpoint, each written completely and to the disk, or not at all."""
+"""Small files of a checkpoint, each written completely to disk, or not at all."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from core.files.store import check_name, translate_os_errors
 def write_file(
     checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterable[bytes | memoryview]
 ) -> None:
-    """Write or replace a file of a checkpoint atomically, and wait until it is on the disk.
+    """Write or replace a file of a checkpoint atomically, and wait until it is on disk.
 
     Args:
         checkpoint_dir: an existing directory.
-        name: path in it, ``/`` between components; missing folders are created.
-        pieces: the content, in order.
+        name: path relative to the directory, ``/`` between components; missing folders are created.
+        pieces: consecutive parts of the content.
 
     Raises:
         UnsafeError: the name leads out of the directory.
-        StorageError, CapacityError: the directory does not exist, or the file cannot be written;
-            nothing new is visible then.
+        StorageError, CapacityError: the directory does not exist, or the file cannot be written; an
+            earlier file is then unchanged.
     """
     root = Path(checkpoint_dir)
     path = root / check_name(name)
+    # Do not create the directory: a misspelled path has to be an error.
     with translate_os_errors(str(root), doing="look at"):
         is_dir = root.is_dir()
     if not is_dir:
@@ -38,19 +39,19 @@ def write_file(
     # Write a hidden file next to the target and rename it, so that no reader sees a part of it.
     with translate_os_errors(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.ckpt-part")
+        partial_path = path.with_name(f".{path.name}.ckpt-part")
         try:
-            with part.open("wb") as file:
+            with partial_path.open("wb") as file:
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(path)
+            partial_path.replace(path)
         except BaseException:
             with suppress(OSError):
-                part.unlink(missing_ok=True)
+                partial_path.unlink(missing_ok=True)
             raise
-    # A new name is on the disk only once its folder is.
+    # A new name is on disk only after its folder is synced.
     for folder in (path.parent, *path.parent.parents):
         sync_folder(folder)
         if folder == root:

@@ -1,7 +1,7 @@
 """Publication of a save: a directory becomes a checkpoint atomically, when its content is complete.
 
-The directory of a save exists already (training scripts create it), so nothing can be renamed to
-its path. Files are written into a *stage* in it::
+The directory of a save already exists (training scripts create it), so no other directory can be
+renamed to its path. Files are written into a *staging directory* in it::
 
     iter_0000010/              exists, empty
     └── .ckpt-stage/           locked (flock) as long as the saving process lives
@@ -9,13 +9,13 @@ its path. Files are written into a *stage* in it::
         ├── entries.json       only while entries move: the names that are moving
         └── old/               only while a checkpoint is replaced: its entries
 
-``publish`` syncs ``data`` and moves its entries one level up. ``metadata.json``, without which no
-directory is a distributed checkpoint, moves last. A process that is killed therefore leaves a
-hidden stage or, between two renames, a stage and entries that ``entries.json`` names; neither is a
-checkpoint, and the next save undoes both.
+``publish`` syncs ``data`` and moves its entries one level up. ``metadata.json``, without which a
+directory is not a distributed checkpoint, moves last. A process that is killed therefore leaves a
+hidden staging directory or, between two renames, also entries that ``entries.json`` names. Neither
+is a checkpoint, and the next save undoes both.
 
-Only the coordinator has a Publication. The lock keeps a second coordinator on the same file system
-out.
+Only the coordinator has a Publication. The lock prevents a second coordinator on the same file
+system from saving into the directory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
 from core.manifest.of_copy import manifest_name
-from core.stage.folder_lock import FolderLock, is_current, lock_folder
+from core.stage.folder_lock import is_current, lock_folder
 
 if TYPE_CHECKING:
     from core.dist_checkpointing.core import CheckpointingConfig
@@ -54,23 +54,20 @@ _FILE_OF_A_KEY = re.compile(r"(\.zarray|zarr\.json|shard_.*\.pt)$")
 
 
 def data_dir_of(checkpoint_dir: Path) -> Path:
-    """Return the directory that strategies write into while ``checkpoint_dir`` is being saved.
-
-    It is the same on every rank.
-    """
+    """Return the directory that strategies write into during a save; the same on every rank."""
     return checkpoint_dir / STAGE / _DATA
 
 
 class Publication:
     """A checkpoint that is being written; on the coordinator.
 
-    If the object is collected without having been published (an asynchronous save that failed and
-    was dropped), the stage is removed.
+    The staging directory is removed if the object is garbage-collected without having been
+    published, as for an asynchronous save that failed and was dropped.
 
     Args:
         checkpoint_dir: an existing directory.
         overwrite: accept a directory that is not empty. Publishing then replaces a distributed
-            checkpoint in it; other files stay, unless a new one has the same name.
+            checkpoint in it; other files stay, unless a new file has the same name.
 
     Attributes:
         data_dir: the directory that the strategies write into.
@@ -86,7 +83,18 @@ class Publication:
         self._stage_dir = self.data_dir.parent
         self._overwrite = overwrite
         _check_directory(self.checkpoint_dir)
-        lock = _lock_stage(self._stage_dir)
+
+        # Lock the staging directory before anything in the directory is read or changed.
+        try:
+            lock = lock_folder(self._stage_dir, dst=self.checkpoint_dir)
+        except StorageError as err:
+            if not isinstance(err.__cause__, BlockingIOError):
+                raise
+            raise StorageError(
+                "another save into this directory is running",
+                file=str(self.checkpoint_dir),
+                hint="wait for its end; finalize asynchronous saves of this program",
+            ) from err
         self._lock_fd = lock.fd
         self._end = weakref.finalize(self, _end, self._stage_dir, lock.fd, os.getpid())
         try:
@@ -96,12 +104,22 @@ class Publication:
             raise
 
     def _begin(self) -> None:
-        with translate_os_errors(
-            str(self.checkpoint_dir), doing="clear away an interrupted save in"
-        ):
-            _clear_away(self._stage_dir)
+        """Undo an interrupted save, check that the directory is empty, and create ``data_dir``."""
+        with translate_os_errors(str(self.checkpoint_dir), doing="undo an interrupted save in"):
+            _undo_interrupted_save(self._stage_dir)
+        # Check this afterwards: an interrupted save may have left entries.
         if not self._overwrite:
-            _check_empty(self.checkpoint_dir)
+            with translate_os_errors(str(self.checkpoint_dir), doing="read"):
+                names = sorted(set(os.listdir(self.checkpoint_dir)) - {STAGE})
+            if names:
+                content = "a checkpoint" if CONFIG_FNAME in names else "files"
+                examples = ", ".join(names[:3]) + " …" * (len(names) > 3)
+                raise UsageError(
+                    f"the directory to save into already contains {content} ({examples})",
+                    file=str(self.checkpoint_dir),
+                    hint="save into an empty directory, or pass overwrite=True to replace a "
+                    "checkpoint and keep other files",
+                )
         with translate_os_errors(str(self.data_dir), doing="create"):
             self.data_dir.mkdir()
 
@@ -110,32 +128,41 @@ class Publication:
 
         Args:
             config: the content of ``metadata.json``.
-            is_synced: all files and directories in ``data_dir`` are on the disk already.
+            is_synced: all files and directories in ``data_dir`` are already on disk.
 
         Raises:
-            UsageError: a name that was free at the beginning now exists.
-            StorageError: the stage was removed by somebody else, or a file cannot be moved or
-                synced. The stage is gone then and the directory as it was before, unless the
-                message says that only the confirmation of the last rename is missing.
+            UsageError: a file or directory with the name of a new entry appeared during the save.
+            StorageError: another process removed the staging directory, or a file cannot be moved
+                or synced. The staging directory is then removed and the directory restored, unless
+                the message reports that the checkpoint is complete or that restoring failed.
         """
         try:
             self._check_stage()
             with translate_os_errors(str(self.checkpoint_dir), doing="publish"):
                 save_config(config, self.data_dir)
+                # Data must be on disk before metadata.json makes it a checkpoint.
                 if not is_synced:
                     sync_tree(self.data_dir)
                 self._move_entries()
-            self._sync_renames()
+            # From here on the checkpoint exists, and a failure must not be taken for a failed save.
+            try:
+                sync_folder(self.checkpoint_dir)
+            except (StorageError, CapacityError) as err:
+                raise StorageError(
+                    "the checkpoint is complete, but its file names may not be on disk: syncing "
+                    "the directory failed",
+                    file=str(self.checkpoint_dir),
+                ) from err
         finally:
             self.abandon()
 
     def _check_stage(self) -> None:
-        """Raise unless the stage is still the one that this object has locked.
+        """Raise unless the staging directory is still the one that this object has locked.
 
-        If it was removed, its files are gone, even if a later rank has created it again.
+        If it was removed, its files are lost, even if a later rank has created it again.
 
         Raises:
-            StorageError: the stage was removed.
+            StorageError: the staging directory was removed.
         """
         with translate_os_errors(str(self.checkpoint_dir), doing="look at"):
             is_ours = is_current(self._lock_fd, self._stage_dir)
@@ -143,69 +170,66 @@ class Publication:
             raise StorageError(
                 f"the directory, or {STAGE} in it, was removed during the save",
                 file=str(self.checkpoint_dir),
-                hint="save again, and keep clean-up jobs away from directories of checkpoints that are being saved",
+                hint="save again, and exclude checkpoints that are being saved from clean-up jobs",
             )
 
-    def _sync_renames(self) -> None:
-        try:
-            sync_folder(self.checkpoint_dir)
-        except (StorageError, CapacityError) as err:
-            raise StorageError(
-                "the checkpoint is complete, but the system could not confirm that its names are on the disk",
-                file=str(self.checkpoint_dir),
-            ) from err
-
     def abandon(self) -> None:
-        """Remove the stage and its lock. After ``publish`` this does nothing."""
+        """Remove the staging directory and its lock; do nothing after ``publish``."""
         self._end()
 
     def _move_entries(self) -> None:
-        """Move the new entries into the directory and those that they replace into the stage.
+        """Move old entries into the staging directory, and the new entries into their place.
 
         If a move fails, all are undone.
         """
+        # Move metadata.json last: it makes the directory a checkpoint.
         names = sorted(os.listdir(self.data_dir), key=lambda name: (name == CONFIG_FNAME, name))
-        # Name the entries on the disk before they move, so that the next save can undo a killed one.
+        # Record the names on disk before the entries move: if this process is killed, the next save
+        # needs them to undo the moves.
         write_file(self._stage_dir, _ENTRIES, [json.dumps({"entries": names}).encode()])
-        done: list[tuple[Path, Path]] = []
+        finished_moves: list[tuple[Path, Path]] = []
         config_path = self.checkpoint_dir / CONFIG_FNAME
         try:
             moves_of_new = [(self.data_dir / name, self.checkpoint_dir / name) for name in names]
             for source, target in self._moves_of_old(names) + moves_of_new:
-                # Everything else is on the disk before metadata.json appears.
+                # All other entries must be on disk before metadata.json appears.
                 if target == config_path:
                     sync_folder(self.checkpoint_dir)
                 self._move_entry(source, target)
-                done.append((source, target))
-                # The old metadata.json is gone from the disk before anything else of its checkpoint moves.
+                finished_moves.append((source, target))
+                # The removal of the old metadata.json must be on disk before the other entries of
+                # its checkpoint move.
                 if source == config_path:
                     sync_folder(self.checkpoint_dir)
         except BaseException:
-            self._undo_moves(done)
+            self._undo_moves(finished_moves)
             raise
 
     def _undo_moves(self, moves: list[tuple[Path, Path]]) -> None:
+        """Undo the moves, the last first, so that the old ``metadata.json`` returns last."""
         try:
             for source, target in reversed(moves):
                 os.rename(target, source)
             (self._stage_dir / _ENTRIES).unlink()
         except OSError as err:
-            self._end.detach()  # the stage may hold all that is left of the old checkpoint
+            # Keep the staging directory: it may contain the only copy of the old checkpoint.
+            self._end.detach()
             raise StorageError(
-                f"the publication failed halfway, and {STAGE} in the directory could not be emptied: {err}",
+                f"publishing failed halfway, and could not be undone from {STAGE}: {err}",
                 file=str(self.checkpoint_dir),
                 hint=f"move the content of {STAGE}/{_OLD} back into the directory",
             ) from err
 
     def _moves_of_old(self, names: list[str]) -> list[tuple[Path, Path]]:
-        """Return the renames that move replaced entries into the stage, ``metadata.json`` first.
+        """List the renames that move old entries to the staging directory, ``metadata.json`` first.
 
-        Creates the directory in the stage.
+        The directory for the entries is created.
         """
         if not self._overwrite:
             return []
         old_dir = self._stage_dir / _OLD
         old_dir.mkdir()
+        # Replace what belongs to the old checkpoint or has the name of a new entry; keep the rest.
         present = [name for name in os.listdir(self.checkpoint_dir) if name != STAGE]
         replaced = [
             name
@@ -216,6 +240,11 @@ class Publication:
         return [(self.checkpoint_dir / name, old_dir / name) for name in replaced]
 
     def _move_entry(self, source: Path, target: Path) -> None:
+        """Rename an entry without replacing another.
+
+        Raises:
+            UsageError: the target exists.
+        """
         try:
             rename_new(source, target)
         except FileExistsError as err:
@@ -223,19 +252,6 @@ class Publication:
                 f"{target.name} appeared in the directory during the save",
                 file=str(self.checkpoint_dir),
             ) from err
-
-
-def _lock_stage(stage_dir: Path) -> FolderLock:
-    try:
-        return lock_folder(stage_dir, dst=stage_dir.parent)
-    except StorageError as err:
-        if not isinstance(err.__cause__, BlockingIOError):
-            raise
-        raise StorageError(
-            "another save into this directory is running",
-            file=str(stage_dir.parent),
-            hint="wait for it to end; an asynchronous save of this program has to be finalized",
-        ) from err
 
 
 def _check_directory(checkpoint_dir: Path) -> None:
@@ -249,27 +265,18 @@ def _check_directory(checkpoint_dir: Path) -> None:
         is_dir = checkpoint_dir.is_dir()
     if not is_dir:
         raise UsageError(
-            "a checkpoint is saved into a directory, but this is a file", file=str(checkpoint_dir)
+            "the path to save into is a file, not a directory", file=str(checkpoint_dir)
         )
 
 
-def _check_empty(checkpoint_dir: Path) -> None:
-    with translate_os_errors(str(checkpoint_dir), doing="read"):
-        names = sorted(set(os.listdir(checkpoint_dir)) - {STAGE})
-    if names:
-        content = "a checkpoint" if CONFIG_FNAME in names else "files"
-        raise UsageError(
-            f"the directory to save into already has {content} in it ({', '.join(names[:3])}{' …' * (len(names) > 3)})",
-            file=str(checkpoint_dir),
-            hint="save into an empty one, or pass overwrite=True, which replaces a checkpoint and keeps other files",
-        )
-
-
-def _clear_away(stage_dir: Path) -> None:
-    """Empty a stage, after undoing the renames of a process that was killed between two of them."""
+def _undo_interrupted_save(stage_dir: Path) -> None:
+    """Empty a staging directory, after undoing the renames of a process that was killed."""
     checkpoint_dir, data_dir, old_dir = stage_dir.parent, stage_dir / _DATA, stage_dir / _OLD
-    # Once the new metadata.json has moved, the checkpoint is published, and only the stage is left.
+    # If the new metadata.json has moved, the checkpoint is published; only the staging directory
+    # has to be removed.
     if not (checkpoint_dir / CONFIG_FNAME).exists() or (data_dir / CONFIG_FNAME).exists():
+        # Move new entries back, then the old ones, metadata.json last. A name that is still in
+        # data_dir has not moved, so an entry of that name in the directory is an old one.
         unmoved = _names_in(data_dir)
         for name in _names_to_move(stage_dir):
             if name not in unmoved and os.path.lexists(checkpoint_dir / name):
@@ -280,7 +287,7 @@ def _clear_away(stage_dir: Path) -> None:
 
 
 def _names_to_move(stage_dir: Path) -> list[str]:
-    """Return the names that a publication had begun to move; [] if it had not begun."""
+    """Read the names that an interrupted publication began to move; [] if it had not begun."""
     try:
         names = parse_json_object(
             (stage_dir / _ENTRIES).read_bytes(), file=f"{STAGE}/{_ENTRIES}"
@@ -289,6 +296,7 @@ def _names_to_move(stage_dir: Path) -> list[str]:
         return []
     if not isinstance(names, list):
         return []
+    # Never rename a path outside of the directory, whatever the file contains.
     return [
         name
         for name in names
@@ -306,9 +314,9 @@ def _empty(stage_dir: Path) -> None:
 
 
 def _is_of_checkpoint(path: Path) -> bool:
-    """Return whether a directory entry belongs to a distributed checkpoint.
+    """Check if a directory entry belongs to a distributed checkpoint.
 
-    It does if it has a known file name, or is the directory of a key.
+    This is a file with a known name, or the directory of a key.
     """
     if path.is_symlink() or not path.is_dir():
         return bool(_OWN_NAME.match(path.name))
@@ -316,22 +324,27 @@ def _is_of_checkpoint(path: Path) -> bool:
 
 
 def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:
-    """Remove a stage, then unlock it.
+    """Remove a staging directory, then unlock it.
 
-    A fork of the owner, which has a copy of the Publication, only closes its lock and removes
-    nothing.
+    Args:
+        stage_dir: the staging directory.
+        lock_fd: file descriptor of the lock, which is closed.
+        owner: process id of the coordinator. A fork of it, which has a copy of the Publication,
+            does not remove the directory.
     """
     interrupt: KeyboardInterrupt | None = None
     for _ in range(_ATTEMPTS if os.getpid() == owner else 0):
         try:
-            if is_current(lock_fd, stage_dir):  # otherwise the stage belongs to another save
+            # A directory with another lock belongs to another save.
+            if is_current(lock_fd, stage_dir):
                 _empty(stage_dir)
                 stage_dir.rmdir()
             break
         except (OSError, CheckpointingException):
             continue
-        except KeyboardInterrupt as err:  # raised again once the stage is gone
+        except KeyboardInterrupt as err:  # raised again after the removal
             interrupt = err
+    # Unlock last: a save that begins earlier would find a directory that is being removed.
     with suppress(OSError):
         os.close(lock_fd)
     if interrupt is not None:

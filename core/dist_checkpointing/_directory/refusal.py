@@ -14,13 +14,13 @@ _OLDER = "use an older checkpoint"
 
 
 def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
-    """Return the error for a path that has no ``metadata.json`` in it.
+    """Build the error for a path without a ``metadata.json``; the error is not raised.
 
     Returns:
-        UsageError: the path does not exist, is a file, or is a training root whose iterations are
-            checkpoints.
-        MissingShardError: a save did not finish.
-        UnsupportedError: a checkpoint of another format, or no checkpoint.
+        UsageError: the path does not exist, is a file, or is a directory that contains a
+            checkpoint.
+        MissingShardError: a save into the directory did not finish.
+        UnsupportedError: the directory is a checkpoint of another format, or not a checkpoint.
     """
     path = str(checkpoint_dir)
     if not checkpoint_dir.exists():
@@ -32,11 +32,13 @@ def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
         return UsageError(
             f"{path} is a file, not the directory of a distributed checkpoint", hint=hint
         )
+    # A save that did not finish: with its staging directory, or by Megatron, which has none.
     if (checkpoint_dir / STAGE).is_dir():
         return MissingShardError(
-            f"the save into this directory is not finished: it has {STAGE}, but no {CONFIG_FNAME}",
+            f"the save into this directory did not finish: it contains {STAGE}, "
+            f"but no {CONFIG_FNAME}",
             file=path,
-            hint=f"wait if the save is still running, else {_OLDER}",
+            hint=f"wait if the save is still running, otherwise {_OLDER}",
         )
     if (checkpoint_dir / COMMON_FILE).is_file():
         return MissingShardError(
@@ -48,7 +50,8 @@ def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
 
 
 def _refusal_of_other_format(checkpoint_dir: Path) -> CheckpointingException:
-    """Return the error for a directory that may be a checkpoint of another format, or hold one."""
+    """Build the error for a directory that may be, or contain, a checkpoint of another format."""
+    # Opening also finds a checkpoint below the directory, as in a training root.
     path = str(checkpoint_dir)
     try:
         source = open_checkpoint(checkpoint_dir, samples=True)
@@ -60,10 +63,10 @@ def _refusal_of_other_format(checkpoint_dir: Path) -> CheckpointingException:
     source.store.close()
     if source.path.resolve() != checkpoint_dir.resolve():
         return UsageError(
-            f"{path} is not a distributed checkpoint, but a directory that holds one, {source.path.name}",
+            f"{path} is not a distributed checkpoint, but contains one, {source.path.name}",
             hint=f"load {source.path}",
         )
     return UnsupportedError(
-        f"{path} is not a distributed checkpoint, but a checkpoint in the format {source.format.name}",
+        f"{path} is a checkpoint in the format {source.format.name}, not a distributed checkpoint",
         hint=f"convert it: ckpt convert {checkpoint_dir} --to torch_dist",
     )

@@ -1,9 +1,9 @@
 """Removal of entries from a finished torch_dist (or DCP) checkpoint.
 
-The remaining data are not touched: a new ``.metadata`` is written next to the old one and replaces
-it atomically; files that hold no entry any more are deleted afterwards. So a concurrent reader
-finds one state or the other. The bytes of a removed entry stay in a file that holds other entries,
-unused.
+The remaining data is not changed: a new ``.metadata`` is written next to the old one and replaces
+it atomically; files without remaining entries are deleted afterwards. A concurrent reader therefore
+finds the old or the new metadata. If a file has other entries, the bytes of a removed entry stay in
+it, unused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
     """Remove the tensors and objects whose keys begin with a prefix; for one process.
 
-    A manifest is deleted, as its sums would no longer be true.
+    A manifest is deleted, as its checksums would no longer match.
 
     Args:
         checkpoint_dir: a directory with ``.metadata``.
-        key_prefix: not empty.
+        key_prefix: must not be empty.
 
     Returns:
         The keys that were removed.
@@ -51,6 +51,7 @@ def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
     removed = keys_with_prefix((*metadata.tensors, *metadata.objects), key_prefix, folder)
     if not removed:
         return []
+    # New metadata can only describe uncompressed torch.save items, in one .metadata file.
     if (
         metadata.descriptors
         or metadata.object_descriptors
@@ -58,20 +59,22 @@ def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
         or not has_one_metadata_file
     ):
         raise UnsupportedError(
-            "entries cannot be removed if items are compressed or safetensors, or if every rank has a metadata file",
-            hint="ckpt convert --to torch_dist --exclude leaves tensors out of a copy",
+            "cannot remove entries if items are compressed or stored as safetensors, or if every "
+            "rank has its own metadata file",
+            hint="create a copy without the entries: ckpt convert --to torch_dist --exclude",
         )
     # Replace the metadata first, so that no reader looks for bytes that are being deleted.
-    remaining = {row.key: row for row in _rows(metadata) if not row.key.startswith(key_prefix)}
-    write_file(folder, METADATA, [_metadata_bytes(metadata, remaining)])
+    remaining = {row.key: row for row in _list_rows(metadata) if not row.key.startswith(key_prefix)}
+    write_file(folder, METADATA, [_build_metadata(metadata, remaining)])
     delete_file(folder / MANIFEST)
-    for name in sorted(set(metadata.files) - _files_of(metadata, remaining)):
+    for name in sorted(set(metadata.files) - _find_used_files(metadata, remaining)):
         delete_file(folder / name)
     sync_folder(folder)
     return removed
 
 
-def _rows(metadata: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
+def _list_rows(metadata: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
+    """Yield all entries in the form that the writer of ``.metadata`` takes."""
     for key, tensor in metadata.tensors.items():
         chunks = (ChunkRow(box.offset, box.shape, *item) for box, item in metadata.chunks(key))
         yield TensorRow(key, tensor.dtype, tensor.shape, chunks, tensor.requires_grad)
@@ -79,8 +82,10 @@ def _rows(metadata: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
         yield ObjectRow(key, *item)
 
 
-def _files_of(metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]) -> set[str]:
-    """Return the names of the files that hold the remaining entries."""
+def _find_used_files(
+    metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]
+) -> set[str]:
+    """Return the names of the files with data of the remaining entries."""
     names = {item.file for key, item in metadata.objects.items() if key in remaining}
     for key, tensor in metadata.tensors.items():
         if key in remaining:
@@ -89,8 +94,9 @@ def _files_of(metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]
     return names
 
 
-def _metadata_bytes(metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]) -> bytes:
-    """Return the content of ``.metadata`` for the remaining entries."""
+def _build_metadata(metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]) -> bytes:
+    """Build the content of ``.metadata`` for the remaining entries."""
+    # Megatron's own attributes have an item per key, too.
     paths, mcore_data = metadata.planner_data, metadata.mcore_data
     attributes: dict[str, object] = {}
     if isinstance(mcore_data, dict):
@@ -115,16 +121,16 @@ def check_prefix(key_prefix: str) -> None:
     """
     if not key_prefix:
         raise UsageError(
-            "an empty prefix would remove the whole checkpoint",
-            hint="to do that, delete its directory",
+            "an empty prefix would remove the entire checkpoint",
+            hint="delete the directory to remove the checkpoint",
         )
 
 
 def keys_with_prefix(keys: Iterable[str], key_prefix: str, checkpoint_dir: Path) -> list[str]:
-    """Return the keys that begin with a prefix; log a warning if there are none."""
+    """Select the keys that begin with a prefix; log a warning if there are none."""
     matches = [key for key in keys if key.startswith(key_prefix)]
     if not matches:
-        logger.warning("nothing in %s has a key that begins with %r", checkpoint_dir, key_prefix)
+        logger.warning("no key in %s begins with %r", checkpoint_dir, key_prefix)
     return matches
 
 

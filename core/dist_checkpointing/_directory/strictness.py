@@ -1,7 +1,7 @@
 """The reactions of ``load`` to keys that are only requested or only in the checkpoint.
 
-*Unexpected* keys are requested and not in the checkpoint; a rank alone can find them. *Missing*
-keys are in the checkpoint and no rank requests them; that takes the metadata of all ranks.
+*Unexpected* keys are requested, but not in the checkpoint; each rank can find its own. *Missing*
+keys are in the checkpoint, but no rank requests them; to find them, ranks exchange their metadata.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ _MAX_NAMED = 20
 class StrictHandling(Enum):
     """The reactions of ``load`` to different keys in state dict and checkpoint.
 
-    All but the first one read the checkpoint's metadata before anything else and leave unexpected
-    keys out of the load. Those that end in ``_all`` also look for missing keys, for which ranks
-    exchange their metadata; with ``validate_access_integrity`` they do so anyway.
+    All but the first read the checkpoint's metadata before loading, and omit unexpected keys from
+    the load. Those that end in ``_all`` also find missing keys, for which ranks exchange their
+    metadata; with ``validate_access_integrity`` ranks do so in any case.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Keys are not compared; the load strategy raises if the checkpoint lacks one."""
+    """Do not compare keys; the load strategy raises if the checkpoint lacks a requested key."""
     LOG_UNEXPECTED = "log_unexpected"
-    """A warning for unexpected keys."""
+    """Log a warning for unexpected keys."""
     LOG_ALL = "log_all"
-    """A warning for unexpected and for missing keys."""
+    """Log a warning for unexpected and for missing keys."""
     RAISE_UNEXPECTED = "raise_unexpected"
-    """An error for unexpected keys, before data is read."""
+    """Raise for unexpected keys, before data is read."""
     RAISE_ALL = "raise_all"
-    """An error for unexpected and for missing keys, before data is read."""
+    """Raise for unexpected and for missing keys, before data is read."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """``load`` returns the unexpected keys with the state dict."""
+    """Return the unexpected keys with the state dict."""
     RETURN_ALL = "return_all"
-    """``load`` returns the missing and the unexpected keys with the state dict."""
+    """Return the missing and the unexpected keys with the state dict."""
     IGNORE_ALL = "ignore_all"
-    """Unexpected keys are left out silently."""
+    """Omit unexpected keys without a message."""
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Return whether the checkpoint's keys are needed."""
+        """Check if the checkpoint's keys are needed."""
         return val is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Return whether the keys that other ranks request are needed."""
+        """Check if the keys that other ranks request are needed."""
         return val in _ALL
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Return whether ``load`` returns missing and unexpected keys with the state dict."""
+        """Check if ``load`` returns missing and unexpected keys with the state dict."""
         return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
 
 
@@ -72,23 +72,23 @@ LOGGING = (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
 
 
 def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """Return the StrictHandling with the given value; a StrictHandling is returned as it is.
+    """Parse the value of a StrictHandling; a StrictHandling is returned unchanged.
 
     Raises:
-        ValueError: no StrictHandling has the value.
+        ValueError: no StrictHandling has this value.
     """
     if isinstance(strict, StrictHandling):
         return strict
     values = [flag.value for flag in StrictHandling]
     if strict not in values:
-        raise ValueError(f"strict is {strict!r}, not one of {', '.join(values)}")
+        raise ValueError(f"strict is {strict!r}, expected one of {', '.join(values)}")
     return StrictHandling(strict)
 
 
 def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
-    """Return the state dict without the ShardedBase leaves of the given keys.
+    """Remove the ShardedBase leaves with the given keys from a state dict.
 
     Raises:
         UsageError: a leaf is not a ShardedBase.
@@ -96,11 +96,13 @@ def adjust_non_strict_load(
 
     def is_removed(leaf: Any) -> bool:
         if not isinstance(leaf, ShardedBase):
-            raise UsageError(f"a {type(leaf).__name__} is among the sharded leaves of a state dict")
+            raise UsageError(
+                f"expected only sharded leaves in the state dict, found a {type(leaf).__name__}"
+            )
         return leaf.key in sharded_keys_to_remove
 
-    _, rest = extract_matching_values(sharded_state_dict, is_removed)
-    return rest  # type: ignore[no-any-return]
+    _, remaining = extract_matching_values(sharded_state_dict, is_removed)
+    return remaining  # type: ignore[no-any-return]
 
 
 def missing_and_unexpected_keys(
@@ -108,20 +110,22 @@ def missing_and_unexpected_keys(
     local_metadata: Iterable[ShardedBase],
     global_metadata: Iterable[Iterable[ShardedBase]] | None = None,
 ) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected keys; no missing ones without global metadata.
+    """Compare requested keys with those of the checkpoint.
 
     Args:
         ckpt_sharded_metadata: all tensors and objects of the checkpoint.
-        local_metadata: those that this rank requests.
-        global_metadata: those that each rank requests.
+        local_metadata: tensors and objects that this rank requests.
+        global_metadata: tensors and objects that each rank requests, by rank.
+
+    Returns:
+        The missing keys, empty without ``global_metadata``; and the unexpected keys of this rank.
     """
     stored = {leaf.key for leaf in ckpt_sharded_metadata.values()}
     unexpected = {requested.key for requested in local_metadata} - stored
     if global_metadata is None:
         return set(), unexpected
-    return stored - {
-        requested.key for of_rank in global_metadata for requested in of_rank
-    }, unexpected
+    requested_by_all = {leaf.key for leaves in global_metadata for leaf in leaves}
+    return stored - requested_by_all, unexpected
 
 
 def maybe_report_missing_and_unexpected_keys(
@@ -135,18 +139,20 @@ def maybe_report_missing_and_unexpected_keys(
     parts = []
     if missing_keys:
         parts.append(
-            f"Missing keys (in the checkpoint, and no rank requests them): {_format_keys(missing_keys)}"
+            "Missing keys (in the checkpoint, but not requested by any rank): "
+            f"{_format_keys(missing_keys)}"
         )
     if unexpected_keys:
         parts.append(
-            f"Unexpected keys (requested by this rank, and not in the checkpoint): {_format_keys(unexpected_keys)}"
+            "Unexpected keys (requested by this rank, but not in the checkpoint): "
+            f"{_format_keys(unexpected_keys)}"
         )
     if not parts:
         return
     if raise_error:
         raise MissingShardError(
             f"the state dict and the checkpoint differ. {'. '.join(parts)}",
-            hint="load with strict='log_all' to go on without them",
+            hint="pass strict='log_all' to load without them",
         )
     logger.warning("The state dict and the checkpoint differ. %s.", ". ".join(parts))
 

@@ -1,8 +1,8 @@
 """Asynchronous saves: the queue that finalizes them in order.
 
-The documented names of its parts are re-exported here. A writer that fails or is killed makes
-``maybe_finalize_async_calls`` raise on every rank. The finalize functions of its call are then not
-called, so its checkpoint never becomes visible.
+The documented names of the queue's parts are re-exported here. If a writer fails or is killed,
+``maybe_finalize_async_calls`` raises on every rank. The finalize functions of that call are then
+not called, so its checkpoint never becomes visible.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _ActiveAsyncRequest(NamedTuple):
 
 
 class AsyncCallsQueue:
-    """A queue of calls that were scheduled and not yet finalized.
+    """A queue of the calls that are scheduled, but not finalized.
 
     Args:
         persistent: execute all calls in one persistent process, instead of one process per call.
@@ -53,24 +53,27 @@ class AsyncCallsQueue:
         self.persistent = persistent
         self.persistent_caller: AsyncCaller | None = None
 
-    def _caller(self) -> AsyncCaller:
-        if not self.persistent:
-            return TemporalAsyncCaller()
-        if self.persistent_caller is None:
-            self.persistent_caller = PersistentAsyncCaller()
-        return self.persistent_caller
-
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Start a call; on all ranks, in the same order. Training waits while ``preload_fn`` works.
+        """Start a call; on all ranks, in the same order.
+
+        Training waits until ``preload_fn`` has copied the data.
 
         Returns:
             The number of the call, counted from 0.
+
+        Raises:
+            ValueError: the request contradicts itself.
         """
         self.call_idx += 1
-        caller = self._caller()
+        caller: AsyncCaller
+        if not self.persistent:
+            caller = TemporalAsyncCaller()
+        else:
+            caller = self.persistent_caller = self.persistent_caller or PersistentAsyncCaller()
+        # The finalize functions stay in this process, so they need not be picklable.
         request = async_request.freeze()._replace(call_idx=self.call_idx)
         caller.schedule_async_call(request._replace(finalize_fns=[]))
-        # Keep no reference to tensors of training.
+        # Keep no reference to the arguments: they are tensors that training wants to free.
         without_args = request._replace(async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
         self.async_calls.append(_ActiveAsyncRequest(self.call_idx, caller, without_args))
         return self.call_idx
@@ -78,20 +81,23 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalize the calls that have ended, oldest first, up to one that has not; collective.
+        """Finalize the calls that have ended, oldest first; collective.
+
+        Finalization stops at the first call that is still running.
 
         Args:
             blocking: wait for all calls.
             no_dist: check only this rank's writer. The finalization itself still needs all ranks,
-                so a rank then waits there for the others.
+                so this rank then waits for the others.
 
         Returns:
-            The numbers of the calls that were finalized now.
+            The numbers of the calls that were finalized.
 
         Raises:
+            UsageError: ranks finalize different calls.
             CheckpointingException: the writer of a rank failed or was killed, or a finalize
-                function failed; on every rank, with the numbers of the ranks. That call is removed
-                from the queue, later ones stay.
+                function failed; on every rank, with the numbers of the ranks. The failed call is
+                removed from the queue, later ones stay.
         """
         finalized = []
         while self.async_calls and self.async_calls[0].async_caller.is_current_async_call_done(
@@ -107,8 +113,14 @@ class AsyncCallsQueue:
             if active.async_caller.failure is not None:
                 raise active.async_caller.failure
 
+        # If the save failed on any rank, abandon it on all: its finalize functions must not run.
         try:
-            _check_same_call(active.idx)
+            # Compare the calls first: ranks that finalize different ones must not go on.
+            numbers = comm.all_gather(active.idx)
+            if len(set(numbers)) > 1:
+                raise UsageError(
+                    f"ranks finalize different asynchronous calls (by rank: {numbers})"
+                )
             comm.together(raise_failure)
         except BaseException:
             abandon_rest(active.async_request)
@@ -117,7 +129,7 @@ class AsyncCallsQueue:
         return active.idx
 
     def get_num_unfinalized_calls(self) -> int:
-        """Return the number of calls that were scheduled and not yet finalized."""
+        """Return the number of scheduled calls that are not finalized."""
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
@@ -130,14 +142,14 @@ class AsyncCallsQueue:
             CheckpointingException: the first error of ``maybe_finalize_async_calls``, after
                 everything is closed.
         """
-        first: Exception | None = None
+        first_error: Exception | None = None
+        # After an error continue with the next call, as all ranks do.
         while self.async_calls and not abort:
             try:
                 self.maybe_finalize_async_calls(blocking=True)
-            except (
-                Exception
-            ) as err:  # go on like the other ranks, whose calls may have failed elsewhere
-                first = first or err
+            except Exception as err:
+                first_error = first_error or err
+        # Abandon the other calls, if they are to be aborted.
         while self.async_calls:
             active = self.async_calls.popleft()
             active.async_caller.close(abort=True)
@@ -146,16 +158,5 @@ class AsyncCallsQueue:
             self.persistent_caller.close(abort=abort)
             self.persistent_caller = None
         POOL.clear()
-        if first is not None:
-            raise first
-
-
-def _check_same_call(idx: int) -> None:
-    """Raise on every rank unless all ranks finalize the same call.
-
-    Raises:
-        UsageError: the numbers of the calls differ.
-    """
-    numbers = comm.all_gather(idx)
-    if len(set(numbers)) > 1:
-        raise UsageError(f"ranks finalize different asynchronous calls (by rank: {numbers})")
+        if first_error is not None:
+            raise first_error

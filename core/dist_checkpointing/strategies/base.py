@@ -1,14 +1,14 @@
-"""The base classes of strategies, and the registry of the default ones.
+"""The base classes of strategies, and the registry of default strategies.
 
-A strategy reads or writes one part of a checkpoint, sharded or common, in the form of one version
-of a backend, which ``metadata.json`` names::
+A strategy reads or writes one part of a checkpoint, sharded or common, in the format of one version
+of a backend. ``metadata.json`` names the backend and its version::
 
     LoadStrategyBase ── LoadCommonStrategy · LoadShardedStrategy
     SaveStrategyBase ── SaveCommonStrategy · SaveShardedStrategy ── AsyncSaveShardedStrategy
 
 Source: the documented package ``core.dist_checkpointing.strategies.base``. Its pages call every
-method abstract that only raises NotImplementedError. Here, a subclass must define only those that
-the documented strategies all define (the documented zarr strategy, for one, has no
+method abstract that only raises NotImplementedError. Here, a subclass must define only the methods
+that all documented strategies define (the documented zarr strategy, for example, has no
 ``remove_sharded_tensors``).
 """
 
@@ -53,7 +53,7 @@ class _Provider:
     Args:
         module: name of the module in this package.
         register: name of its function that registers the strategies.
-        needs: requirement that the module imports.
+        needs: requirement to install for the module, as pip takes it.
     """
 
     module: str
@@ -72,10 +72,10 @@ _PROVIDERS: dict[str, tuple[_Provider, ...]] = {
 """Providers of each backend, called when a default is requested for the first time."""
 
 default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
-"""Strategies by the value of a StrategyAction, and by (backend, version)."""
+"""Strategies by (backend, version), for each value of StrategyAction."""
 
 async_calls = AsyncCallsQueue()
-"""The queue of the asynchronous work that strategies schedule themselves."""
+"""The queue for asynchronous work that strategies schedule themselves."""
 
 
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
@@ -89,14 +89,16 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         version: version of the backend, as in ``metadata.json``.
 
     Raises:
-        UnsupportedError: there is no such strategy. The hint names the packages that could not be
-            imported, if that is the reason, else the versions or backends that exist.
+        UnsupportedError: there is no such strategy. The hint names the packages to install if a
+            module cannot be imported, else the versions or backends that exist.
     """
-    failures = [] if _lookup(action, backend, version) else _call_providers(backend)
-    strategy = _lookup(action, backend, version)
+    # Import the backend's own modules only if nobody has registered a strategy yet.
+    strategies = default_strategies[action.value]
+    failures = [] if strategies.get((backend, version)) else _call_providers(backend)
+    strategy = strategies.get((backend, version))
     if strategy is not None:
         return strategy
-    # Name the package to install, or the alternatives.
+    # Name the packages to install.
     description = f"{action.value} of backend {backend!r}, version {version}"
     if failures:
         reasons = "; ".join(f"{provider.module}: {err}" for provider, err in failures)
@@ -104,9 +106,14 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
             f"the default strategy for {description} cannot be imported: {reasons}",
             hint="install " + ", ".join(f"`{provider.needs}`" for provider, _ in failures),
         ) from failures[0][1]
-    raise UnsupportedError(
-        f"there is no default strategy for {description}", hint=_list_alternatives(action, backend)
-    )
+    # Name the versions of the backend, or else the backends that exist.
+    versions = sorted(version for name, version in strategies if name == backend)
+    if versions:
+        hint = f"versions of {backend}: {', '.join(map(str, versions))}"
+    else:
+        names = sorted({name for name, _ in strategies} | set(_PROVIDERS))
+        hint = f"backends: {', '.join(names)}; add others with register_default_strategy"
+    raise UnsupportedError(f"there is no default strategy for {description}", hint=hint)
 
 
 def register_default_strategy(
@@ -115,19 +122,8 @@ def register_default_strategy(
     version: int,
     strategy: SaveStrategyBase | LoadStrategyBase,
 ) -> None:
-    """Register a strategy as the default one, in place of an earlier one.
-
-    Args:
-        action: purpose of the strategy.
-        backend: backend that it becomes the default for.
-        version: version of that backend.
-        strategy: the strategy.
-    """
+    """Register a strategy as the default for a version of a backend, replacing an earlier one."""
     default_strategies[action.value][backend, version] = strategy
-
-
-def _lookup(action: StrategyAction, backend: str, version: int) -> Any:
-    return default_strategies[action.value].get((backend, version))
 
 
 def _call_providers(backend: str) -> list[tuple[_Provider, ImportError]]:
@@ -137,8 +133,10 @@ def _call_providers(backend: str) -> list[tuple[_Provider, ImportError]]:
         The modules that cannot be imported, with their errors.
     """
     failures = []
-    # Registering replaces entries, so put those of the user back afterwards.
-    by_hand = {action.value: dict(default_strategies[action.value]) for action in StrategyAction}
+    # Registering replaces entries, so restore the user's strategies afterwards.
+    earlier_strategies = {
+        action.value: dict(default_strategies[action.value]) for action in StrategyAction
+    }
     for provider in _PROVIDERS.get(backend, ()):
         try:
             module = import_module(f"core.dist_checkpointing.strategies.{provider.module}")
@@ -146,18 +144,9 @@ def _call_providers(backend: str) -> list[tuple[_Provider, ImportError]]:
             failures.append((provider, err))
         else:
             getattr(module, provider.register)()
-    for action, strategies in by_hand.items():
+    for action, strategies in earlier_strategies.items():
         default_strategies[action].update(strategies)
     return failures
-
-
-def _list_alternatives(action: StrategyAction, backend: str) -> str:
-    strategies = default_strategies[action.value]
-    versions = sorted(version for name, version in strategies if name == backend)
-    if versions:
-        return f"versions of {backend}: {', '.join(map(str, versions))}"
-    names = sorted({name for name, _ in strategies} | set(_PROVIDERS))
-    return f"backends: {', '.join(names)}; register_default_strategy adds others"
 
 
 def require_backend(strategy: object, loaded_backend: object, backend: str) -> None:
@@ -173,8 +162,9 @@ def require_backend(strategy: object, loaded_backend: object, backend: str) -> N
     """
     if loaded_backend != backend:
         raise UnsupportedError(
-            f"{type(strategy).__name__} reads the backend {backend!r}, but the checkpoint has {loaded_backend!r}",
-            hint="leave the strategy out to use the one for the checkpoint's backend",
+            f"{type(strategy).__name__} reads backend {backend!r}, "
+            f"but the checkpoint has backend {loaded_backend!r}",
+            hint="omit the strategy to use the default one for the checkpoint's backend",
         )
 
 
@@ -189,23 +179,25 @@ def require_version(strategy: object, loaded_version: object, versions: tuple[in
     Raises:
         UnsupportedError: the strategy does not read that version.
     """
+    # True == 1 in Python, but it is not a version.
     if isinstance(loaded_version, bool) or loaded_version not in versions:
+        supported = " or ".join(map(str, versions))
         raise UnsupportedError(
-            f"{type(strategy).__name__} reads version {' or '.join(map(str, versions))} of its backend, but the "
-            f"checkpoint has version {loaded_version!r}"
+            f"{type(strategy).__name__} reads version {supported} of its backend, "
+            f"but the checkpoint has version {loaded_version!r}"
         )
 
 
 def _raise_not_provided(strategy: object, operation: str) -> NoReturn:
-    raise NotProvidedError(f"{type(strategy).__name__} has no {operation}")
+    raise NotProvidedError(f"{type(strategy).__name__} does not implement {operation}")
 
 
 class LoadStrategyBase(ABC):
-    """A strategy for loading. It must state which checkpoints it can read."""
+    """A strategy for loading, which checks whether it can read a checkpoint's backend."""
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: Any) -> None:
-        """Raise a CheckpointingException unless the strategy reads the backend with this name."""
+        """Raise a CheckpointingException unless the strategy reads this backend."""
 
     @abstractmethod
     def check_version_compatibility(self, loaded_version: Any) -> None:
@@ -213,7 +205,7 @@ class LoadStrategyBase(ABC):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Return whether the strategy loads ShardedObjects, too."""
+        """True if the strategy also loads ShardedObjects."""
         return False
 
 
@@ -226,9 +218,9 @@ class SaveStrategyBase(ABC):  # noqa: B024 (documented as one, without abstract 
     """
 
     syncs_files = False
-    """True if files and directories are on the disk once they are written.
+    """True if the strategy syncs the files and directories that it writes to disk.
 
-    Not in the documented API. If False, ``serialization.save`` syncs them once more, file by file.
+    Not in the documented API. If False, ``serialization.save`` syncs every file after the save.
     """
 
     def __init__(self, backend: str, version: int) -> None:
@@ -237,7 +229,7 @@ class SaveStrategyBase(ABC):  # noqa: B024 (documented as one, without abstract 
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Return whether the strategy saves ShardedObjects, too."""
+        """True if the strategy also saves ShardedObjects."""
         return False
 
     def __str__(self) -> str:
@@ -260,7 +252,10 @@ class LoadCommonStrategy(LoadStrategyBase):
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return the stored ShardedObjects without data, by unique key.
 
-        {} if the strategy does not handle them.
+        The result is empty if the strategy does not handle ShardedObjects.
+
+        Raises:
+            NotProvidedError: the strategy handles them, but does not override this method.
         """
         if not self.can_handle_sharded_objects:
             return {}
@@ -282,13 +277,22 @@ class LoadShardedStrategy(LoadStrategyBase):
         """
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return the stored tensors by key, and the stored ShardedObjects by unique key."""
+        """Return the stored tensors by key, and the stored ShardedObjects by unique key.
+
+        Raises:
+            NotProvidedError: the strategy handles ShardedObjects, but does not override this
+                method.
+        """
         if not self.can_handle_sharded_objects:
             return self.load_tensors_metadata(checkpoint_dir)
         _raise_not_provided(self, "load_sharded_metadata")
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Remove all tensors whose keys begin with the prefix."""
+        """Remove all tensors whose keys begin with the prefix.
+
+        Raises:
+            NotProvidedError: the strategy does not override this method.
+        """
         _raise_not_provided(self, "remove_sharded_tensors")
 
 
@@ -302,7 +306,11 @@ class SaveCommonStrategy(SaveStrategyBase):
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> None:
-        """Write this rank's ShardedObjects that are main replicas."""
+        """Write this rank's ShardedObjects that are main replicas.
+
+        Raises:
+            NotProvidedError: the strategy does not override this method.
+        """
         _raise_not_provided(self, "save_sharded_objects")
 
 
@@ -321,15 +329,15 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Copy the data to be saved, and return the rest of the work.
+        """Copy the data to be saved, and return the remaining work as a request.
 
         Args:
             sharded_state_dict: this rank's part of the sharded state.
             checkpoint_dir: directory of the checkpoint.
 
         Returns:
-            A request with the writing, and with the functions that make it valid afterwards. The
-            caller schedules it.
+            A request with the function that writes, and with those that complete the checkpoint
+            afterwards. The caller schedules it.
         """
 
     @override

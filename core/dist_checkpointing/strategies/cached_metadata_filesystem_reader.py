@@ -1,4 +1,4 @@
-"""torch's reader of DCP directories, with ``.metadata`` read once, and safely."""
+"""A reader of DCP directories for torch that reads ``.metadata`` once, without unpickling it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     @override
     def read_metadata(self) -> Metadata:
-        """Return the checkpoint's metadata, which the first call reads without unpickling the file.
+        """Return the checkpoint's metadata, read from the file by the first call.
 
         Raises:
-            CheckpointingException: the file is missing, damaged or hostile.
+            CheckpointingException: the file is missing, is damaged, or names something that runs
+                code.
         """
         if self._cached_metadata is None:
             self._cached_metadata = read_torch_metadata(Path(self.path))
@@ -37,7 +38,11 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     @override
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Begin a new read; a given directory replaces the earlier one and its cached metadata."""
+        """Begin a new read, of another directory if one is given.
+
+        Args:
+            checkpoint_id: the new directory; the cached metadata is dropped. None for the same.
+        """
         super().reset(checkpoint_id)
         if checkpoint_id:
             self._cached_metadata = None

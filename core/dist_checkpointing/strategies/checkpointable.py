@@ -2,16 +2,18 @@
 
 ::
 
-    state = {"w": CheckpointableShardedTensor.from_sh_ten(sharded_w),
-             "b": LocalShardsContainer([from_sh_ten(b0), from_sh_ten(b1)])}     # several shards of
-             b on this rank
-    torch.distributed.checkpoint.save(state, checkpoint_id=…)                   # or load, which
-    fills their data
+    state = {
+        "w": CheckpointableShardedTensor.from_sh_ten(sharded_w),
+        # several shards of b on this rank
+        "b": LocalShardsContainer([from_sh_ten(b0), from_sh_ten(b1)]),
+    }
+    # or load, which fills the data of the ShardedTensors
+    torch.distributed.checkpoint.save(state, checkpoint_id=…)
 
-Both are tensors only by their type, size, dtype and device; no operation works on them. torch asks
-them for their chunks by the protocol ``torch.distributed._checkpointable._Checkpointable``. A chunk
-is a box of the global tensor: prepended axes have the extent 1 in it, and a flattened range has as
-many boxes as it needs. The files are plain DCP.
+Both classes are tensors only by their type, size, dtype and device; no operation works on them.
+torch gets their chunks by the protocol ``torch.distributed._checkpointable._Checkpointable``. A
+chunk is a box of the global tensor: prepended axes have the extent 1, and a flattened range has as
+many boxes as it needs. The files are ordinary DCP files.
 
 Source: the documented package ``core.dist_checkpointing.strategies.checkpointable``; torch 2.13
 ``torch/distributed/checkpoint/{planner_helpers,default_planner,utils}.py``. Beyond the documented
@@ -35,46 +37,48 @@ from core.dist_checkpointing.mapping import ShardedTensor
 from core.errors import UsageError
 
 
-class _ShardPiece(NamedTuple):
-    """A box of the global tensor, and a view of the local data that has its shape."""
+class _LocalChunk(NamedTuple):
+    """A box of the global tensor, and the local data in the box, as a view of its shape."""
 
     box: Box
     data: torch.Tensor
 
     @property
-    def chunk(self) -> ChunkStorageMetadata:
+    def metadata(self) -> ChunkStorageMetadata:
+        """The box in torch's form."""
         return ChunkStorageMetadata(
             offsets=torch.Size(self.box.offset), sizes=torch.Size(self.box.shape)
         )
 
 
-def _pieces_of(data: torch.Tensor, sh_ten: ShardedTensor) -> list[_ShardPiece]:
-    """Return the boxes of a ShardedTensor: one, or any number for a flattened range.
+def _split_into_chunks(data: torch.Tensor, sh_ten: ShardedTensor) -> list[_LocalChunk]:
+    """Split a ShardedTensor into boxes: one, or any number for a flattened range.
 
     Raises:
         UsageError: the data has another shape than the ShardedTensor declares.
     """
-    local = (1,) * sh_ten.prepend_axis_num + tuple(sh_ten.local_shape)
-    flat = sh_ten.flattened_range
     if tuple(data.shape) != sh_ten.data_shape:
         raise UsageError(
-            f"the data has shape {tuple(data.shape)}, but {sh_ten.data_shape} is declared",
+            f"the data has shape {tuple(data.shape)}, but the ShardedTensor declares "
+            f"{sh_ten.data_shape}",
             key=sh_ten.key,
         )
-    if flat is None:
-        return [
-            _ShardPiece(
-                Box(tuple(sh_ten.global_offset), local), data[(None,) * sh_ten.prepend_axis_num]
-            )
-        ]
-    pieces, start = [], 0
-    for box in boxes_of_flat_range(local, flat.start, flat.stop):
+    # The local shape lacks the prepended axes, which the global shape has.
+    local_shape = (1,) * sh_ten.prepend_axis_num + tuple(sh_ten.local_shape)
+    flat_range = sh_ten.flattened_range
+    if flat_range is None:
+        box = Box(tuple(sh_ten.global_offset), local_shape)
+        return [_LocalChunk(box, data[(None,) * sh_ten.prepend_axis_num])]
+
+    # Cut the flat data at the borders of the boxes.
+    chunks, start = [], 0
+    for box in boxes_of_flat_range(local_shape, flat_range.start, flat_range.stop):
         stop = start + box.n_elements
-        pieces.append(
-            _ShardPiece(box.shift(sh_ten.global_offset), data[start:stop].view(box.shape))
+        chunks.append(
+            _LocalChunk(box.shift(sh_ten.global_offset), data[start:stop].view(box.shape))
         )
         start = stop
-    return pieces
+    return chunks
 
 
 class CheckpointableShardedTensor(torch.Tensor):
@@ -101,20 +105,17 @@ class CheckpointableShardedTensor(torch.Tensor):
     def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
         self._data = data.detach()
         self._sh_ten = sh_ten
-        self._pieces = _pieces_of(self._data, sh_ten)
+        self._chunks = _split_into_chunks(self._data, sh_ten)
 
     @classmethod
     def from_sh_ten(cls, sh_ten: ShardedTensor) -> CheckpointableShardedTensor:
-        """Wrap a ShardedTensor with its data.
-
-        Args:
-            sh_ten: with data.
+        """Wrap a ShardedTensor, which must have data.
 
         Raises:
             UsageError: ``sh_ten`` is not a ShardedTensor, or has no data.
         """
         if not isinstance(sh_ten, ShardedTensor):
-            raise UsageError(f"a {type(sh_ten).__name__} is not a ShardedTensor")
+            raise UsageError(f"expected a ShardedTensor, found a {type(sh_ten).__name__}")
         if sh_ten.data is None:
             raise UsageError(
                 "the ShardedTensor has no data", key=sh_ten.key, hint="call init_data first"
@@ -124,7 +125,7 @@ class CheckpointableShardedTensor(torch.Tensor):
     def __create_write_items__(
         self, fqn: str, sh_ten: CheckpointableShardedTensor, index: int | None = None
     ) -> list[WriteItem]:
-        """Return one item per chunk that is to be written.
+        """Return one item for each chunk to be written.
 
         Args:
             fqn: name of the tensor in the checkpoint.
@@ -132,31 +133,32 @@ class CheckpointableShardedTensor(torch.Tensor):
             index: number of the shard within a LocalShardsContainer.
         """
         return _write_items(
-            fqn, sh_ten._pieces, size=torch.Size(sh_ten._sh_ten.global_shape), first=index
+            fqn, sh_ten._chunks, size=torch.Size(sh_ten._sh_ten.global_shape), first=index
         )
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the chunks that are to be loaded, in elements of the global tensor."""
-        return [piece.chunk for piece in self._pieces]
+        """Return the chunks to be loaded, in elements of the global tensor."""
+        return [chunk.metadata for chunk in self._chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the data of a chunk, as a view.
 
         Args:
-            index: offset of the chunk, where there are several.
+            index: offset of the chunk, needed if there are several.
 
         Raises:
             ValueError: there are several chunks, and none of them has this offset.
         """
-        if len(self._pieces) == 1:
-            return self._pieces[0].data
-        return _find_data(self._pieces, index)
+        # The only chunk needs no offset.
+        if len(self._chunks) == 1:
+            return self._chunks[0].data
+        return _find_data(self._chunks, index)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         """Refuse every operation."""
         raise NotImplementedError(
-            f"{cls.__name__} only carries a shard into a checkpoint; {func} cannot be called on it"
+            f"{cls.__name__} only passes a shard to a checkpoint; {func} cannot be called on it"
         )
 
     def __repr__(self) -> str:
@@ -164,7 +166,7 @@ class CheckpointableShardedTensor(torch.Tensor):
 
 
 class LocalShardsContainer(torch.Tensor):
-    """All shards of one global tensor that a rank has, in the single value that torch needs.
+    """A single value, as torch needs it, for all of a rank's shards of one global tensor.
 
     Args:
         local_shards: CheckpointableShardedTensors of one global shape; at least one.
@@ -179,11 +181,15 @@ class LocalShardsContainer(torch.Tensor):
             raise UsageError("a LocalShardsContainer needs at least one shard")
         for shard in local_shards:
             if not isinstance(shard, CheckpointableShardedTensor):
-                raise UsageError(f"a {type(shard).__name__} is not a CheckpointableShardedTensor")
+                raise UsageError(
+                    f"expected a CheckpointableShardedTensor, found a {type(shard).__name__}"
+                )
+            # The size of a wrapped shard is the global shape.
             if shard.size() != local_shards[0].size():
                 shapes = f"{tuple(local_shards[0].size())} and {tuple(shard.size())}"
                 raise UsageError(
-                    f"shards of global shape {shapes} are not of one tensor", key=shard._sh_ten.key
+                    f"the shards belong to tensors of different global shapes, {shapes}",
+                    key=shard._sh_ten.key,
                 )
         first = local_shards[0]
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return]
@@ -192,26 +198,29 @@ class LocalShardsContainer(torch.Tensor):
 
     def __init__(self, local_shards: list[torch.Tensor]) -> None:
         self._local_shards = local_shards
-        self._pieces: list[_ShardPiece] = [
-            piece for shard in local_shards for piece in shard._pieces
+        self._chunks: list[_LocalChunk] = [
+            chunk for shard in local_shards for chunk in shard._chunks
         ]
 
     def __create_write_items__(
         self, fqn: str, local_shards_cont: LocalShardsContainer
     ) -> list[object]:
-        """Return one item per chunk that is to be written; of identical chunks only the first.
+        """Return one item for each chunk to be written, one for chunks of the same box.
 
         Args:
             fqn: name of the tensor in the checkpoint.
             local_shards_cont: this object.
         """
-        first_at = {piece.box: piece for piece in reversed(local_shards_cont._pieces)}
-        pieces = [piece for piece in local_shards_cont._pieces if first_at[piece.box] is piece]
-        return [*_write_items(fqn, pieces, size=local_shards_cont.size(), first=0)]
+        # The first chunk of each box, in order.
+        chunk_by_box: dict[Box, _LocalChunk] = {}
+        for chunk in local_shards_cont._chunks:
+            chunk_by_box.setdefault(chunk.box, chunk)
+        chunks = list(chunk_by_box.values())
+        return [*_write_items(fqn, chunks, size=local_shards_cont.size(), first=0)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the chunks of all shards to be loaded, in elements of the global tensor."""
-        return [piece.chunk for piece in self._pieces]
+        return [chunk.metadata for chunk in self._chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the data of a chunk, as a view.
@@ -222,13 +231,13 @@ class LocalShardsContainer(torch.Tensor):
         Raises:
             ValueError: no chunk has this offset, or none is given.
         """
-        return _find_data(self._pieces, index)
+        return _find_data(self._chunks, index)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse every operation."""
         raise NotImplementedError(
-            f"{cls.__name__} only carries shards into a checkpoint; {func} cannot be called on it"
+            f"{cls.__name__} only passes shards to a checkpoint; {func} cannot be called on it"
         )
 
     def __repr__(self) -> str:
@@ -236,41 +245,46 @@ class LocalShardsContainer(torch.Tensor):
 
 
 def _write_items(
-    fqn: str, pieces: list[_ShardPiece], *, size: torch.Size, first: int | None
+    fqn: str, chunks: list[_LocalChunk], *, size: torch.Size, first: int | None
 ) -> list[WriteItem]:
+    """Return one item per chunk.
+
+    Args:
+        fqn: name of the tensor in the checkpoint.
+        chunks: the chunks to be written.
+        size: global shape of the tensor, in elements.
+        first: number of the first chunk, None to omit numbers.
+    """
     return [
         WriteItem(
             index=MetadataIndex(
-                fqn, piece.chunk.offsets, None if first is None else first + number
+                fqn, chunk.metadata.offsets, None if first is None else first + number
             ),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=piece.chunk,
-                properties=TensorProperties.create_from_tensor(piece.data),
+                chunk=chunk.metadata,
+                properties=TensorProperties.create_from_tensor(chunk.data),
                 size=size,
             ),
         )
-        for number, piece in enumerate(pieces)
+        for number, chunk in enumerate(chunks)
     ]
 
 
-def _find_data(pieces: list[_ShardPiece], index: MetadataIndex) -> torch.Tensor:
-    """Return the data of the piece at an offset.
-
-    The piece with the hinted number is tried first.
+def _find_data(chunks: list[_LocalChunk], index: MetadataIndex) -> torch.Tensor:
+    """Find the chunk at an offset and return its data.
 
     Raises:
-        ValueError: no piece has the offset, or none is given.
+        ValueError: no chunk has the offset, or none is given.
     """
     if index.offset is None:
-        raise ValueError(
-            f"{index.fqn} has several chunks, so one cannot be found without its offset"
-        )
+        raise ValueError(f"{index.fqn} has several chunks; an offset is needed to find one")
     offset = tuple(index.offset)
+    # Try the hinted number first: a flattened tensor may have very many chunks.
     hint = index.index
-    if hint is not None and 0 <= hint < len(pieces) and pieces[hint].box.offset == offset:
-        return pieces[hint].data
-    for piece in pieces:
-        if piece.box.offset == offset:
-            return piece.data
+    if hint is not None and 0 <= hint < len(chunks) and chunks[hint].box.offset == offset:
+        return chunks[hint].data
+    for chunk in chunks:
+        if chunk.box.offset == offset:
+            return chunk.data
     raise ValueError(f"{index.fqn} has no chunk at {offset} on this rank")

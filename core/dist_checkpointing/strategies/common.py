@@ -1,16 +1,16 @@
 """The common state and ShardedObjects as files of ``torch.save`` (backend ``torch``, version 1)::
 
     checkpoint/
-    ├── common.pt                             the common state, a dict; rank 0 writes it
-    └── rng_state/shard_0.1_2.4.pt            a ShardedObject: its key, offset and shape; its main
-    replica writes it
+    ├── common.pt                     the common state, a dict; written by rank 0
+    └── rng_state/shard_0.1_2.4.pt    a ShardedObject (KEY/shard_OFFSET_SHAPE.pt); written by the
+                                      rank with the main replica
 
-Only ShardedObjects that the sharded strategy does not handle are stored here. The bytes are those
-that ``ckpt convert`` writes. Loading calls nothing that a file names, see
+Only ShardedObjects that the sharded strategy does not handle are stored in these files. The bytes
+equal those that ``ckpt convert`` writes. Loading does not call anything that a file names, see
 ``core.dist_checkpointing._values.objects``.
 
-The first checkpoints of this kind lack the last number of a ShardedObject's shape
-(``rng_state/shard_0.1_2.pt``); they can be read, too.
+The first Megatron checkpoints of this kind lack the last number of a ShardedObject's shape in the
+file name (``rng_state/shard_0.1_2.pt``); they can also be read.
 
 Source: megatron-core 0.12.1 and 0.16.1; files that they wrote, pinned in tests/golden
 (``mcore*/**/common.pt``, ``mcore0121_zarr/**/shard_*.pt``).
@@ -74,7 +74,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
     @override
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Write ``common.pt``; collective, rank 0 writes.
+        """Write ``common.pt`` on rank 0; collective.
 
         Args:
             common_state_dict: the state that all ranks have in common.
@@ -118,26 +118,25 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         comm.together(write)
 
     @override
-    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, only here
+    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]
+        # Documented as a method in this class only; elsewhere it is a property.
         return True
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):
-    """A strategy that reads the files of ``TorchCommonSaveStrategy``, on every rank alone."""
+    """A strategy that reads the files of ``TorchCommonSaveStrategy``; not collective."""
 
     @override
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Load ``common.pt``, with tensors on the CPU.
 
-        Checkpoints of Megatron's newest dialect have an item of ``.metadata`` instead, which is
-        read.
-
         Raises:
-            MissingShardError: the checkpoint has neither.
+            MissingShardError: the checkpoint has no common state.
             CorruptError, UnsupportedError, UnsafeError, StorageError: the state cannot be loaded,
                 see ``core.dist_checkpointing._values.objects``.
         """
         root = Path(checkpoint_dir)
+        # The newest Megatron versions store the common state as an object in the DCP files.
         if not (root / COMMON_STATE_FNAME).exists() and (root / METADATA).is_file():
             return bridge.load_common(root)
         with closing(LocalStore(root)) as store:
@@ -159,31 +158,39 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             checkpoint_dir: of the checkpoint.
 
         Raises:
-            MissingShardError: the file of an object is missing; the hint names those of the same
-                key.
+            MissingShardError: the file of an object is missing; the hint lists the files of the
+                same key.
             UsageError: a leaf is not a ShardedObject.
             CorruptError, UnsupportedError, UnsafeError, StorageError: an object cannot be loaded,
                 see ``core.dist_checkpointing._values.objects``.
         """
         with closing(LocalStore(Path(checkpoint_dir))) as store:
+
+            def load_object(leaf: Any) -> Any:
+                return load_file(store, _find_file(store, _require_sharded_object(leaf)))
+
             return dict_list_map_inplace(  # type: ignore[no-any-return]
-                lambda item: load_file(store, _file_of(store, _require_sharded_object(item))),
-                sharded_objects_state_dict,
+                load_object, sharded_objects_state_dict
             )
 
     @override
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return the stored ShardedObjects without data, by unique key, from the file names."""
+        """Return the stored ShardedObjects without data, by unique key.
+
+        Only the names of the files are read.
+        """
         metadata: ShardedStateDict = {}
         with closing(LocalStore(Path(checkpoint_dir))) as store:
             for folder, names in _object_files(store):
-                items = [ShardedObject.empty_from_unique_key(f"{folder}/{name}") for name in names]
-                # In old names the shape lacks its last number; infer it from the objects of the
-                # directory.
-                last = max((item.global_offset[-1] for item in items), default=0)
-                for item in items:
+                objects = [
+                    ShardedObject.empty_from_unique_key(f"{folder}/{name}") for name in names
+                ]
+                # Old file names lack the last number of the shape, which is parsed as -1; infer
+                # the number from the largest offset in the directory.
+                last_offset = max((item.global_offset[-1] for item in objects), default=0)
+                for item in objects:
                     if item.global_shape[-1] < 0:
-                        item.global_shape = (*item.global_shape[:-1], last + 1)
+                        item.global_shape = (*item.global_shape[:-1], last_offset + 1)
                     metadata[item.unique_key] = item
         return metadata
 
@@ -215,18 +222,19 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
 
 def _write_value(checkpoint_dir: str | Path, name: str, value: object) -> None:
+    # torch.save names the directory inside its zip archive after the file.
     prefix = name.rpartition("/")[2].removesuffix(_SUFFIX)
     write_file(checkpoint_dir, name, stream(value, prefix=prefix).pieces())
 
 
 def _require_sharded_object(item: Any) -> ShardedObject:
     if not isinstance(item, ShardedObject):
-        raise UsageError(f"a {type(item).__name__} is not a ShardedObject")
+        raise UsageError(f"expected a ShardedObject, found a {type(item).__name__}")
     return item
 
 
-def _file_of(store: LocalStore, item: ShardedObject) -> str:
-    """Return the file of a ShardedObject, whose name may lack the last number of the shape.
+def _find_file(store: LocalStore, item: ShardedObject) -> str:
+    """Find the file of a ShardedObject, whose name may lack the last number of the shape.
 
     Raises:
         MissingShardError: neither file exists.
@@ -234,22 +242,26 @@ def _file_of(store: LocalStore, item: ShardedObject) -> str:
     name = item.unique_key + _SUFFIX
     if store.exists(name):
         return name
-    older = item.unique_key.rpartition(".")[0] + _SUFFIX
-    if len(item.global_shape) > 1 and store.exists(older):
-        return older
+    # The shape has its numbers joined by dots; cut the last one off.
+    old_name = item.unique_key.rpartition(".")[0] + _SUFFIX
+    if len(item.global_shape) > 1 and store.exists(old_name):
+        return old_name
+    # Name the shards that exist: the parallel sizes of the save may have been different.
     siblings = [file for file in store.files(item.key) if file.endswith(_SUFFIX)]
-    hint = f"shards of {item.key}: {', '.join(siblings[:8])}" if siblings else None
+    hint = f"stored shards of {item.key}: {', '.join(siblings[:8])}" if siblings else None
     raise MissingShardError(
-        "the ShardedObject's file does not exist", file=name, key=item.unique_key, hint=hint
+        "the file of the ShardedObject is missing", file=name, key=item.unique_key, hint=hint
     )
 
 
 def _object_files(store: LocalStore, under: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield folders with ShardedObjects, and the names of their files without the suffix."""
+    """Yield each folder with ShardedObjects, with the names of its files without suffix."""
     for folder in store.folders(under):
         path = f"{under}/{folder}" if under else folder
         names = [name.removesuffix(_SUFFIX) for name in store.files(path) if name.endswith(_SUFFIX)]
+        # Skip other .pt files.
         names = [name for name in names if parts_of_sharded_object(f"{path}/{name}") is not None]
         if names:
             yield path, names
+        # A key may have slashes in it, so the folders are nested.
         yield from _object_files(store, path)

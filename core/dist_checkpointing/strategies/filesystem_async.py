@@ -2,20 +2,20 @@
 
 ::
 
-    prepare_write_data          assigns items to files; data of CPU tensors that are views are
-    copied
-    get_save_function_and_args ──▶ an AsyncRequest: preload_tensors here,
-    write_preloaded_data_multiproc anywhere
-    retrieve_write_results      positions of the written items, or the error
-    finish                      ``.metadata``
+    prepare_write_data           assign items to files, copy CPU tensors that are views
+    get_save_function_and_args   return the parts of an AsyncRequest: preload_tensors for this
+                                 process, write_preloaded_data_multiproc for any process
+    retrieve_write_results       return the positions of the written items, or the error
+    finish                       write ``.metadata``
 
-``core.dist_checkpointing.strategies.state_dict_saver`` calls the first and the last two. On disk:
-files ``<hint>__<rank>_<n>.distcp`` of torch.save streams one after the other, as torch writes them.
+``core.dist_checkpointing.strategies.state_dict_saver`` calls the first step and the last two. On
+disk: files ``<hint>__<rank>_<n>.distcp`` with torch.save streams one after the other, as torch
+writes them.
 
-The strategies of this package do not need it: they write through the engine. It serves training
-scripts with strategies and writers of their own, which derive from it. Source: the documented class
-of ``core.dist_checkpointing.strategies.filesystem_async``; megatron-core 0.16.1 for the values
-passed between steps; torch 2.13 ``torch/distributed/checkpoint/filesystem.py``.
+The strategies of this package do not need the writer: they write through the engine. It serves
+training scripts whose own strategies and writers derive from it. Source: the documented class of
+``core.dist_checkpointing.strategies.filesystem_async``; megatron-core 0.16.1 for the values passed
+between steps; torch 2.13 ``torch/distributed/checkpoint/filesystem.py``.
 
 Not supported: storage addresses of the multi-storage client (``use_msc``), one file per item.
 """
@@ -52,30 +52,30 @@ from core.dist_checkpointing.strategies._torch.write_results import WriteResults
 from core.errors import UnsupportedError, UsageError, WorkerError
 
 WriteBucket = tuple[str, str, tuple[list[Any], list[Any]]]
-"""A file's path, its name, and (streams, tensors): two lists of (item, data)."""
+"""Path and name of a file, and its data as (streams, tensors): two lists of (item, data)."""
 
 _results_queue = None
-"""Always None: results need no process.
+"""Always None: no process is needed for the results.
 
-megatron-core has one, which scripts that restart in place look up here and end.
+megatron-core has one; scripts that restart training in place look it up here to end it.
 """
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """A FileSystemWriter whose writing can be done by another process; one writer per save.
+    """A FileSystemWriter whose files another process can write; one writer per save.
 
     Args:
         path: directory of the checkpoint.
         args: arguments of torch's FileSystemWriter.
-        separation_hint: prefix of keys; their items go to separate files, whose names have the
-            prefix, too.
+        separation_hint: prefix of keys; items with these keys go to separate files, whose names
+            begin with the prefix, too.
         use_msc: must be False.
         kwargs: keyword arguments of torch's FileSystemWriter; ``thread_count`` is the number of
             files, and of threads.
 
     Raises:
-        UnsupportedError: ``use_msc``, or ``single_file_per_rank=False``.
-        UsageError: a separation hint and fewer than two files.
+        UnsupportedError: ``use_msc`` is True, or ``single_file_per_rank`` is False.
+        UsageError: a separation hint is given, but ``thread_count`` is less than 2.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         if use_msc:
             raise UnsupportedError(
-                "the multi-storage client is not supported", hint="save to a file system"
+                "the multi-storage client is not supported", hint="save to a local directory"
             )
         super().__init__(path, *args, **kwargs)
         if not self.single_file_per_rank:
@@ -111,41 +111,45 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Create the directory and return the plan unchanged.
 
         Args:
-            plan: of this rank.
+            plan: this rank's plan.
         """
         super().prepare_local_plan(plan)
         return plan
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Return the plan with the prefix of this rank's files, which depends on no other rank.
+        """Add the prefix of this rank's file names to the plan, without asking other ranks.
 
         Args:
-            local_plan: of this rank.
+            local_plan: this rank's plan.
         """
         return replace(local_plan, storage_data=_StoragePrefix(f"__{comm.rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Assign the items to files and take their data, which are in ``write_buckets`` afterwards.
+        """Assign the items to files and store their data in ``write_buckets``.
 
         Args:
-            plan: of this rank, with the prefix of its files.
-            planner: provides the data.
+            plan: this rank's plan, with the prefix of its file names.
+            planner: provider of the data.
         """
         # Items with the separation hint get half of the files.
-        kinds = [""] if self.separation_hint is None else ["", self.separation_hint]
-        n_files = self.thread_count // len(kinds)
+        hint = self.separation_hint
+        name_prefixes = [""] if hint is None else ["", hint]
+        n_files = self.thread_count // len(name_prefixes)
+
         self.write_buckets = []
-        for kind in kinds:
-            items = [item for item in plan.items if self._kind_of(item) == kind]
+        for name_prefix in name_prefixes:
+            items = [
+                item
+                for item in plan.items
+                if hint is None or item.index.fqn.startswith(hint) == (name_prefix == hint)
+            ]
             for bucket in filter(None, _split_evenly(items, n_files)):
-                name = f"{kind}{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
+                # Number the files without gaps, over both prefixes.
+                number = len(self.write_buckets)
+                name = f"{name_prefix}{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
                 data = _resolve_data(bucket, planner)
                 self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, data))
         self.results_queue = WriteResults() if self.write_buckets else None
-
-    def _kind_of(self, item: WriteItem) -> str:
-        hint = self.separation_hint
-        return hint if hint is not None and item.index.fqn.startswith(hint) else ""
 
     def get_save_function_and_args(
         self,
@@ -153,10 +157,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Return ``async_fn``, ``preload_fn`` and ``async_fn_args`` of an AsyncRequest.
 
         Returns:
-            (None, None, []) if there is nothing to write on this rank.
+            (None, None, []) if this rank has nothing to write.
         """
         if not self.write_buckets:
             return None, None, []
+        # AsyncRequest replaces the second argument with the result of preload_tensors.
         return (
             partial(self.write_preloaded_data_multiproc, [self.transforms], self.use_msc),
             partial(self.preload_tensors, self.write_buckets, True),
@@ -167,29 +172,22 @@ class FileSystemWriterAsync(FileSystemWriter):
     def preload_tensors(
         write_buckets: list[WriteBucket], non_blocking: bool = True
     ) -> list[WriteBucket]:
-        """Return the buckets with tensors in host memory.
+        """Copy the tensors of the buckets to host memory.
 
         Args:
             write_buckets: the data to be written.
             non_blocking: start all copies before waiting for them.
         """
-        moved: list[WriteBucket] = [
-            (
-                path,
-                name,
-                (
-                    streams,
-                    [
-                        (item, tensor.to("cpu", non_blocking=non_blocking))
-                        for item, tensor in tensors
-                    ],
-                ),
-            )
-            for path, name, (streams, tensors) in write_buckets
-        ]
+        cpu_buckets: list[WriteBucket] = []
+        for path, name, (streams, tensors) in write_buckets:
+            cpu_tensors = [
+                (item, tensor.to("cpu", non_blocking=non_blocking)) for item, tensor in tensors
+            ]
+            cpu_buckets.append((path, name, (streams, cpu_tensors)))
+        # A non-blocking copy from the GPU may still be running here.
         if non_blocking and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return moved
+        return cpu_buckets
 
     @staticmethod
     def write_preloaded_data_multiproc(
@@ -201,22 +199,23 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         """Write all files in parallel, and put the results into the queue.
 
-        The queue gets one value: results by file number, or an exception. The name is the
-        documented one, but threads write: they share the memory of the tensors, and spend most of
-        their time in system calls.
+        The queue receives one value: the results by file number, or an exception.
 
         Args:
-            transform_list: [torch's transforms of streams].
+            transform_list: list with one element, torch's transforms of streams.
             use_msc: must be False.
-            rank: of the training process.
+            rank: rank of the training process.
             write_buckets: the data to be written, in host memory.
             global_results_queue: an object with ``put``.
 
         Raises:
-            WorkerError: a file could not be written. The queue has the same error then.
+            WorkerError: a file could not be written. The queue receives the same error.
         """
+        # Write in threads, whatever the documented name of the function promises: threads share the
+        # memory of the tensors, and spend most of their time in system calls.
         results: queue.Queue[tuple[int, Any]] = queue.Queue()
         pending: queue.Queue[int] = queue.Queue()
+        # The pool is left only after all threads have ended.
         with ThreadPoolExecutor(max(1, len(write_buckets))) as pool:
             for number, bucket in enumerate(write_buckets):
                 pending.put(number)
@@ -246,20 +245,29 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_fsync: bool,
         **kwargs: Any,
     ) -> None:
-        """Write one file, and put its number with the results, or with the exception, into a queue.
+        """Write one file, and put (number, results or exception) into a queue.
 
         Args:
-            transform_list: [torch's transforms of streams].
+            transform_list: list with one element, torch's transforms of streams.
             local_proc_idx: number of the file.
             write_bucket: the data to be written, in host memory.
             results_queue: an object with ``put``.
-            count_queue: a number is taken from it at the end, with or without success.
-            use_fsync: wait for the disk.
+            count_queue: queue from which one number is taken at the end, on success or failure.
+            use_fsync: wait until the file is on disk.
             kwargs: not used.
         """
+        path, name, (streams, tensors) = write_bucket
         outcome: Any
         try:
-            outcome = _write_file(transform_list, write_bucket, use_fsync=use_fsync)
+            with Path(path).open("wb") as file:
+                outcome = [
+                    _write_item(
+                        *transform_list, file, data, item, name, SerializationFormat.TORCH_SAVE
+                    )
+                    for item, data in chain(streams, tensors)
+                ]
+                if use_fsync:
+                    os.fsync(file.fileno())
         except Exception as err:
             outcome = err
         results_queue.put((local_proc_idx, outcome))
@@ -268,11 +276,14 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Run all steps up to the results, for torch's own dcp.save; the returned future is done.
+        """Run all steps up to the results, for torch's own dcp.save.
 
         Args:
-            plan: of this rank, with the prefix of its files.
-            planner: provides the data.
+            plan: this rank's plan, with the prefix of its file names.
+            planner: provider of the data.
+
+        Returns:
+            A completed future with the results.
 
         Raises:
             WorkerError: a file could not be written.
@@ -288,9 +299,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         return done
 
     def retrieve_write_results(self) -> Any:
-        """Return the results of the writing, or its failure in the form that torch uses.
+        """Return the results of the write, or its failure in the form that torch uses.
 
-        Call it after the writing function has ended.
+        Call it after the function that writes has ended.
 
         Returns:
             A list of WriteResult, or (exception, its traceback).
@@ -302,93 +313,77 @@ class FileSystemWriterAsync(FileSystemWriter):
             results = self.results_queue.get_nowait()
         except queue.Empty:
             return _wrap_exception(
-                WorkerError("the writing process left no results", rank=str(comm.rank()))
+                WorkerError("the writer process returned no results", rank=str(comm.rank()))
             )
         if isinstance(results, Exception):
             return _wrap_exception(results)
-        # A writer that was killed may have left the results of some files only.
+        # A writer that was killed may have returned the results of some files only.
         if len(results) != len(self.write_buckets):
-            text = f"there are results of {len(results)} files, expected {len(self.write_buckets)}"
+            n_expected = len(self.write_buckets)
+            text = f"the writer returned results of {len(results)} files, expected {n_expected}"
             return _wrap_exception(WorkerError(text, rank=str(comm.rank())))
         return [*chain.from_iterable(results.values())]
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write ``.metadata``; on one rank.
+        """Write ``.metadata``; on one rank only.
 
         Args:
-            metadata: from planning.
-            results: of all ranks.
+            metadata: the result of planning.
+            results: the results of the writes, by rank.
         """
         super().finish(metadata, results)
 
     @property
     def checkpoint_id(self) -> str:
-        """Return the directory of the checkpoint."""
+        """The directory of the checkpoint."""
         return str(self.checkpoint_dir)
 
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether an id is a path that torch accepts; URLs are not.
+        """Check if an id is a path that torch accepts; URLs are not accepted.
 
         Args:
-            checkpoint_id: a path or something else.
+            checkpoint_id: a path, or an id of another kind of storage.
         """
         if "://" in os.fspath(checkpoint_id):
             return False
         return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
 
 
-def _write_file(
-    transform_list: Sequence[Any], bucket: WriteBucket, *, use_fsync: bool
-) -> list[WriteResult]:
-    path, name, (streams, tensors) = bucket
-    with Path(path).open("wb") as file:
-        results = [
-            _write_item(*transform_list, file, data, item, name, SerializationFormat.TORCH_SAVE)
-            for item, data in chain(streams, tensors)
-        ]
-        if use_fsync:
-            os.fsync(file.fileno())
-    return results
-
-
 def _resolve_data(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Any], list[Any]]:
-    """Return (item, stream) for objects and (item, tensor) for tensors."""
-    streams = [
-        (item, planner.resolve_data(item)) for item in items if item.type == WriteItemType.BYTE_IO
-    ]
-    tensors = [
-        (item, _copy_view(planner.resolve_data(item)))
-        for item in items
-        if item.type != WriteItemType.BYTE_IO
-    ]
+    """Fetch the data of items: (item, stream) for objects, (item, tensor) for tensors."""
+    streams: list[Any] = []
+    tensors: list[Any] = []
+    for item in items:
+        data: Any = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            streams.append((item, data))
+            continue
+        # torch.save writes the entire storage of a view, so copy views. Those on a GPU are copied
+        # by preload_tensors, without the rest of their storage.
+        tensor = data.detach()
+        is_view = tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
+        tensors.append(
+            (item, tensor.clone() if is_view and tensor.device.type == "cpu" else tensor)
+        )
     return streams, tensors
 
 
-def _copy_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, copied if it is a view on the CPU.
-
-    torch.save would write the whole storage of a view.
-    """
-    tensor = tensor.detach()
-    is_view = tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
-    return tensor.clone() if is_view and tensor.device.type == "cpu" else tensor
-
-
-def _split_evenly(items: Sequence[WriteItem], n: int) -> list[list[WriteItem]]:
-    """Split items into ``n`` parts of about the same size, largest items first; deterministic."""
-    parts: list[list[WriteItem]] = [[] for _ in range(n)]
-    sizes = [0] * n
-    for item in sorted(items, key=_bytes_of, reverse=True):
-        smallest = sizes.index(min(sizes))
-        parts[smallest].append(item)
-        sizes[smallest] += _bytes_of(item)
-    return parts
+def _split_evenly(items: Sequence[WriteItem], n_buckets: int) -> list[list[WriteItem]]:
+    """Split items into buckets of about the same number of bytes; deterministic."""
+    buckets: list[list[WriteItem]] = [[] for _ in range(n_buckets)]
+    bucket_bytes = [0] * n_buckets
+    # Place the largest items first, always into the smallest bucket.
+    for item in sorted(items, key=_item_bytes, reverse=True):
+        smallest = bucket_bytes.index(min(bucket_bytes))
+        buckets[smallest].append(item)
+        bucket_bytes[smallest] += _item_bytes(item)
+    return buckets
 
 
-def _bytes_of(item: WriteItem) -> int:
+def _item_bytes(item: WriteItem) -> int:
     """Return the size of a tensor's item, in bytes; 1 for an object, which has no stream yet."""
     if item.tensor_data is None:
         return 1

@@ -3,22 +3,20 @@
 Around any strategy for saving::
 
     rank            0         1         2
-    holds        A B C     A B C     A B C      replicas, all main on rank 0
-    writes       A           B         C        the same bytes in all, a third of them on each rank
+    holds        A B C     A B C     A B C      replicas; all main replicas on rank 0
+    writes       A           B         C        the same bytes in total, a third on each rank
 
-Around any strategy for loading: each rank reads a part, as above, and the ranks exchange what they
-have read (:mod:`core.dist_checkpointing.exchange_utils`), so that storage is read once for the
-whole group.
+Around any strategy for loading: each rank reads some shards, as above, then the ranks exchange the
+shards (:mod:`core.dist_checkpointing.exchange_utils`), so that each shard is read once per group.
 
 The *parallelization group* is a part of the world whose ranks replicate shards, in practice a
-data-parallel group. All ranks of the world save and load together, each with its group, and a
-failure on one of them is one on all. In a group of one rank, and without torch.distributed, the
-wrapped strategy does everything.
+data-parallel group. All ranks of the world save and load together, each with its group; a failure
+on one rank is raised on all. In a group of one rank, and without torch.distributed, the wrapped
+strategy does all the work.
 
-Source: the documented package; megatron-core 0.16.1 for what the documents leave open. Different
-here: a cached distribution is recomputed when the structure of a state dict changes, which takes
-one flag from each rank; objects are distributed and exchanged within the group, not in the whole
-world.
+Source: the documented package; megatron-core 0.16.1 where the documents are silent. Different
+here: a cached distribution is recomputed when the structure of a state dict changes, for which
+ranks exchange one flag; objects are distributed and exchanged within the group, not in the world.
 """
 
 from __future__ import annotations
@@ -79,14 +77,14 @@ from core.errors import MissingShardError, UsageError
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     """A strategy that divides the saving of replicated ShardedTensors among the ranks of a group.
 
-    No data is sent. The wrapped strategy is expected to write main replicas only: the replica ids
-    are changed, see :func:`distribute_main_replicas_with_precomputed_distribution`. ShardedObjects
-    are not distributed.
+    No data is sent. The work is divided by new replica ids, so the wrapped strategy must write main
+    replicas only, see :func:`distribute_main_replicas_with_precomputed_distribution`.
+    ShardedObjects are not distributed.
 
     Args:
         strategy: the strategy that saves.
         parallelization_group: process group, None for all ranks.
-        do_cache_distribution: keep the distribution for the next save; it is computed anew when the
+        do_cache_distribution: reuse the distribution in the next save; it is recomputed when the
             keys, shapes, dtypes or main replicas of a rank have changed.
     """
 
@@ -107,7 +105,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     @property
     def cached_distribution(self) -> ShardDistribution | None:
-        """Return the distribution that the next save may use again."""
+        """The distribution that the next save may reuse."""
         return self._cached.value
 
     @override
@@ -117,15 +115,15 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         """Divide the work, then call the wrapped strategy's ``async_save``.
 
         Raises:
-            UsageError: the wrapped strategy cannot save asynchronously; on every rank, nothing was
-                exchanged.
-            CheckpointingException: as :meth:`apply_saving_parallelization` and the wrapped
-                strategy.
+            UsageError: the wrapped strategy cannot save asynchronously.
+            CheckpointingException: dividing the work failed, see
+                :meth:`apply_saving_parallelization`, or the wrapped strategy failed.
         """
+        # The strategy is the same on every rank, so all ranks raise before they exchange anything.
         if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
             raise UsageError(
                 f"{self.base_strategy} cannot save asynchronously",
-                hint="call save in place of async_save",
+                hint="call save instead of async_save",
             )
         divided = _copy_leaves(sharded_state_dict)
         self.apply_saving_parallelization(divided)
@@ -136,25 +134,25 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         """Divide the work, then call the wrapped strategy's ``save``.
 
         Raises:
-            CheckpointingException: as :meth:`apply_saving_parallelization` and the wrapped
-                strategy.
+            CheckpointingException: dividing the work failed, see
+                :meth:`apply_saving_parallelization`, or the wrapped strategy failed.
         """
         divided = _copy_leaves(sharded_state_dict)
         self.apply_saving_parallelization(divided)
         comm.together(lambda: self.base_strategy.save(divided, checkpoint_dir))
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
-        """Set the replica ids so that the main replica of every shard is on the rank that saves it.
+        """Assign the main replica of every shard to the rank that saves it.
 
-        Collective over the world.
+        Replica ids are set in place. Collective over the world.
 
         Args:
             sharded_state_dict: changed in place.
 
         Raises:
-            CheckpointingException: ranks of the group disagree about a shard, or (checked before
-                the first save only) the shards of all ranks of the world do not form complete
-                tensors.
+            CheckpointingException: ranks of the group disagree about a shard, or the shards of all
+                ranks of the world do not form complete tensors (checked before the first save
+                only).
         """
         group = self.parallelization_group
 
@@ -169,7 +167,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             )
 
         comm.together(divide_work)
-        # Check the shards of the whole world once per strategy: that exchanges all metadata.
+        # Check the shards of all ranks only once per strategy: the check exchanges all metadata.
         if not self._is_validated:
             validate_sharding_integrity(
                 determine_global_metadata(extract_sharded_base(sharded_state_dict)[0])[1]
@@ -195,7 +193,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Args:
         strategy: the strategy that loads.
         parallelization_group: process group, None for all ranks.
-        do_cache_distribution: keep the distribution for the next load, as the wrapper for saving
+        do_cache_distribution: reuse the distribution in the next load, as the wrapper for saving
             does.
         exchange_algo: broadcast, gather_rounds or gather_object; ``exchange_utils`` compares their
             memory.
@@ -220,33 +218,33 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     @property
     def cached_distribution(self) -> ShardDistribution | None:
-        """Return the distribution of tensors that the next load may use again."""
+        """The distribution of tensors that the next load may reuse."""
         return None if self._cached.value is None else self._cached.value[0]
 
     @property
     def cached_global_metadata(self) -> Any:
-        """Return the attribute of the wrapped strategy; None if it has none of that name."""
+        """The same attribute of the wrapped strategy; None if it does not have one."""
         return getattr(self.base_strategy, "cached_global_metadata", None)
 
     @override
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Load the state dict, reading every shard once per group; collective over the world.
 
-        The wrapped strategy is called once, with a part of the ShardedTensors and ShardedObjects by
-        their ids. Tensors from other ranks are received into the data of their ShardedTensors,
-        which is allocated on the CPU if there is none. A shard that occurs twice in a state dict
-        becomes one tensor at both places.
+        The wrapped strategy is called once on each rank, with this rank's part of the
+        ShardedTensors and ShardedObjects, by shard id. Tensors from other ranks are received into
+        the data of their ShardedTensors; missing data is allocated on the CPU. A shard that occurs
+        twice in a state dict becomes one tensor, which is used twice.
 
         Args:
             sharded_state_dict: ShardedTensors and ShardedObjects, nested.
             checkpoint_dir: directory of the checkpoint.
 
         Returns:
-            The same nesting, with tensors and objects in their places.
+            The same nesting, with tensors and objects in place of the sharded leaves.
 
         Raises:
-            CheckpointingException: a shard is not in the checkpoint, or a rank failed otherwise; on
-                all ranks, or on those of the group if it was in the exchange.
+            CheckpointingException: a shard is not in the checkpoint, or a rank failed in another
+                way; on all ranks, or on those of the group if the exchange failed.
             ValueError: ``exchange_algo`` is unknown.
         """
         group = self.parallelization_group
@@ -257,7 +255,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             return comm.together(
                 lambda: self.base_strategy.load(sharded_state_dict, checkpoint_dir)
             )
-        # Load this rank's part and exchange it.
+
+        # Load this rank's part and exchange it. The exchange needs the ShardedTensors of the other
+        # ranks' part, too: it receives into their data.
         own, deferred, own_objects = self._split_work(tree)
         tensors, objects = comm.together(lambda: self._load_own(own, own_objects, checkpoint_dir))
         tensors = exchange_by_distribution(
@@ -273,7 +273,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     ) -> tuple[
         dict[_ShardId, ShardedTensor], dict[_ShardId, ShardedTensor], dict[_ShardId, ShardedObject]
     ]:
-        """Return the tensors that this rank loads, those that other ranks load, and its objects."""
+        """Return the tensors that this rank loads, those that other ranks load, and its objects.
+
+        The results are by shard id, so that a shard that occurs twice is loaded once.
+        """
         own: dict[_ShardId, ShardedTensor] = {}
         deferred: dict[_ShardId, ShardedTensor] = {}
         objects: dict[_ShardId, ShardedObject] = {}
@@ -285,7 +288,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             elif isinstance(leaf, ShardedObject):
                 shard = _sharded_object_id(leaf)
                 if self._objects_ranks[shard] == comm.rank(self.parallelization_group):
-                    leaf.replica_id = 0
+                    leaf.replica_id = 0  # like the tensors that this rank loads
                     objects[shard] = leaf
         return own, deferred, objects
 
@@ -295,10 +298,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         objects: dict[_ShardId, ShardedObject],
         checkpoint_dir: str | Path,
     ) -> tuple[dict[_ShardId, torch.Tensor], dict[_ShardId, Any]]:
-        """Load the tensors and objects of this rank by the wrapped strategy.
+        """Load this rank's tensors and objects with the wrapped strategy.
 
         Raises:
-            UsageError: a tensor and an object have the same id.
+            UsageError: a tensor and an object have the same shard id.
             MissingShardError: the wrapped strategy did not load a shard.
         """
         duplicates = tensors.keys() & objects.keys()
@@ -309,7 +312,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         missing = requested.keys() - loaded.keys()
         if missing:
             raise MissingShardError(
-                f"{type(self.base_strategy).__name__} did not load a shard", key=min(missing)[0]
+                f"{type(self.base_strategy).__name__} did not return a requested shard",
+                key=min(missing)[0],
             )
         return {shard: loaded[shard] for shard in tensors}, {
             shard: loaded[shard] for shard in objects
@@ -319,10 +323,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def fill_in_deferred_sharded_objects(
         sharded_state_dict: ShardedStateDict, loaded_objects: dict[_ShardId, Any]
     ) -> None:
-        """Replace ShardedObjects by objects, in place.
+        """Replace ShardedObjects with loaded objects, in place.
 
         Args:
-            sharded_state_dict: nested; leaves of other kinds stay.
+            sharded_state_dict: nested; leaves of other types stay.
             loaded_objects: the objects, by key, global offset and global shape.
 
         Raises:
@@ -334,10 +338,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def fill_in_deferred_sharded_tensors(
         sharded_state_dict: ShardedStateDict, loaded_tensors: dict[_ShardId, torch.Tensor]
     ) -> None:
-        """Replace ShardedTensors by tensors, in place.
+        """Replace ShardedTensors with loaded tensors, in place.
 
         Args:
-            sharded_state_dict: nested; leaves of other kinds stay.
+            sharded_state_dict: nested; leaves of other types stay.
             loaded_tensors: the tensors, by key, global offset and flattened range of a shard.
 
         Raises:
@@ -348,9 +352,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def apply_loading_parallelization(
         self, sharded_state_dict: ShardedStateDict
     ) -> ShardDistribution | None:
-        """Divide the loading: shards that this rank is to load get the replica id 0, all others 1.
+        """Assign each shard to the rank that loads it.
 
-        Collective within the group. Objects are divided as well, by number; their replica ids stay.
+        Tensors that this rank loads get the replica id 0, all others 1. ShardedObjects are divided
+        evenly by their number; their replica ids do not change. Collective within the group.
 
         Args:
             sharded_state_dict: changed in place.
@@ -359,7 +364,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             The distribution of the tensors; None in a group of one rank, where nothing is changed.
 
         Raises:
-            CheckpointingException: ranks disagree about the dtype or the shape of a shard; on every
+            CheckpointingException: ranks disagree about the dtype or shape of a shard; on every
                 rank.
         """
         group = self.parallelization_group
@@ -411,10 +416,10 @@ def distribute_main_replicas_with_precomputed_distribution(
     parallelization_group: Any,
     precomputed_distribution: ShardDistribution | None,
 ) -> None:
-    """Set the replica ids by a distribution, in place: 0 on the main rank of a shard, 1 elsewhere.
+    """Set the replica ids in place: 0 on the main rank of a shard, 1 on other ranks.
 
-    Shards that the distribution leaves to other groups get 1. Of copies within one state dict the
-    first one counts. Nothing is changed in a group of one rank.
+    Shards that the distribution assigns to other groups get 1. If a shard occurs more than once in
+    a state dict, only the first gets 0. Nothing is changed in a group of one rank.
 
     Args:
         sharded_state_dict: this rank's state dict.
@@ -423,23 +428,27 @@ def distribute_main_replicas_with_precomputed_distribution(
             group.
 
     Raises:
-        ValueError: the distribution is None, or does not have a shard of the state dict.
+        ValueError: the distribution is None, or lacks a shard of the state dict.
     """
     if comm.world_size(parallelization_group) <= 1:
         return
     if precomputed_distribution is None:
         raise ValueError("a group of several ranks needs a distribution")
-    rank = comm.rank(parallelization_group)
-    main_rank_for_shard = precomputed_distribution.main_rank_for_shard
-    main_shards = {shard for shard, main_rank in main_rank_for_shard.items() if main_rank == rank}
+
+    # Check all tensors before the first is changed.
     tensors = [
         leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)
     ]
     for tensor in tensors:
         if _sharded_tensor_shard_id(tensor) not in precomputed_distribution.shard_to_metadata:
             raise ValueError(
-                f"the distribution was made for another state dict: it has no {tensor.key}"
+                f"the distribution is for another state dict: it does not contain {tensor.key}"
             )
+
+    # A shard gets the replica id 0 once, then it is removed from the shards of this rank.
+    rank = comm.rank(parallelization_group)
+    main_rank_for_shard = precomputed_distribution.main_rank_for_shard
+    main_shards = {shard for shard, main_rank in main_rank_for_shard.items() if main_rank == rank}
     for tensor in tensors:
         shard = _sharded_tensor_shard_id(tensor)
         tensor.replica_id = 0 if shard in main_shards else 1
@@ -452,9 +461,9 @@ def _group_or_world(group: Any) -> Any:
 
 
 def _copy_leaves(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Return the state dict with copied ShardedBase leaves, whose data are shared.
+    """Copy the ShardedBase leaves of a state dict, but not their data.
 
-    So changes of replica ids leave the caller's state dict unchanged.
+    Changes of replica ids in the copy do not change the caller's state dict.
     """
     tree: ShardedStateDict = dict_list_map_outplace(
         lambda leaf: copy(leaf) if isinstance(leaf, ShardedBase) else leaf, sharded_state_dict
@@ -463,10 +472,10 @@ def _copy_leaves(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
 
 
 def _check_data_sizes(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Return the state dict after checking that shards can be received into its data.
+    """Check that shards can be received into the data of a state dict, and return it.
 
     Raises:
-        UsageError: data have another number of elements than their ShardedTensor declares.
+        UsageError: data has another number of elements than its ShardedTensor declares.
     """
     for leaf in nested_values(sharded_state_dict):
         if (
@@ -475,7 +484,8 @@ def _check_data_sizes(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
             and leaf.data.numel() != n_elements(leaf)
         ):
             raise UsageError(
-                f"the data has {leaf.data.numel()} elements, but {n_elements(leaf)} are declared",
+                f"the data has {leaf.data.numel()} elements, but the ShardedTensor declares "
+                f"{n_elements(leaf)}",
                 key=leaf.key,
             )
     return sharded_state_dict
@@ -484,28 +494,31 @@ def _check_data_sizes(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
 def _distribute_objects(sharded_state_dict: ShardedStateDict, group: Any) -> dict[_ShardId, int]:
     """Assign each ShardedObject to a rank of the group, evenly by number; collective."""
     leaves = nested_values(sharded_state_dict)
-    shards_of_rank = {
-        _sharded_object_id(leaf) for leaf in leaves if isinstance(leaf, ShardedObject)
-    }
-    ranks: dict[_ShardId, list[int]] = defaultdict(list)
-    for rank, shards in enumerate(comm.all_gather(sorted(shards_of_rank), group)):
+    own_shards = {_sharded_object_id(leaf) for leaf in leaves if isinstance(leaf, ShardedObject)}
+    # Collect the ranks that request each object, in the same order on every rank.
+    ranks_by_shard: dict[_ShardId, list[int]] = defaultdict(list)
+    for rank, shards in enumerate(comm.all_gather(sorted(own_shards), group)):
         for shard in shards:
-            ranks[shard].append(rank)
-    return distribute_shards_to_ranks(ranks, dict.fromkeys(ranks, 1), comm.world_size(group), set())
+            ranks_by_shard[shard].append(rank)
+    # The sizes of objects are not known before they are loaded, so each counts as 1.
+    sizes = dict.fromkeys(ranks_by_shard, 1)
+    return distribute_shards_to_ranks(ranks_by_shard, sizes, comm.world_size(group), set())
 
 
 def _fill_in(
     sharded_state_dict: ShardedStateDict,
     loaded: dict[_ShardId, Any],
-    kind: type[Any],
+    leaf_type: type[Any],
     id_of: Callable[[Any], _ShardId],
 ) -> None:
+    """Replace the leaves of a type with the loaded values of their shards, in place."""
+
     def value_of(leaf: Any) -> Any:
-        if not isinstance(leaf, kind):
+        if not isinstance(leaf, leaf_type):
             return leaf
         if id_of(leaf) not in loaded:
             raise MissingShardError(
-                f"nothing was loaded for the shard at offset {leaf.global_offset}", key=leaf.key
+                f"the shard at offset {leaf.global_offset} was not loaded", key=leaf.key
             )
         return loaded[id_of(leaf)]
 

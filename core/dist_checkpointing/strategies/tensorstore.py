@@ -1,10 +1,10 @@
-"""Loading of ``zarr`` checkpoints by TensorStore.
+"""Loading of ``zarr`` checkpoints with TensorStore.
 
 TensorStore reads every codec of zarr 2 and every dtype of ``core.formats.zarr.dtypes``, including
-bfloat16. It reads a missing chunk as zeros; here chunks are looked up first, and a missing one is
-an error.
+bfloat16. It reads a missing chunk as zeros; here the chunks are checked first, and a missing chunk
+is an error.
 
-The strategies of ``zarr``, which do not need TensorStore, are the default ones;
+The strategies of the module ``zarr``, which do not need TensorStore, are the defaults;
 ``register_default_tensorstore_strategies`` changes that.
 
 Source: the documentation of ``megatron.core.dist_checkpointing.strategies.tensorstore``;
@@ -53,11 +53,11 @@ def register_default_tensorstore_strategies() -> None:
 
 
 class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
-    """A strategy that loads sharded tensors from zarr 2 arrays by TensorStore.
+    """A strategy that loads sharded tensors from zarr 2 arrays with TensorStore.
 
     Args:
-        load_directly_on_device: load into the data of the ShardedTensors, on whatever device,
-            instead of returning new tensors on the CPU.
+        load_directly_on_device: load into the data of the ShardedTensors, on any device, instead of
+            returning new tensors on the CPU.
     """
 
     def __init__(self, load_directly_on_device: bool = False) -> None:
@@ -68,7 +68,7 @@ class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
     def load(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> ShardedStateDict:
-        """Load the tensors of a tree, in place of its leaves; collective.
+        """Replace the leaves of a tree with loaded tensors; collective.
 
         Args:
             sharded_state_dict: a tree of ShardedTensors, sharded in any way.
@@ -76,7 +76,8 @@ class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
 
         Raises:
             UsageError: a leaf is not a ShardedTensor, or has no data to load into.
-            CorruptError: a chunk is missing (MissingShardError) or cannot be read.
+            MissingShardError: a chunk is missing.
+            CorruptError: a chunk cannot be read.
             CheckpointingException: an array is missing or has another shape, or a rank failed; on
                 every rank.
         """
@@ -91,7 +92,7 @@ class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
 
     @override
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return a ShardedTensor without data and sharding for every array, by key.
+        """Return an unsharded ShardedTensor without data for every array, by key.
 
         Raises:
             CheckpointingException: an array cannot be opened, or torch does not support its dtype.
@@ -100,7 +101,7 @@ class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
 
 
 def load_tensorstore_metadata(checkpoint_dir: str | Path) -> ShardedStateDict:
-    """Return a ShardedTensor without data and sharding for every array, by key.
+    """Return an unsharded ShardedTensor without data for every array, by key.
 
     Raises:
         CheckpointingException: TensorStore cannot open an array, or torch does not support its
@@ -117,18 +118,18 @@ def load_tensorstore_metadata(checkpoint_dir: str | Path) -> ShardedStateDict:
 def merge_global_slice_with_shape(
     global_slice: tuple[int | slice, ...], actual_shape: tuple[int, ...], key: str
 ) -> tuple[int | slice, ...]:
-    """Return the part of a slice of the global tensor that lies in a stored array of another shape.
+    """Clip a slice of the global tensor to a stored array of another shape.
 
-    megatron-core 0.12.1 fails if there is no such part, as for a rank that has padded rows only;
-    here the slice is empty then.
+    If nothing remains, as for a rank that has only padding rows, the slice is empty; megatron-core
+    0.12.1 fails then.
 
     Args:
         global_slice: an index, or a slice with start and stop, per axis; in elements.
-        actual_shape: of the stored array.
+        actual_shape: shape of the stored array, in elements.
         key: name of the tensor, for errors.
 
     Raises:
-        CheckpointingException: the numbers of axes differ, or an index lies beyond the array.
+        CheckpointingException: the numbers of axes differ, or an index is outside the array.
     """
     return clip_region(global_slice, tuple(actual_shape), key=key)
 
@@ -139,46 +140,40 @@ def _load_from_array(
     load_directly_on_device: bool = False,
     apply_flattened_range: bool = True,
 ) -> torch.Tensor:
-    """Load the tensor of a ShardedTensor, in its dtype.
+    """Load the shard of a ShardedTensor, in its dtype.
 
     Args:
-        load_directly_on_device: load into its data; else the tensor is a new one on the CPU.
-        apply_flattened_range: cut a flattened tensor to its range; else the complete shard is
-            returned.
+        load_directly_on_device: load into the data of the ShardedTensor; otherwise into a new
+            tensor on the CPU.
+        apply_flattened_range: return only the range of a flattened tensor; otherwise return the
+            complete shard.
 
     Raises:
         UsageError: there is no data to load into.
         CheckpointingException: the array is missing, has another shape, cannot be read or cannot be
             cast.
     """
-    array = cast_array(
-        _load_regular_chunk(sharded_tensor, checkpoint_dir),
-        sharded_tensor.dtype,
-        key=sharded_tensor.key,
-    )
-    loaded = postprocess_numpy_array(array, sharded_tensor, apply_flattened_range)
-    if not load_directly_on_device:
-        return loaded
-    if sharded_tensor.data is None:
-        raise UsageError(
-            "the tensor has no data to load into",
-            key=sharded_tensor.key,
-            hint="call init_data first",
-        )
-    sharded_tensor.data.detach().copy_(loaded)
-    return sharded_tensor.data
-
-
-def _load_regular_chunk(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> Any:
-    """Read the stored part of a shard as a numpy array; of a flattened shard all of it."""
+    # Read the stored part of the shard; TensorStore would read missing chunks as zeros.
     key = sharded_tensor.key
     arr = open_ts_array(checkpoint_dir / key)
     region = stored_region(sharded_tensor, tuple(arr.shape))
     check_region(checkpoint_dir, key, region)
     try:
-        return arr[region].read().result()
+        array = arr[region].read().result()
     except (ValueError, OSError) as err:
         raise CorruptError(f"TensorStore cannot read the array: {str(err)[:300]}", key=key) from err
+
+    # Convert it to a tensor of the requested dtype and shape.
+    array = cast_array(array, sharded_tensor.dtype, key=key)
+    loaded = postprocess_numpy_array(array, sharded_tensor, apply_flattened_range)
+    if not load_directly_on_device:
+        return loaded
+    if sharded_tensor.data is None:
+        raise UsageError(
+            "the tensor has no data to load into", key=key, hint="call init_data first"
+        )
+    sharded_tensor.data.detach().copy_(loaded)
+    return sharded_tensor.data
 
 
 def open_ts_array(arr_path: Path) -> Any:
@@ -194,6 +189,7 @@ def open_ts_array(arr_path: Path) -> Any:
     arr_path = Path(arr_path)
     if not (arr_path / ARRAY_FILE).is_file():
         raise MissingShardError(f"zarr array not found: {arr_path}", key=arr_path.name)
+    # TensorStore needs an absolute path, with a slash at the end for a directory.
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{arr_path.absolute()}/"}}
     try:
         return ts.open(spec, open=True, read=True).result()

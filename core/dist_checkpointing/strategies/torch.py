@@ -1,15 +1,15 @@
 """The backend torch_dist: DCP directories with Megatron's own conventions.
 
-On disk, as the strategies here write it (``core.formats.dcp.torch_dist`` describes the rest)::
+On disk, as these strategies write it (``core.formats.dcp.torch_dist`` has the details)::
 
     iter_0000010/
-    ├── __0_0.distcp …       one file per rank that has any data; with a separation hint also
-    ``<hint>__0_0.distcp``
-    └── .metadata            last
+    ├── __0_0.distcp …           one file per rank that has any data
+    ├── <hint>__0_0.distcp …     the same, for the keys that begin with the separation hint
+    └── .metadata                written last
 
 Saving and loading use the engine (``core.dist_checkpointing._engine.bridge``), not torch's
-distributed checkpoint. That reads the same files; the documented functions and planners for it are
-in ``_torch.state`` and ``_torch.planners``, and re-exported here.
+distributed checkpoint, which reads the same files. The documented functions and planners for torch
+are defined in ``_torch.state`` and ``_torch.planners``, and re-exported here.
 
 Versions: 1 of the backend, as megatron-core 0.12 to 0.20 write it. Source: the documented package
 ``core.dist_checkpointing.strategies.torch``; the tests, in which megatron-core 0.16.1 and torch
@@ -39,7 +39,9 @@ from core.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from core.dist_checkpointing.strategies._torch.keys import (  # noqa: F401 - scripts import them from here
+
+# Scripts import these four from this module.
+from core.dist_checkpointing.strategies._torch.keys import (  # noqa: F401
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
@@ -88,17 +90,17 @@ VERSIONS = (1,)
 
 
 class MCoreMetadata:
-    """A class name in ``.metadata`` of megatron-core up to 0.15.
+    """A class that ``.metadata`` files of megatron-core up to 0.15 name.
 
-    Files are read without the class.
+    Reading the files does not need the class.
     """
 
 
 @dataclass
 class MCoreSavePlan:
-    """A class name in ``.metadata`` of some megatron-core versions.
+    """A class that ``.metadata`` files of some megatron-core versions name.
 
-    Files are read without the class.
+    Reading the files does not need the class.
 
     Args:
         mcore_data: additional data about tensors, by key.
@@ -118,26 +120,25 @@ def register_default_torch_strategies() -> None:
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """A strategy that saves ShardedTensors and ShardedObjects as DCP files, each rank its own.
+    """A strategy that saves ShardedTensors and ShardedObjects as DCP files, one or two per rank.
 
     Args:
         backend: name of the backend, for ``metadata.json``.
         version: version of the backend, for ``metadata.json``.
-        keep_only_main_replica: save main replicas only. Otherwise each shard is written by the
-            lowest rank that has any replica of it; then every shard is saved even if it has no main
-            replica.
-        thread_count: threads that write, on each rank. They write one file together.
-        cached_metadata: while the structure stays the same on all ranks, use the agreement of the
-            last save of this strategy, instead of exchanging and computing it again.
-        separation_hint: prefix of keys; their entries go to separate files, whose names have the
-            prefix, too. ``remove_sharded_tensors`` can then delete these files.
+        keep_only_main_replica: save main replicas only. Otherwise the lowest rank that has any
+            replica of a shard writes it, so that shards without a main replica are saved, too.
+        thread_count: number of threads per rank that write; all write to the same file.
+        cached_metadata: while the structure stays the same on all ranks, reuse the agreement of
+            this strategy's last save, instead of exchanging and computing it again.
+        separation_hint: prefix of keys; their entries go to separate files, whose names also begin
+            with the prefix. ``remove_sharded_tensors`` can then delete these files.
 
     Attributes:
         use_cached_ckpt_structure, thread_count: the arguments; scripts set them between saves.
         cached_global_metadata: set by scripts from a load strategy; not used here.
 
     Raises:
-        UsageError: less than one thread, or a hint that cannot be the beginning of a file name.
+        UsageError: ``thread_count`` is less than 1, or a file name cannot begin with the hint.
     """
 
     syncs_files = True
@@ -168,14 +169,15 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         self._agreement: Agreement | None = None
 
     @override
-    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, which is true, too
+    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]
+        # Documented as a method; where it is used as a property, a method is true, too.
         return True
 
     @override
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Agree with the other ranks on the files and return a request for the rest; collective.
+        """Agree with the other ranks on the files and return the remaining work; collective.
 
         Args:
             sharded_state_dict: ShardedTensors with data, and ShardedObjects.
@@ -194,7 +196,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     @override
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's part, and the metadata once all ranks have written; collective.
+        """Write this rank's part, and the metadata after all ranks have written; collective.
 
         Args:
             sharded_state_dict: ShardedTensors with data, and ShardedObjects.
@@ -211,10 +213,16 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     def _prepare(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> PreparedSave:
-        # Select the shards that this rank writes.
+        # Select the shards that this rank writes: without the rule of main replicas, those that no
+        # lower rank has.
         tensors, objects = comm.together(partial(self._select_own, sharded_state_dict))
         if not self.keep_only_main_replica:
-            tensors, objects = _leave_to_lower_ranks(tensors, objects)
+            shards = comm.all_gather([*map(_shard_id, tensors), *map(_shard_id, objects)])
+            shards_of_lower_ranks = set(chain.from_iterable(shards[: comm.rank()]))
+            tensors = [item for item in tensors if _shard_id(item) not in shards_of_lower_ranks]
+            objects = [item for item in objects if _shard_id(item) not in shards_of_lower_ranks]
+
+        # Agree on the files with the other ranks, or reuse the agreement of the last save.
         prepared = prepare_save(
             tensors,
             objects,
@@ -231,7 +239,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     def _select_own(
         self, sharded_state_dict: ShardedStateDict
     ) -> tuple[list[ShardedTensor], list[ShardedObject]]:
-        """Return the shards that this rank may write, each once.
+        """Select the shards that this rank may write, without duplicates.
 
         Raises:
             UsageError: a leaf is neither ShardedTensor nor ShardedObject, or this rank has two main
@@ -242,6 +250,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         objects: dict[object, ShardedObject] = {}
         for leaf in chain.from_iterable(leaves.values()):
             shard = _shard_id(leaf)
+            # Two main replicas may differ, so neither can be chosen.
             if self.keep_only_main_replica and (shard in tensors or shard in objects):
                 raise UsageError(
                     "this rank has two main replicas of one shard",
@@ -256,7 +265,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 
 def _shard_id(leaf: Leaf) -> tuple[str, _ShardId]:
-    """Return the name in the checkpoint, different for objects, and the id of the shard."""
+    """Return the name of a leaf in the checkpoint, and the id of its shard."""
     shard = (
         _sharded_object_id(leaf)
         if isinstance(leaf, ShardedObject)
@@ -265,20 +274,13 @@ def _shard_id(leaf: Leaf) -> tuple[str, _ShardId]:
     return checkpoint_name(leaf), shard
 
 
-def _leave_to_lower_ranks(
-    tensors: list[ShardedTensor], objects: list[ShardedObject]
-) -> tuple[list[ShardedTensor], list[ShardedObject]]:
-    """Return the tensors and objects that no lower rank has; collective."""
-    shards = comm.all_gather([*map(_shard_id, tensors), *map(_shard_id, objects)])
-    taken = {shard for lower in shards[: comm.rank()] for shard in lower}
-    return (
-        [tensor for tensor in tensors if _shard_id(tensor) not in taken],
-        [item for item in objects if _shard_id(item) not in taken],
-    )
-
-
 def _write(checkpoint_dir: str | Path, prepared: PreparedSave) -> None:
-    """Write this rank's share; in another process, if the save is asynchronous."""
+    """Write this rank's part; in another process, if the save is asynchronous.
+
+    Args:
+        checkpoint_dir: not used.
+        prepared: the save, as all ranks have agreed on it.
+    """
     prepared.write()
 
 
@@ -293,9 +295,10 @@ def _load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> S
     leaves = [*chain.from_iterable(group_by_key(sharded_state_dict).values())]
     tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     objects = [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
+    # Allocate missing data; existing data is filled in place.
     for tensor in tensors:
         tensor.init_data("cpu")
-    # Read everything in one go, then put it into the nesting of the request.
+    # Read everything at once, then put the values into the nesting of the request.
     bridge.load_tensors(tensors, checkpoint_dir)
     values = bridge.load_objects(objects, checkpoint_dir) if objects else {}
 
@@ -317,13 +320,14 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     @property
     def cached_global_metadata(self) -> Metadata | None:
-        """Return torch's metadata of the checkpoint that was loaded last, read on demand."""
+        """The metadata of the checkpoint that was loaded last, for torch; read on demand."""
         if self._global_metadata is None and self._loaded_dir is not None:
             self._global_metadata = read_torch_metadata(self._loaded_dir)
         return self._global_metadata
 
     @override
-    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, which is true, too
+    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]
+        # Documented as a method; where it is used as a property, a method is true, too.
         return True
 
     @override
@@ -333,7 +337,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         Args:
             sharded_state_dict: ShardedTensors and ShardedObjects. Existing data is filled in place;
                 missing data is allocated on the CPU.
-            checkpoint_dir: of the checkpoint.
+            checkpoint_dir: directory of the checkpoint.
 
         Returns:
             The same nesting with tensors of the local shape, 1-D for flattened ranges, and with the
@@ -344,6 +348,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
                 (unless ``allow_shape_mismatch``).
         """
         loaded = comm.together(partial(_load, sharded_state_dict, checkpoint_dir))
+        # The metadata for torch are read only if a script asks for them.
         self._loaded_dir, self._global_metadata = Path(checkpoint_dir), None
         return loaded
 
@@ -351,11 +356,11 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
     def load_tensors_metadata(
         self, checkpoint_dir: str | Path, metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """Return a ShardedTensor without data for every whole stored tensor, by key.
+        """Return a ShardedTensor without data for every stored global tensor, by key.
 
         Args:
-            checkpoint_dir: of the checkpoint.
-            metadata: torch's metadata, used instead of the directory's.
+            checkpoint_dir: directory of the checkpoint.
+            metadata: metadata from torch, used instead of the directory's.
 
         Raises:
             CheckpointingException: the metadata cannot be read.
@@ -370,10 +375,10 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     @override
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return all stored tensors, by key, and objects, by unique key, without data.
+        """Return all stored tensors by key, and all objects by unique key, without data.
 
         Args:
-            checkpoint_dir: of the checkpoint.
+            checkpoint_dir: directory of the checkpoint.
 
         Raises:
             CheckpointingException: the metadata cannot be read.
@@ -384,13 +389,17 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """Remove the tensors and objects whose keys begin with a prefix; on one rank.
 
+        If no key has the prefix, a warning is logged.
+
         Args:
-            checkpoint_dir: of a finished checkpoint.
-            key_prefix: not empty. If no key has the prefix, a warning is logged.
+            checkpoint_dir: directory of a finished checkpoint.
+            key_prefix: must not be empty.
 
         Raises:
-            CheckpointingException: as
-                ``core.dist_checkpointing._directory.removal.remove_entries``.
+            UsageError: the prefix is empty.
+            UnsupportedError: the remaining entries are stored in a way that new metadata cannot
+                describe.
+            CheckpointingException: the metadata cannot be read, or a file cannot be written.
         """
         remove_entries(checkpoint_dir, key_prefix)
 
@@ -409,9 +418,6 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
     @override
     def check_version_compatibility(self, loaded_version: Any) -> None:
         """Raise unless a checkpoint's version of the backend is 1.
-
-        Args:
-            loaded_version: of the checkpoint.
 
         Raises:
             UnsupportedError: the checkpoint has another version.

@@ -5,10 +5,10 @@
     storage ── TensorStore ──▶ rank that reads ── broadcast ──▶ ranks of its data parallel group
 
 Within a group, every distinct chunk is read once, by the lowest rank that needs it, and sent
-completely; a flattened tensor takes its range of it. One chunk is sent at a time.
+completely; a flattened tensor takes its range from the chunk. One chunk is sent at a time.
 
-Source: megatron-core 0.12.1, the last with this module. There, ranks wait forever for one that
-could not read; here the outcome of each read is sent to the group, and every rank raises.
+Source: megatron-core 0.12.1, the last version with this module. There, ranks wait forever for a
+rank that could not read; here the outcome of each read is sent to the group, and every rank raises.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from core.errors import UsageError
 logger = logging.getLogger(__name__)
 
 timers: defaultdict[str, list[float]] = defaultdict(list)
-"""Durations of the calls of functions that ``timed`` wraps, by function name; in seconds."""
+"""Durations, in seconds, of the calls to functions that ``timed`` wraps; by function name."""
 
 
 def timed(verbose: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that records the durations of calls in ``timers``.
 
     Args:
-        verbose: log the beginning and the end of every call, too.
+        verbose: also log the beginning and the end of every call.
     """
 
     def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,14 +76,14 @@ def timed(verbose: bool = True) -> Callable[[Callable[..., Any]], Callable[..., 
 
 @dataclass
 class _ShardedTensorMetadata:
-    """A tensor that one rank needs.
+    """A rank's request for a tensor.
 
     Args:
-        global_rank: number of the rank in the world.
-        sharded_tensor_no_data: the tensor.
-        dist_group_rank: number of the rank in its data parallel group.
+        global_rank: rank in the world.
+        sharded_tensor_no_data: the requested tensor.
+        dist_group_rank: rank in its data parallel group.
         dist_group_ranks: global ranks of that group.
-        data_size: in bytes, if known.
+        data_size: size in bytes, if known.
     """
 
     global_rank: int
@@ -99,15 +99,16 @@ def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[i
 
 
 class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
-    """A strategy that loads zarr 2 arrays once per data parallel group, by TensorStore.
+    """A strategy that loads zarr 2 arrays once per data parallel group, with TensorStore.
 
-    Tensors are loaded in place; those without data get it, on the CPU or, without ``cpu_transfer``,
+    Tensors are loaded in place; missing data is allocated on the CPU or, without ``cpu_transfer``,
     on the GPU.
 
     Args:
         data_parallel_group: ranks that hold the same shards; None for all ranks.
-        cpu_transfer: send through host memory, in a gloo group that is created for it; else over
-            the given group, whose backend must be able to send from the current CUDA device.
+        cpu_transfer: send through host memory, in a gloo group that is created for this purpose;
+            otherwise in the given group, whose backend must be able to send from the current CUDA
+            device.
     """
 
     def __init__(self, data_parallel_group: Any, cpu_transfer: bool = True) -> None:
@@ -125,7 +126,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
     def load(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> ShardedStateDict:
-        """Load the tensors of a tree, in place of its leaves; collective over the world.
+        """Replace the leaves of a tree with loaded tensors; collective over the world.
 
         Args:
             sharded_state_dict: a tree of ShardedTensors.
@@ -133,11 +134,14 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
 
         Raises:
             UsageError: a leaf is not a ShardedTensor, or ranks of a group request different tensors
-                at one offset.
-            CorruptError: a chunk is missing (MissingShardError) or cannot be read.
+                at the same offset.
+            MissingShardError: a chunk is missing.
+            CorruptError: a chunk cannot be read.
             CheckpointingException: an array is missing or has another shape, or a rank failed; on
                 every rank.
         """
+        # Create the group first: an error in the state dict of one rank must not stop a collective
+        # call that all ranks take part in.
         self.maybe_init_gloo_group()
 
         def allocate() -> list[ShardedTensor]:
@@ -146,6 +150,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
                 tensor.init_data(self._device())
             return tensors
 
+        # Check the trees on all ranks before the exchange, in which no rank may be missing.
         tensors = comm.together(allocate)
 
         def exchange() -> list[Any]:
@@ -157,8 +162,9 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         return replace_leaves(sharded_state_dict, comm.together(exchange))
 
     def summarize_load_times(self) -> None:
-        """Log, on rank 0, the maximum and the mean of all ranks' times; collective."""
+        """Log the maximum and the mean time of all ranks, on rank 0; collective."""
         totals = comm.gather({name: sum(seconds) for name, seconds in timers.items()})
+        # Ranks other than 0 have no totals and log nothing.
         for name in sorted(set(chain.from_iterable(totals or ()))):
             seconds_by_rank = [total.get(name, 0.0) for total in totals or ()]
             mean = sum(seconds_by_rank) / len(seconds_by_rank)
@@ -168,7 +174,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
     def load_tensor_from_storage(
         self, checkpoint_dir: str | Path, ten_meta: _ShardedTensorMetadata
     ) -> torch.Tensor:
-        """Load a tensor's complete shard to the CPU.
+        """Load the complete shard of a tensor, also of a flattened one, to the CPU.
 
         Raises:
             CheckpointingException: the shard cannot be read.
@@ -186,7 +192,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
             or not comm.is_distributed()
         ):
             return
-        # Every rank has to take part in the creation of every group, also of those of other ranks.
+        # Every rank has to take part in the creation of every group, also of other ranks' groups.
         for ranks in sorted(set(comm.all_gather(self.dp_group_ranks))):
             group = dist.new_group(ranks=list(ranks), backend="gloo")
             if self.global_rank in ranks:
@@ -194,15 +200,15 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
 
     @timed()
     def _build_load_plan(self, tensors: Sequence[ShardedTensor]) -> list[_ShardedTensorMetadata]:
-        """Return the chunks that the group needs, each once, in the same order on all its ranks."""
-        own = [
+        """List the chunks that the group needs, each once, in the same order on all its ranks."""
+        own_requests = [
             _ShardedTensorMetadata(
                 self.global_rank, ten.without_data(), self.dp_group_rank, self.dp_group_ranks
             )
             for ten in tensors
         ]
-        gathered = list(chain.from_iterable(comm.all_gather(own, self.data_parallel_group)))
-        return self.deduplicate_chunks(gathered)  # type: ignore[no-any-return]
+        requests = comm.all_gather(own_requests, self.data_parallel_group)
+        return self.deduplicate_chunks(list(chain.from_iterable(requests)))  # type: ignore[no-any-return]
 
     @timed()
     def deduplicate_chunks(
@@ -211,16 +217,18 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         """Keep, for each chunk, the request of the lowest rank in the group; sorted by chunk.
 
         Raises:
-            UsageError: ranks request different tensors at one offset.
+            UsageError: ranks request different tensors at the same offset.
         """
         readers: dict[Any, _ShardedTensorMetadata] = {}
         for meta in ten_metas:
             chunk_id = sharded_tensor_chunk_id(meta.sharded_tensor_no_data)
             other = readers.setdefault(chunk_id, meta)
+            # One read serves both ranks, so they have to request the same.
             if _shard_properties(meta) != _shard_properties(other):
                 raise UsageError(
-                    f"ranks {other.global_rank} and {meta.global_rank} of one data parallel group want different "
-                    f"tensors at offset {chunk_id[1]}: {_shard_properties(other)} and {_shard_properties(meta)}",
+                    f"ranks {other.global_rank} and {meta.global_rank} of a data parallel group "
+                    f"request different tensors at offset {chunk_id[1]}: "
+                    f"{_shard_properties(other)} and {_shard_properties(meta)}",
                     key=chunk_id[0],
                 )
             if meta.dist_group_rank < other.dist_group_rank:
@@ -234,11 +242,12 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         tensors: Sequence[ShardedTensor],
         checkpoint_dir: Path,
     ) -> None:
-        """Read and send every chunk, and fill the tensors from it."""
+        """Read and send every chunk, and fill this rank's tensors from it."""
         tensors_of_chunk: defaultdict[Any, list[ShardedTensor]] = defaultdict(list)
         for tensor in tensors:
             tensors_of_chunk[sharded_tensor_chunk_id(tensor)].append(tensor)
         for meta in ten_metas:
+            # All ranks of the group take part, also those that do not need the chunk.
             shard = self._read_and_broadcast(meta, checkpoint_dir)
             for tensor in tensors_of_chunk[sharded_tensor_chunk_id(meta.sharded_tensor_no_data)]:
                 assert tensor.data is not None
@@ -247,7 +256,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
     def _read_and_broadcast(
         self, meta: _ShardedTensorMetadata, checkpoint_dir: Path
     ) -> torch.Tensor:
-        """Read a chunk on one rank of the group and return it on all of them.
+        """Read a chunk on one rank of the group and return it on all its ranks.
 
         Raises:
             CheckpointingException: the chunk cannot be read; on every rank of the group.
@@ -263,6 +272,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
                 )
             return torch.empty(requested.local_shape, dtype=requested.dtype, device=self._device())
 
+        # Exchange the outcome before the data: a rank that failed would never send.
         shard = comm.together(read_or_allocate, self.data_parallel_group)
         if len(self.dp_group_ranks) > 1:
             raw = shard.reshape(-1).view(torch.uint8)  # gloo cannot send every dtype
@@ -279,7 +289,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
 
     @override
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return a ShardedTensor without data and sharding for every array, by key.
+        """Return an unsharded ShardedTensor without data for every array, by key.
 
         Raises:
             CheckpointingException: an array cannot be opened, or torch does not support its dtype.

@@ -1,14 +1,14 @@
 """The backend ``zarr``: sharded tensors as zarr 2 arrays, one directory per key.
 
-The files are those of ``core.formats.zarr.format``. The strategies use the engine: chunks are files
-of plain bytes, which it writes and reads directly, without zarr. The documented helpers work on
-zarr-python's arrays and on the same files. zarr-python 3 does not support bfloat16 and float8;
+``core.formats.zarr.format`` describes the files. The strategies use the engine: chunks are files of
+plain bytes, which it writes and reads directly, without zarr. The documented helpers use
+zarr-python's arrays, in the same files. zarr-python 3 does not support bfloat16 and float8;
 ``zarr_types`` adds them to its registry, so that it can open and save such arrays, too.
 
-A chunk is the part of one rank, not compressed, with ``bfloat16`` in ``.zarray``: as megatron-core
-0.12.1 writes. Unlike there, a missing chunk is an error, never zeros; nothing is locked, so no
-``.sync`` directories remain, since pieces of one chunk are disjoint ranges of bytes; and scalars
-are saved.
+A chunk is the shard of one rank, not compressed; ``.zarray`` names bfloat16 ``bfloat16``, as
+megatron-core 0.12.1 writes it. Three things differ from megatron-core: a missing chunk is an error
+and is never read as zeros; chunks are not locked, because flattened shards write disjoint ranges of
+bytes, so no ``.sync`` directories remain; and scalars are saved.
 
 Source: the documentation of ``megatron.core.dist_checkpointing.strategies.zarr``; megatron-core
 0.12.1.
@@ -103,7 +103,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
 
     @override
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's main replicas; collective. ``.zarray`` files are written last.
+        """Write this rank's main replicas, and then the ``.zarray`` files; collective.
 
         Args:
             sharded_state_dict: a tree of ShardedTensors.
@@ -111,8 +111,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
 
         Raises:
             UsageError: a leaf is not a ShardedTensor, or the array of a key already exists.
-            UnsupportedError: the shards of a tensor form no regular grid, its key is not a valid
-                directory name, or zarr does not support its dtype.
+            UnsupportedError: the shards of a tensor do not form a regular grid, its key is not a
+                valid directory name, zarr does not support its dtype, or the directory is a URL.
             CheckpointingException: shards do not form a complete tensor, or a rank failed; on every
                 rank.
         """
@@ -123,11 +123,13 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
             tensors = [
                 ten for ten in tensors_of(sharded_state_dict) if is_main_replica(ten.replica_id)
             ]
+            # Chunks of an old array could be taken for those of the new one.
             for key in {ten.key for ten in tensors}:
                 check_no_array(checkpoint_dir / key, key=key)
             return tensors
 
         prepared = prepare_save(comm.together(select_own), (), checkpoint_dir, format=BACKEND)
+        # Write .zarray after all ranks have written: without it, nobody reads the chunks.
         comm.together(prepared.write)
         comm.together(lambda: prepared.finish() if comm.rank() == 0 else None)
 
@@ -137,15 +139,15 @@ def _create_or_open_zarr_arrays(
 ) -> list[zarr.Array | None]:
     """Create or open the array of every tensor that this rank writes; collective.
 
-    The rank whose main replica has the first element of a tensor creates its array; ranks with
-    other parts open it, once all arrays exist.
+    The rank whose main replica has the first element of a tensor creates the array; ranks with
+    other shards open it as soon as all arrays exist.
 
     Args:
         sharded_tensors: tensors of this rank.
-        checkpoint_dir: directory of the arrays.
+        checkpoint_dir: directory with the arrays.
 
     Returns:
-        None for a tensor that is not the main replica, which is not written.
+        The array of each tensor; None for a tensor that is not a main replica and not written.
 
     Raises:
         CheckpointingException: an array already exists, or no rank created it; on every rank.
@@ -165,13 +167,15 @@ def _create_or_open_zarr_arrays(
             for ten, arr in zip(sharded_tensors, arrays, strict=True)
         ]
 
+    # Open the arrays after all ranks have created theirs.
     arrays = comm.together(create)
     return comm.together(open_others)
 
 
 def _should_create_array(ten: ShardedTensor) -> bool:
-    """Return whether a tensor is the main replica of the global tensor's first part."""
+    """Check if a tensor is the main replica of the global tensor's first shard."""
     flat = ten.flattened_range
+    # Several ranks may have an empty range that starts at 0; none of them has the first element.
     is_first = flat is None or (flat.start == 0 and (flat.stop > 0 or not prod(ten.local_shape)))
     return is_main_replica(ten.replica_id) and not any(ten.global_offset) and is_first
 
@@ -179,16 +183,16 @@ def _should_create_array(ten: ShardedTensor) -> bool:
 def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: zarr.Array | None) -> None:
     """Write a main replica's data into its array; do nothing for another replica.
 
-    Several processes may write parts of one array at the same time, as long as every chunk is
-    written by one of them or in flattened pieces.
+    Several processes may write to the same array at the same time, as long as each chunk is written
+    by one of them, or by several as flattened ranges.
 
     Args:
         arr: result of ``_create_or_open_zarr_arrays`` for the tensor.
 
     Raises:
-        UsageError: there is no data, or no array for it.
+        UsageError: the data or the array is missing.
         UnsupportedError: the tensor is flattened, and its shard is not a plain chunk of the array,
-            or not a file.
+            or the array is not stored as files.
     """
     if not is_main_replica(sharded_tensor.replica_id):
         return
@@ -202,17 +206,19 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: zarr.Array | Non
     if flat is None:
         arr[sharded_tensor.global_slice()] = array
         return
-    # A flattened range is a run of bytes in the chunk of its shard, which zarr cannot write alone.
-    if tuple(arr.chunks) != (1,) * sharded_tensor.prepend_axis_num + tuple(
-        sharded_tensor.local_shape
-    ):
+    # A flattened range is a run of bytes in the chunk of its shard. zarr can only write complete
+    # chunks, so write the bytes into the file of the chunk.
+    shard_shape = (1,) * sharded_tensor.prepend_axis_num + tuple(sharded_tensor.local_shape)
+    if tuple(arr.chunks) != shard_shape:
         raise UnsupportedError(
-            f"the shard {sharded_tensor.local_shape} of a flattened tensor is not a chunk {arr.chunks} of its array",
+            f"the shard of a flattened tensor has shape {shard_shape}, but the chunks of its array "
+            f"have shape {arr.chunks}",
             key=key,
         )
     if not isinstance(arr.store, zarr.storage.LocalStore):
         raise UnsupportedError(
-            f"pieces of a chunk can be written into files only, not into {arr.store}", key=key
+            f"a flattened tensor can only be written to a local directory, not to {arr.store}",
+            key=key,
         )
     if array.size:
         array_dir = Path(arr.store.root) / arr.path
@@ -226,10 +232,11 @@ def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> z
     """Create the array of a global tensor, without chunks, and open it for writing.
 
     Raises:
-        CheckpointingException: the array already exists, the shards form no regular grid, or zarr
-            does not support the dtype.
+        CheckpointingException: the array already exists, the shards do not form a regular grid, or
+            zarr does not support the dtype.
     """
     key = sharded_tensor.key
+    # A chunk has at least one element per axis, also in an empty tensor.
     chunk_shape = tuple(max(extent, 1) for extent in sharded_tensor.max_allowed_chunks())
     dtype = dtype_name(sharded_tensor.dtype, key=key)
     create_array(
@@ -243,7 +250,7 @@ def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> z
 
 
 def _open_for_writing(path: Path) -> zarr.Array:
-    # Without the option, zarr would leave out chunks of zeros.
+    # By default zarr does not write chunks of zeros, which would be reported as missing later.
     return _open_zarr_array_verbose(path, "r+").with_config({"write_empty_chunks": True})
 
 
@@ -263,9 +270,9 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
     def load(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> ShardedStateDict:
-        """Load the tensors of a tree, in place of its leaves; collective.
+        """Replace the leaves of a tree with loaded tensors; collective.
 
-        Tensors with data are loaded in place; others get data on the CPU.
+        Tensors with data are loaded in place; missing data is allocated on the CPU.
 
         Args:
             sharded_state_dict: a tree of ShardedTensors, sharded in any way.
@@ -273,7 +280,8 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
 
         Raises:
             UsageError: a leaf is not a ShardedTensor.
-            CorruptError: a chunk is missing (MissingShardError) or damaged.
+            MissingShardError: a chunk is missing.
+            CorruptError: a chunk is damaged.
             CheckpointingException: an array is missing or has another shape, or a rank failed; on
                 every rank.
         """
@@ -289,7 +297,7 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
 
     @override
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return a ShardedTensor without data and sharding for every array, by key.
+        """Return an unsharded ShardedTensor without data for every array, by key.
 
         Raises:
             CheckpointingException: an array cannot be opened, or torch does not support its dtype.
@@ -303,7 +311,7 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
 
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> torch.Tensor:
-    """Load the tensor of a ShardedTensor by zarr, as a new CPU tensor of its dtype.
+    """Load the shard of a ShardedTensor with zarr, as a new CPU tensor of its dtype.
 
     Raises:
         CheckpointingException: the array is missing, has another shape where that is not allowed,
@@ -312,6 +320,7 @@ def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> tor
     """
     arr = _open_zarr_array_verbose(checkpoint_dir / sharded_tensor.key, "r")
     region = stored_region(sharded_tensor, arr.shape)
+    # zarr reads missing chunks as zeros, so check that all exist.
     check_region(checkpoint_dir, sharded_tensor.key, region)
     return postprocess_numpy_array(
         cast_array(arr[region], sharded_tensor.dtype, key=sharded_tensor.key), sharded_tensor
@@ -327,18 +336,18 @@ def _open_zarr_array_verbose(path: Path, mode: str, **open_kwargs: Any) -> zarr.
         open_kwargs: further arguments of ``zarr.open_array``.
 
     Raises:
-        MissingShardError: the array does not exist; the content of its parent directory is logged.
+        MissingShardError: the array does not exist. The content of its parent directory is logged.
         CorruptError: zarr cannot read the metadata of the array.
     """
     path = Path(path)
     try:
         return zarr.open_array(str(path), mode=mode, zarr_format=2, **open_kwargs)
     except FileNotFoundError as err:
-        inside = (
+        siblings = (
             sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else None
         )
-        logger.debug("no zarr array %s; its directory holds %s", path, inside)
-        reason = "" if inside is not None else f" (the directory {path.parent} does not exist)"
+        logger.debug("zarr array %s not found; its parent directory contains %s", path, siblings)
+        reason = "" if siblings is not None else f" (the directory {path.parent} does not exist)"
         raise MissingShardError(f"zarr array not found: {path}{reason}", key=path.name) from err
     except (ValueError, TypeError, KeyError, OSError) as err:
         raise CorruptError(
@@ -349,25 +358,23 @@ def _open_zarr_array_verbose(path: Path, mode: str, **open_kwargs: Any) -> zarr.
 def load_zarr_based_sharded_metadata(
     checkpoint_dir: Path, get_shape_dtype_fn: Callable[[str], tuple[tuple[int], np.dtype]]
 ) -> ShardedStateDict:
-    """Return a ShardedTensor without data and sharding for every array of a checkpoint, by key.
+    """Return an unsharded ShardedTensor without data for every array of a checkpoint, by key.
 
     Args:
         checkpoint_dir: directory with the arrays; every directory with a ``.zarray``, at any depth,
             is an array.
-        get_shape_dtype_fn: return shape and numpy dtype of the array at a path.
+        get_shape_dtype_fn: function that returns shape and numpy dtype of the array at a path.
 
     Raises:
         UnsupportedError: torch does not support the dtype of an array.
     """
     checkpoint_dir = Path(checkpoint_dir)
-    return {
-        key: _whole_tensor(key, *get_shape_dtype_fn(str(checkpoint_dir / key)))
-        for key in array_keys(checkpoint_dir)
-    }
-
-
-def _whole_tensor(key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShardedTensor:
-    torch_dtype = numpy_to_torch_dtype_dict.get(dtype.newbyteorder("="))
-    if torch_dtype is None:
-        raise UnsupportedError(f"torch does not support the numpy dtype {dtype}", key=key)
-    return bridge.whole_tensor(key, torch_dtype, shape)
+    metadata: ShardedStateDict = {}
+    for key in array_keys(checkpoint_dir):
+        shape, dtype = get_shape_dtype_fn(str(checkpoint_dir / key))
+        # The byte order of the file does not matter: reading swaps the bytes.
+        torch_dtype = numpy_to_torch_dtype_dict.get(dtype.newbyteorder("="))
+        if torch_dtype is None:
+            raise UnsupportedError(f"torch does not support the numpy dtype {dtype}", key=key)
+        metadata[key] = bridge.whole_tensor(key, torch_dtype, shape)
+    return metadata

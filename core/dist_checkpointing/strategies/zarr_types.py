@@ -2,14 +2,13 @@
 
 zarr-python 3.1.6 supports numpy's own dtypes only; it refuses ``"dtype": "bfloat16"``. Importing
 this module registers one data type for all missing dtypes in ``zarr.dtype.data_type_registry``.
-(The alternative would be to read and write such arrays by tensorstore.) In memory the elements are
-those of ml_dtypes; in ``.zarray`` they have the bare name (``bfloat16``, ``float8_e4m3fn``), as
-Megatron-Core 0.12 and tensorstore write it. A dtype that zarr-python already
-supports, because it is a newer version or another package has registered the dtype, is left
-unchanged.
+(The alternative is to read and write such arrays with tensorstore.) In memory the dtypes are those
+of ml_dtypes; ``.zarray`` has the bare name (``bfloat16``, ``float8_e4m3fn``), as Megatron-Core 0.12
+and tensorstore write it. A dtype that zarr-python already supports, because its version is newer or
+another package has registered the dtype, is not registered again.
 
-The module also converts between such arrays and torch's tensors: bit for bit, through no other
-dtype.
+The module also converts between such arrays and torch's tensors, bit for bit, without an
+intermediate dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from core.errors import UnsupportedError
 from core.formats.zarr.dtypes import v2_dtype
 
 _RAW = {1: torch.uint8, 2: torch.int16}
-"""Dtypes under which elements that numpy lacks pass between torch and numpy, by itemsize."""
+"""Dtypes, by itemsize, that torch and numpy share, for elements whose own dtype numpy lacks."""
 _NATIVE: dict[str, np.dtype[Any]] = {
     name: np.dtype(getattr(ml_dtypes, name))
     for name in DTYPES
@@ -71,7 +70,8 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
         """Return the data type of a numpy dtype.
 
         Raises:
-            DataTypeValidationError: the dtype is not one of those registered here.
+            DataTypeValidationError: the dtype is not one of those registered here; zarr then tries
+                its other data types.
         """
         name = getattr(dtype, "name", None)
         if name not in cls.taught or dtype != _NATIVE[name]:
@@ -94,7 +94,7 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
 
     @override
     def to_json(self, zarr_format: int) -> Any:
-        """Return the name in the form of ``.zarray`` or ``zarr.json``."""
+        """Return the name as in ``.zarray`` (zarr 2) or ``zarr.json`` (zarr 3)."""
         return {"name": self.name, "object_codec_id": None} if zarr_format == 2 else self.name
 
     def _check_scalar(self, data: object) -> bool:
@@ -102,13 +102,13 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
 
     @override
     def cast_scalar(self, data: object) -> Any:
-        """Return a number as an element.
+        """Convert a number to a scalar of the dtype.
 
         Raises:
             TypeError: ``data`` is not a number.
         """
         if not self._check_scalar(data):
-            raise TypeError(f"{data!r} is not a number that {self.name} could hold")
+            raise TypeError(f"cannot convert {data!r} to {self.name}: it is not a number")
         return _NATIVE[self.name].type(data)
 
     @override
@@ -123,7 +123,7 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
 
     @override
     def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:
-        """Return a fill value for JSON."""
+        """Convert a fill value to JSON: a number, or the name of one that JSON lacks."""
         number = float(self.cast_scalar(data))
         if np.isfinite(number):
             return number
@@ -143,9 +143,9 @@ torch_to_numpy_dtype_dict = {
 
 
 def numpy_of(tensor: torch.Tensor, *, key: str) -> Any:
-    """Return a tensor's elements as a numpy array in host memory.
+    """Convert a tensor to a numpy array in host memory.
 
-    The memory is shared if the tensor is there already, in C order.
+    The array shares the memory of a CPU tensor in C order; otherwise the elements are copied.
 
     Raises:
         UnsupportedError: numpy and zarr do not support the dtype.
@@ -156,19 +156,22 @@ def numpy_of(tensor: torch.Tensor, *, key: str) -> Any:
             f"zarr does not support {tensor.dtype}", key=key, hint="cast the tensor first"
         )
     dense = tensor.detach().cpu().contiguous()
-    return (
-        (dense.view(_RAW[dtype.itemsize]) if dtype.name in _NATIVE else dense).numpy().view(dtype)
-    )
+    # torch refuses to convert dtypes that numpy itself lacks; pass them as integers.
+    if dtype.name in _NATIVE:
+        dense = dense.view(_RAW[dtype.itemsize])
+    return dense.numpy().view(dtype)
 
 
 def tensor_of(array: Any, *, key: str) -> torch.Tensor:
-    """Return the tensor of an array's elements.
+    """Convert a numpy array to a tensor.
 
-    It shares the array's memory if that is writable, in C order and not byte-swapped.
+    The tensor shares the memory of a writable array in C order and native byte order; otherwise the
+    elements are copied.
 
     Raises:
         UnsupportedError: torch does not support the dtype.
     """
+    # torch.from_numpy needs native byte order and writable memory.
     dense: Any = np.asarray(array)
     dense = np.require(
         dense.astype(dense.dtype.newbyteorder("="), copy=False), requirements=["C", "W"]
@@ -178,17 +181,20 @@ def tensor_of(array: Any, *, key: str) -> torch.Tensor:
         raise UnsupportedError(f"torch does not support the numpy dtype {dense.dtype}", key=key)
     if dense.dtype.name not in _NATIVE:
         return torch.from_numpy(dense)
+    # Pass a dtype that numpy itself lacks as integers of its size.
     raw = dense.reshape(-1).view(np.uint8 if dense.itemsize == 1 else np.int16)
     return torch.from_numpy(raw).view(dtype).reshape(dense.shape)
 
 
 def cast_array(array: Any, dtype: torch.dtype, *, key: str) -> Any:
-    """Cast an array to a torch dtype, rounded as everywhere in this project (``core.arrays.cast``).
+    """Cast an array to a torch dtype, with the rounding of ``core.arrays.cast``.
 
     Raises:
         UnsupportedError: the cast would lose more than precision, or numpy does not support the
             dtype.
     """
+    # The cast works on bytes in C order and native byte order. (ascontiguousarray makes 0-d arrays
+    # 1-d, so restore the shape.)
     dense: Any = np.asarray(array)
     dense = np.ascontiguousarray(dense.astype(dense.dtype.newbyteorder("="), copy=False)).reshape(
         dense.shape

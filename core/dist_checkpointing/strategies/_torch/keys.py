@@ -9,7 +9,7 @@ Scripts do this around torch's own dcp::
       ── _restore_dict_types ────────────────────────▶ {"model": {0: tensor}}
 
 None of these names is documented, and the strategies do not need them. But scripts that write
-torch_dist through another storage writer (of SkyRL, slime, NeMo, ml-flashpoint) import them from
+torch_dist through another storage writer (in SkyRL, slime, NeMo, ml-flashpoint) import them from
 ``strategies.torch``. Source: megatron-core 0.16.1, observed.
 """
 
@@ -40,16 +40,16 @@ def _replace_state_dict_keys_with_sharded_keys(
     """Group the leaves by their names in the checkpoint, with two maps for the way back.
 
     Args:
-        sharded_state_dict: with no leaves but ShardedTensors and ShardedObjects.
-        keep_only_main_replica: leave out other replicas.
+        sharded_state_dict: nested; all leaves are ShardedTensors or ShardedObjects.
+        keep_only_main_replica: omit other replicas.
 
     Returns:
         Leaves by name in the checkpoint; paths by dot-joined path; and dot-joined paths by name in
         the checkpoint, in the order of the leaves.
 
     Raises:
-        UsageError: a leaf is of another kind.
-        ValueError: two leaves have one dot-joined path.
+        UsageError: a leaf is neither a ShardedTensor nor a ShardedObject.
+        ValueError: two leaves have the same dot-joined path.
     """
     flat, paths = flatten_state_dict(sharded_state_dict)
     leaves: dict[str, list[Leaf]] = {}
@@ -80,7 +80,7 @@ def _replace_sharded_keys_with_state_dict_keys(
     flat_mapping: Mapping[str, Path],
     rename_mapping: Mapping[str, list[str]],
 ) -> ShardedStateDict:
-    """Return loaded values in the nesting of the program; all keys of dicts are strings.
+    """Put loaded values into the nesting of the program's state dict, with strings as keys.
 
     Args:
         state_dict: values by name in the checkpoint, in the order of the leaves.
@@ -93,7 +93,10 @@ def _replace_sharded_keys_with_state_dict_keys(
     for key, values in state_dict.items():
         names = rename_mapping.get(key, [])
         if len(values) != len(names):
-            raise UsageError(f"there are {len(values)} values for {len(names)} leaves", key=key)
+            raise UsageError(
+                f"loaded {len(values)} values for {len(names)} leaves of the state dict",
+                key=key,
+            )
         for name, value in zip(names, values, strict=True):
             set_element(nested, flat_mapping[name], value)
     return nested
@@ -112,7 +115,8 @@ def _restore_dict_types(x: Any, keys_template: Any) -> None:
     if type(keys_template) not in (dict, list):
         return
     if not isinstance(x, type(keys_template)):
-        raise UsageError(f"expected a {type(keys_template).__name__}, got a {type(x).__name__}")
+        raise UsageError(f"expected a {type(keys_template).__name__}, found a {type(x).__name__}")
+    # The lists may differ in length; the items that both have are restored.
     if isinstance(keys_template, list):
         for value, template in zip(x, keys_template, strict=False):
             _restore_dict_types(value, template)
@@ -120,6 +124,6 @@ def _restore_dict_types(x: Any, keys_template: Any) -> None:
     for key, template in keys_template.items():
         if not isinstance(key, str):
             if str(key) not in x:
-                raise UsageError(f"the key {key!r} is missing")
+                raise UsageError(f"the key {key!r} is missing in the loaded state dict")
             x[key] = x.pop(str(key))
         _restore_dict_types(x[key], template)

@@ -7,7 +7,7 @@ Source: the documented classes of ``core.dist_checkpointing.strategies.torch``; 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -32,18 +32,17 @@ from core.errors import CorruptError, MissingShardError, UsageError
 
 
 class MCoreSavePlanner(DefaultSavePlanner):
-    """A save planner that writes objects of all ranks, each as the stream that it already is.
+    """A save planner that writes the objects of all ranks, as the streams that they already are.
 
     Args:
         args: arguments of torch's DefaultSavePlanner.
-        dedup_replicated_tensors: argument of torch's DefaultSavePlanner, which does not use it any
-            more.
-        can_run_decentralized_global_plan: every rank may make its part of the global plan by
-            itself, because no two ranks have the same entries and the state dict is flat.
+        dedup_replicated_tensors: argument of torch's DefaultSavePlanner, which no longer uses it.
+        can_run_decentralized_global_plan: let every rank build its part of the global plan
+            separately. No two ranks may then have the same entries, and the state dict is flat.
         kwargs: keyword arguments of torch's DefaultSavePlanner.
 
     Raises:
-        UsageError: a decentralized plan together with ``dedup_replicated_tensors`` or
+        UsageError: a decentralized plan is combined with ``dedup_replicated_tensors`` or
             ``flatten_state_dict``, which need all ranks.
     """
 
@@ -72,26 +71,27 @@ class MCoreSavePlanner(DefaultSavePlanner):
 
     @override
     def create_local_plan(self) -> SavePlan:
-        """Return a plan of all chunks and objects of this rank, coordinator or not."""
+        """Plan all chunks and objects of this rank."""
+        # megatron-core overrides torch here, which used to plan objects on the coordinator only.
         return super().create_local_plan()
 
     def create_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Return the local plan, which needs no other rank.
+        """Return the local plan unchanged: it does not depend on other ranks.
 
         Args:
-            local_plan: of this rank.
+            local_plan: this rank's plan.
 
         Raises:
             UsageError: the plan has planner data, or the state dict was flattened.
         """
         self._check_is_flat()
         if local_plan.planner_data:
-            raise UsageError("a decentralized plan must not carry planner data")
+            raise UsageError("a decentralized plan must not contain planner data")
         return local_plan
 
     @override
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return the stream of an object, which in most cases it already is.
+        """Convert an object to a stream, unless it already is one.
 
         Args:
             write_item: the item to be written.
@@ -109,10 +109,9 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
 
     Args:
         args: arguments of torch's DefaultLoadPlanner.
-        shapes_validation_sharded_tensors: tensors that must have the same global shape as in the
-            checkpoint.
-        allow_shape_mismatch_sharded_tensors: tensors, by key, whose global shape may differ: the
-            overlap is loaded.
+        shapes_validation_sharded_tensors: tensors whose global shape must equal the stored one.
+        allow_shape_mismatch_sharded_tensors: tensors by key whose global shape may differ from the
+            stored one; the overlap is loaded.
         kwargs: keyword arguments of torch's DefaultLoadPlanner.
     """
 
@@ -132,19 +131,36 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
 
     @override
     def create_local_plan(self) -> LoadPlan:
-        """Return a plan of the reads of this rank.
+        """Plan the reads of this rank.
 
         Raises:
             MissingShardError: the checkpoint lacks a tensor whose shape is to be compared.
             CorruptError: a tensor has another shape in the checkpoint.
         """
         assert self.metadata is not None, "torch sets the planner up first"
-        _check_shapes(self.metadata, self.shapes_validation_sharded_tensors)
-        # Let torch plan with the requested sizes in place of those that may differ.
         stored = self.metadata
-        self.metadata = _with_requested_sizes(
-            stored, self.allow_shape_mismatch_sharded_tensors or {}
-        )
+        stored_entries = stored.state_dict_metadata
+
+        # Compare the shapes that have to match.
+        for tensor in self.shapes_validation_sharded_tensors:
+            entry = stored_entries.get(tensor.key)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise MissingShardError("the tensor is not in the checkpoint", key=tensor.key)
+            if tuple(entry.size) != tuple(tensor.global_shape):
+                raise CorruptError(
+                    f"the global shape is {tuple(entry.size)} in the checkpoint, expected "
+                    f"{tensor.global_shape}",
+                    key=tensor.key,
+                )
+
+        # torch refuses other shapes, so let it take the requested sizes for the stored ones; the
+        # chunks stay, and it reads those that overlap.
+        entries = dict(stored_entries)
+        for key, tensor in (self.allow_shape_mismatch_sharded_tensors or {}).items():
+            entry = entries.get(key)
+            if isinstance(entry, TensorStorageMetadata):
+                entries[key] = replace(entry, size=torch.Size(tensor.global_shape))
+        self.metadata = replace(stored, state_dict_metadata=entries)
         try:
             return super().create_local_plan()
         finally:
@@ -171,7 +187,9 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
 
     @override
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the tensor to read into; for a float8 tensor, a dense one of its nominal dtype.
+        """Return the tensor to read into.
+
+        For a float8 tensor this is a dense one of its nominal dtype.
 
         Args:
             read_item: the item to be read.
@@ -179,13 +197,14 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         target = super().resolve_tensor(read_item)
         if not is_float8tensor(target):
             return target
+        # torch passes the dense tensor back to commit_tensor, where its address finds the target.
         dense = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         self._float8_targets[dense.data_ptr()] = target
         return dense
 
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Copy a tensor that was read in place of a float8 tensor into that.
+        """Copy a dense tensor that was read into the float8 tensor that it stands for.
 
         Args:
             read_item: the item that was read.
@@ -195,28 +214,3 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         if target is not None:
             target.copy_(tensor)
         super().commit_tensor(read_item, tensor)
-
-
-def _check_shapes(metadata: Metadata, tensors: Iterable[ShardedTensor]) -> None:
-    for tensor in tensors:
-        entry = metadata.state_dict_metadata.get(tensor.key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise MissingShardError("the tensor is not in the checkpoint", key=tensor.key)
-        if tuple(entry.size) != tuple(tensor.global_shape):
-            raise CorruptError(
-                f"the tensor has the global shape {tuple(entry.size)} in the checkpoint, expected "
-                f"{tensor.global_shape}",
-                key=tensor.key,
-            )
-
-
-def _with_requested_sizes(metadata: Metadata, tensors: Mapping[str, ShardedTensor]) -> Metadata:
-    """Return metadata with the requested sizes of tensors, and the same chunks.
-
-    torch then takes the requested sizes for the stored ones.
-    """
-    entries = dict(metadata.state_dict_metadata)
-    for key, tensor in tensors.items():
-        if isinstance(entries.get(key), TensorStorageMetadata):
-            entries[key] = replace(entries[key], size=torch.Size(tensor.global_shape))
-    return replace(metadata, state_dict_metadata=entries)

@@ -2,15 +2,17 @@
 
 ::
 
-    {"model": {"w": ShardedTensor(key="w"), "b": [ShardedTensor(key="b"), …]}, "rng":
-    ShardedObject(key="rng")}
-      ── flatten_state_dict ───▶ {"model.w": …, "model.b.0": …, "rng": …}, and the way back
-      ── group_by_key ─────────▶ {"w": [ShardedTensor], "b": [ShardedTensor, …], "rng/shard_0_1": [ShardedObject]}
+    {"model": {"w": ShardedTensor(key="w"), "b": [ShardedTensor(key="b"), …]},
+     "rng": ShardedObject(key="rng")}
+      ── flatten_state_dict ─────▶ {"model.w": …, "model.b.0": …, "rng": …}, and a map back
+      ── group_by_key ───────────▶ {"w": [ShardedTensor], "b": [ShardedTensor, …],
+                                    "rng/shard_0_1": [ShardedObject]}
       ── mcore_to_pyt_state_dict ▶ {"w": CheckpointableShardedTensor, "b": LocalShardsContainer,
                                     "rng/shard_0_1": BytesIO}
 
-The strategies do not need this: they use the engine. It serves scripts that call torch with such
-state dicts, or with the planners of ``core.dist_checkpointing.strategies._torch.planners``.
+The strategies do not need these functions: they use the engine. The functions serve scripts that
+call torch with such state dicts, or with the planners of
+``core.dist_checkpointing.strategies._torch.planners``.
 
 Source: the documented functions of ``core.dist_checkpointing.strategies.torch``; megatron-core 0.15
 and 0.16.1 (torch's ShardedTensor, which they use for prepended axes, is deprecated, and needs a
@@ -49,27 +51,28 @@ def flatten_state_dict(state_dict: ShardedStateDict) -> tuple[ShardedStateDict, 
     """Flatten a state dict to one level, with a map for the way back.
 
     Args:
-        state_dict: dicts and lists. A list that has no tensors and sharded leaves in it is a leaf.
+        state_dict: dicts and lists. A list without tensors or sharded leaves in it is a leaf.
 
     Returns:
         Leaves by dot-joined path; and paths by dot-joined path, with keys of dicts as strings and
         indices of lists as numbers.
 
     Raises:
-        ValueError: two leaves have one name.
+        ValueError: two leaves have the same name.
     """
     flattened: ShardedStateDict = {}
     mappings: dict[str, Path] = {}
     for path, leaf in _leaves(state_dict, ()):
         name = ".".join(map(str, path))
         if name in flattened:
-            raise ValueError(f"two leaves would both be called {name!r} in the flat state dict")
+            raise ValueError(f"two leaves have the same name in the flat state dict: {name!r}")
         flattened[name] = leaf
         mappings[name] = path
     return flattened, mappings
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield the leaves with their paths; torch keeps lists of plain values as leaves."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, str(key)))
@@ -94,15 +97,15 @@ def group_by_key(
     """Group the leaves of a sharded state dict by their names in a checkpoint, in order.
 
     Args:
-        sharded_state_dict: with no leaves but ShardedTensors and ShardedObjects.
-        only_main_replicas: leave out other replicas.
+        sharded_state_dict: nested; all leaves are ShardedTensors or ShardedObjects.
+        only_main_replicas: omit other replicas.
 
     Raises:
-        UsageError: a leaf is of another kind, or a name is both a tensor's and an object's.
+        UsageError: a leaf is of another type, or a tensor and an object have the same name.
     """
     groups: dict[str, list[Leaf]] = {}
     for leaf in nested_values(sharded_state_dict):
-        key = checkpoint_name(leaf)
+        key = checkpoint_name(leaf)  # raises for other types, also of replicas that are omitted
         if only_main_replicas and not is_main_replica(leaf.replica_id):
             continue
         leaves = groups.setdefault(key, [])
@@ -116,15 +119,15 @@ def checkpoint_name(leaf: Any) -> str:
     """Return the name in a checkpoint of a ShardedTensor or a ShardedObject.
 
     Raises:
-        UsageError: the value is of another kind.
+        UsageError: the value is of another type.
     """
     if isinstance(leaf, ShardedObject):
         return leaf.unique_key
     if isinstance(leaf, ShardedTensor):
         return leaf.key
     raise UsageError(
-        f"a sharded state dict with a {type(leaf).__name__} cannot be saved or loaded by a sharded strategy",
-        hint="save common state by the common strategy, and replace factories by apply_factories",
+        f"a sharded strategy cannot save or load a {type(leaf).__name__}",
+        hint="save common state with the common strategy, and call apply_factories for factories",
     )
 
 
@@ -133,20 +136,19 @@ def sharded_tensor_to_torch_sharded_tensor(
     rank: int | None = None,
     load_legacy_1d_flatten_tensors: bool = False,
 ) -> CheckpointableShardedTensor | LocalShardsContainer:
-    """Return all shards of a tensor that this rank has, as one value for torch's dcp.
+    """Wrap all shards of a tensor that this rank has in one value for torch's dcp.
 
     Args:
-        sh_tens: of one key, with data; at least one.
+        sh_tens: shards of one key, with data; at least one.
         rank: not used; torch's own ShardedTensor needed it.
-        load_legacy_1d_flatten_tensors: not used; flattened tensors of any number of axes are boxes
-            of the global one.
+        load_legacy_1d_flatten_tensors: not used; flattened tensors are boxes of the global tensor,
+            whatever its number of axes.
 
     Returns:
-        A value with the attributes ``key`` and ``mcore_sh_ten``, the first of the shards without
-        data.
+        A value with the attributes ``key`` and ``mcore_sh_ten``: the first shard, without data.
 
     Raises:
-        UsageError: there is no shard, one has no data, or global shapes differ.
+        UsageError: there is no shard, a shard has no data, or global shapes differ.
     """
     shards = [CheckpointableShardedTensor.from_sh_ten(shard) for shard in sh_tens]
     value: Any = shards[0] if len(shards) == 1 else LocalShardsContainer([*shards])
@@ -161,20 +163,18 @@ def mcore_to_pyt_state_dict(
     init_device: torch.device = torch.device("cpu"),  # noqa: B008 (a value, and the documented default)
     load_legacy_1d_flatten_tensors: bool = False,
 ) -> dict[str, CheckpointableShardedTensor | LocalShardsContainer | io.BytesIO]:
-    """Return a flat state dict for torch's dcp.save or dcp.load.
+    """Build a flat state dict for torch's dcp.save or dcp.load.
 
     Args:
-        state_dict: the ShardedTensors, or the ShardedObjects, of this rank by name in the
-            checkpoint; result of ``group_by_key``. For loading, ShardedTensors get the data that
-            they lack.
-        is_loading: for dcp.load: tensors without data get some, and those with
-            ``allow_shape_mismatch`` become zero, because the checkpoint may not have all of their
-            elements.
+        state_dict: this rank's ShardedTensors or ShardedObjects, by name in the checkpoint; result
+            of ``group_by_key``.
+        is_loading: prepare for dcp.load: allocate missing data of the ShardedTensors, and set those
+            with ``allow_shape_mismatch`` to zero, because the checkpoint may lack some elements.
         init_device: device of new data.
         load_legacy_1d_flatten_tensors: not used.
 
     Returns:
-        Values by the same names; objects as the stream of the list of their data.
+        Values by the same names. Objects become a stream with the list of their data.
 
     Raises:
         UsageError: a tensor to be saved has no data.
@@ -182,6 +182,7 @@ def mcore_to_pyt_state_dict(
     values: dict[str, CheckpointableShardedTensor | LocalShardsContainer | io.BytesIO] = {}
     for key, leaves in state_dict.items():
         tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+        # All leaves of a name have the same type. Objects become streams.
         if not tensors:
             values[key] = io.BytesIO(stream_of([leaf.data for leaf in leaves]))
             continue
@@ -195,7 +196,7 @@ def mcore_to_pyt_state_dict(
 
 
 def _prepare_data(tensor: ShardedTensor, device: str | torch.device) -> None:
-    """Give a ShardedTensor data to load into: zeros if it may be larger than the stored tensor."""
+    """Allocate data to load into; set it to zero if the stored tensor may be smaller."""
     if tensor.data is None:
         tensor.init_data(device, torch.zeros if tensor.allow_shape_mismatch else torch.empty)
     elif tensor.allow_shape_mismatch:

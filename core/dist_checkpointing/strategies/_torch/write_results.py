@@ -1,11 +1,11 @@
-"""The report of a writing process to the training process: positions of items, or an error.
+"""The report of a writer process to the training process: positions of items, or an error.
 
-It is a file, because both ends may be any processes of a machine, and no service has to be started
-for it::
+The report is a file, because both sides may be any processes on a machine, and no service has to be
+started for a file::
 
-    {"files": {"0": [{"key": "w", "offset": [0, 0], "index": 0, "file": "__0_0.distcp", "at": 0,
-    "n_bytes": 1204,
-                      "transforms": null}, …], …}}
+    {"files": {"0": [{"key": "w", "offset": [0, 0], "index": 0,
+                      "file": "__0_0.distcp", "at": 0, "n_bytes": 1204, "transforms": null}, …],
+               …}}
     {"error": "FileNotFoundError: …", "rank": "1"}
 """
 
@@ -32,9 +32,9 @@ Results = dict[int, list[WriteResult]]
 
 
 class WriteResults:
-    """A queue of one value, which may be pickled.
+    """A queue for one value, which other processes can use after pickling.
 
-    The file is removed with the value, or with the object that created it.
+    The file is removed when the value is taken, or when the object that created it is deleted.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class WriteResults:
         return _open_queue, (str(self._path),)
 
     def put(self, value: Results | Exception) -> None:
-        """Store a value; callable in any process of this machine.
+        """Store a value; in any process on this machine.
 
         Args:
             value: results of all files, or the error.
@@ -64,16 +64,16 @@ class WriteResults:
                     str(number): [*map(_to_json, results)] for number, results in value.items()
                 }
             }
-        # Rename the complete file, so that the reader never sees a part of it.
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(text))
-        os.replace(part, self._path)
+        # Rename the complete file, so that the reader never sees an incomplete one.
+        partial_path = self._path.with_suffix(".part")
+        partial_path.write_text(json.dumps(text))
+        os.replace(partial_path, self._path)
 
     def get_nowait(self) -> Results | Exception:
-        """Return the value and remove it.
+        """Take the value out of the queue.
 
         Raises:
-            queue.Empty: no value was put.
+            queue.Empty: there is no value.
         """
         try:
             content = json.loads(self._path.read_text())
@@ -88,7 +88,8 @@ class WriteResults:
 
 
 def _open_queue(path: str) -> WriteResults:
-    """Return the same queue in another process, where it does not remove the file."""
+    """Open the same queue in another process, where it does not remove the file."""
+    # Without __init__, there is no finalizer that deletes the file when this process ends.
     results = object.__new__(WriteResults)
     results._path = Path(path)
     return results

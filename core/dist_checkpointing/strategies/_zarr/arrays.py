@@ -1,6 +1,6 @@
-"""The zarr 2 arrays of a checkpoint as files: listing, checking of regions, writing, and removal.
+"""The zarr 2 arrays of a checkpoint as files: list, check, write and remove them.
 
-On disk: as in ``core.formats.zarr.format``, a directory per key with ``.zarray`` and a file per
+On disk, as in ``core.formats.zarr.format``: a directory per key, with ``.zarray`` and a file per
 chunk. Directories whose names begin with a dot or end with ``.sync`` are ignored.
 """
 
@@ -31,7 +31,7 @@ _REMOVED = ".removed-array"
 
 
 def array_keys(checkpoint_dir: Path) -> Iterator[str]:
-    """Yield the keys of all arrays: the paths of their directories, ``/`` between names.
+    """Yield the keys of all arrays, which are the paths of their directories.
 
     Raises:
         UnsafeError: directories are nested too deeply.
@@ -49,8 +49,8 @@ def array_metadata(array_dir: Path, *, key: str) -> ZarrArray:
 
     Raises:
         MissingShardError: the file is missing.
-        CorruptError, UnsupportedError: the file is malformed, or the array of a kind that is not
-            supported.
+        CorruptError: the file is malformed.
+        UnsupportedError: this kind of array is not supported.
     """
     with closing(LocalStore(array_dir)) as store:
         data = read_small_file(store, ARRAY_FILE, max_bytes=_MAX_ZARRAY_BYTES, key=key)
@@ -60,23 +60,23 @@ def array_metadata(array_dir: Path, *, key: str) -> ZarrArray:
 def clip_region(
     region: Sequence[int | slice], shape: Shape, *, key: str
 ) -> tuple[int | slice, ...]:
-    """Return the part of a region that lies in an array; a slice beyond it becomes empty.
+    """Clip a region to an array; a slice outside the array becomes empty.
 
     Args:
         region: an index, or a slice with start and stop, per axis; in elements.
-        shape: of the array.
+        shape: shape of the array, in elements.
 
     Raises:
-        CheckpointingException: the numbers of axes differ, or an index lies beyond the array.
+        CheckpointingException: the numbers of axes differ, or an index is outside the array.
     """
     if len(region) != len(shape):
         raise CheckpointingException(
-            f"the stored shape {shape} does not have {len(region)} axes", key=key
+            f"the stored shape {shape} has {len(shape)} axes, expected {len(region)}", key=key
         )
     for part, extent in zip(region, shape, strict=True):
         if isinstance(part, int) and not part < extent:
             raise CheckpointingException(
-                f"index {part} lies beyond the stored shape {shape}", key=key
+                f"index {part} is outside the stored shape {shape}", key=key
             )
     return tuple(
         part
@@ -87,16 +87,17 @@ def clip_region(
 
 
 def check_region(checkpoint_dir: Path, key: str, region: Sequence[int | slice]) -> None:
-    """Raise unless all chunks of a region are stored: readers use fill values for missing ones.
+    """Raise unless all chunks of a region are stored: readers use fill values for missing chunks.
 
     Args:
-        region: an index, or a slice with start and stop, per axis; in elements. Parts beyond the
+        region: an index, or a slice with start and stop, per axis; in elements. Parts outside the
             array are ignored.
 
     Raises:
-        MissingShardError: a chunk, or the ``.zarray``, is missing; names the file.
+        MissingShardError: a chunk or the ``.zarray`` is missing; the error names the file.
         CorruptError: a chunk has the wrong length.
     """
+    # An index is a slice of one element.
     spans = [
         (part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in region
     ]
@@ -108,11 +109,12 @@ def check_region(checkpoint_dir: Path, key: str, region: Sequence[int | slice]) 
 
 
 def check_no_array(array_dir: Path, *, key: str) -> None:
-    """Raise if a directory holds an array, or chunks of one.
+    """Raise if a directory contains an array or chunks.
 
     Raises:
-        UsageError: the directory holds an array or chunks.
+        UsageError: the directory contains an array or chunks.
     """
+    # Chunks without .zarray remain from a save that did not finish.
     listing = LocalStore(array_dir).sizes()
     if ARRAY_FILE in listing or any(map(is_like_a_chunk, listing)):
         raise UsageError(
@@ -124,10 +126,10 @@ def check_no_array(array_dir: Path, *, key: str) -> None:
 
 
 def create_array(array_dir: Path, grid: ChunkGrid, dtype: str, *, key: str) -> None:
-    """Write the ``.zarray`` of an array whose chunks, plain ones, are written later.
+    """Write the ``.zarray`` of an array; its chunks, not compressed, are written later.
 
     Args:
-        array_dir: need not exist.
+        array_dir: directory of the array, created if it does not exist.
         dtype: canonical dtype name.
 
     Raises:
@@ -146,38 +148,41 @@ def create_array(array_dir: Path, grid: ChunkGrid, dtype: str, *, key: str) -> N
 def write_in_chunk(
     array_dir: Path, index: Sequence[int], offset: int, data: memoryview, *, key: str
 ) -> None:
-    """Write some bytes of a plain chunk and leave the others as they are.
+    """Write some bytes of a plain chunk without changing its other bytes.
 
-    Other processes may write other bytes of the chunk at the same time. The file has the chunk's
-    full length from then on.
+    Other processes may write other bytes of the chunk at the same time. The file gets the chunk's
+    full length.
 
     Args:
-        index: of the chunk, per axis.
-        offset: in bytes, from the chunk's first element in C order.
+        index: index of the chunk, per axis.
+        offset: offset in bytes from the chunk's first element, in C order.
 
     Raises:
         UnsupportedError: the array's chunks are encoded, or not in C order.
-        ValueError: the bytes do not lie in the chunk.
+        ValueError: the bytes are outside the chunk.
         StorageError, CapacityError: the file cannot be written.
     """
+    # A range of elements is a range of bytes in plain chunks in C order only.
     array = array_metadata(array_dir, key=key)
     if not array.coding.is_plain or array.coding.strides is not None:
         raise UnsupportedError(
             "cannot write a part of an encoded chunk", file=str(array_dir), key=key
         )
-    if offset + len(data) > array.coding.n_bytes:
+    chunk_bytes = array.coding.n_bytes
+    if offset + len(data) > chunk_bytes:
         raise ValueError(
-            f"bytes {offset}–{offset + len(data)} do not lie in a chunk of {array.coding.n_bytes} bytes"
+            f"bytes {offset}–{offset + len(data)} are outside a chunk of {chunk_bytes} bytes"
         )
     path = array_dir / array.names.name(tuple(index))
     with translate_os_errors(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if os.fstat(fd).st_size < array.coding.n_bytes:
-                os.ftruncate(
-                    fd, array.coding.n_bytes
-                )  # never shorter: several processes may do so at once
+            # Several processes may extend the file at once; all set the same length, and none
+            # shortens it.
+            if os.fstat(fd).st_size < chunk_bytes:
+                os.ftruncate(fd, chunk_bytes)
+            # pwrite may write less than requested.
             n_written = 0
             while n_written < len(data):
                 n_written += os.pwrite(fd, data[n_written:], offset + n_written)
@@ -188,9 +193,8 @@ def write_in_chunk(
 def remove_entries(checkpoint_dir: Path, key_prefix: str) -> list[str]:
     """Remove the arrays and ShardedObjects whose keys begin with a prefix.
 
-    For one process, while nobody reads. A directory is renamed to a name that readers ignore before
-    its files are deleted, so an interruption leaves all of it or nothing. A manifest is deleted, as
-    its sums would no longer be true.
+    Only one process may call this, and none may read the checkpoint at the same time. A manifest is
+    deleted, as its checksums would no longer match.
 
     Returns:
         The keys that were removed.
@@ -204,15 +208,24 @@ def remove_entries(checkpoint_dir: Path, key_prefix: str) -> list[str]:
     if keys:
         delete_file(checkpoint_dir / MANIFEST)
     for key in keys:
-        _remove_folder(checkpoint_dir / key)
-        for folder in (checkpoint_dir / key).relative_to(checkpoint_dir).parents[:-1]:
+        # Rename the directory to a name that readers ignore before its files are deleted, so that
+        # an interruption leaves all of the entry or nothing.
+        entry_dir = checkpoint_dir / key
+        removed_dir = entry_dir.with_name(_REMOVED)
+        with translate_os_errors(str(entry_dir), doing="remove"):
+            shutil.rmtree(removed_dir, ignore_errors=True)
+            entry_dir.rename(removed_dir)
+            sync_folder(entry_dir.parent)
+            shutil.rmtree(removed_dir)
+        # A key with slashes has directories around it; remove those that are empty now.
+        for folder in entry_dir.relative_to(checkpoint_dir).parents[:-1]:
             with suppress(OSError):  # the folder is not empty
                 (checkpoint_dir / folder).rmdir()
     return keys
 
 
 def _entry_keys(checkpoint_dir: Path) -> list[str]:
-    """Return the directories of arrays and ShardedObjects, nested ones first."""
+    """List the directories of arrays and ShardedObjects, nested directories first."""
     store = LocalStore(checkpoint_dir)
     keys = [
         folder
@@ -223,12 +236,3 @@ def _entry_keys(checkpoint_dir: Path) -> list[str]:
         and (is_array or any(is_sharded_object(f"{folder}/{Path(name).stem}") for name in listing))
     ]
     return keys[::-1]
-
-
-def _remove_folder(folder: Path) -> None:
-    removed_dir = folder.with_name(_REMOVED)
-    with translate_os_errors(str(folder), doing="remove"):
-        shutil.rmtree(removed_dir, ignore_errors=True)
-        folder.rename(removed_dir)
-        sync_folder(folder.parent)
-        shutil.rmtree(removed_dir)

@@ -1,4 +1,4 @@
-"""The common parts of the ``zarr`` strategies: version, arguments, removal of arrays."""
+"""The common parts of the ``zarr`` strategies: version, checks of arguments, removal of arrays."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class ZarrCheckpoints:
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """Remove the arrays and ShardedObjects whose keys begin with a prefix; collective.
 
-        Rank 0 removes them.
+        Rank 0 removes all of them.
 
         Raises:
             UsageError: the prefix is empty.
             StorageError: a file cannot be removed; on every rank.
         """
+        # Wait for ranks that may still be reading.
         comm.barrier()
         comm.together(
             lambda: remove_entries(Path(checkpoint_dir), key_prefix) if comm.rank() == 0 else []
@@ -53,7 +54,7 @@ class ZarrCheckpoints:
 
 
 def tensors_of(sharded_state_dict: ShardedStateDict) -> list[ShardedTensor]:
-    """Return the leaves of a tree, after checking that they are ShardedTensors.
+    """Return the leaves of a tree, which must be ShardedTensors.
 
     Raises:
         UsageError: a leaf is not a ShardedTensor.
@@ -62,9 +63,9 @@ def tensors_of(sharded_state_dict: ShardedStateDict) -> list[ShardedTensor]:
     for leaf in leaves:
         if not isinstance(leaf, ShardedTensor):
             raise UsageError(
-                f"the zarr strategies take ShardedTensors only, not a {type(leaf).__name__}",
+                f"the zarr strategies accept only ShardedTensors, not a {type(leaf).__name__}",
                 key=getattr(leaf, "key", None),
-                hint="the common strategy stores ShardedObjects",
+                hint="use the common strategy for ShardedObjects",
             )
     return leaves
 

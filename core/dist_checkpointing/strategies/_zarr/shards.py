@@ -1,4 +1,4 @@
-"""The shard of a ShardedTensor in a stored array: its region, and its tensor once it is read."""
+"""The shard of a ShardedTensor in a stored array: its region, and the tensor read from it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from core.errors import CheckpointingException
 def stored_region(
     sharded_tensor: ShardedTensor, stored_shape: tuple[int, ...]
 ) -> tuple[int | slice, ...]:
-    """Return the region of a stored array that a ShardedTensor stands for, clipped to the array.
+    """Return the region of a stored array that a ShardedTensor represents, clipped to the array.
+
+    Args:
+        stored_shape: shape of the array, in elements.
 
     Raises:
-        CheckpointingException: the array has another shape than the global tensor, and no mismatch
-            is allowed.
+        CheckpointingException: the array has another shape than the global tensor, and
+            ``allow_shape_mismatch`` is False.
     """
-    if not sharded_tensor.allow_shape_mismatch and tuple(sharded_tensor.global_shape) != tuple(
-        stored_shape
-    ):
+    global_shape = tuple(sharded_tensor.global_shape)
+    if not sharded_tensor.allow_shape_mismatch and global_shape != tuple(stored_shape):
         raise CheckpointingException(
-            f"the stored shape is {tuple(stored_shape)}, expected {tuple(sharded_tensor.global_shape)}",
+            f"the stored shape is {tuple(stored_shape)}, expected {global_shape}",
             key=sharded_tensor.key,
         )
     return clip_region(sharded_tensor.global_slice(), tuple(stored_shape), key=sharded_tensor.key)
@@ -35,19 +37,20 @@ def stored_region(
 def postprocess_numpy_array(
     loaded_array: Any, sharded_tensor: ShardedTensor, apply_flattened_range: bool = True
 ) -> torch.Tensor:
-    """Return the tensor of an array that was loaded for a ShardedTensor, in its local shape.
+    """Convert an array that was loaded for a ShardedTensor to a tensor of the local shape.
 
     Args:
-        loaded_array: numpy array, its prepended axes already indexed away. Its dtype stays.
-        apply_flattened_range: cut a flattened tensor to its range; else the complete shard is
-            returned.
+        loaded_array: numpy array without the prepended axes. Its dtype does not change.
+        apply_flattened_range: return only the range of a flattened tensor; otherwise return the
+            complete shard.
 
     Raises:
-        CheckpointingException: the shape differs from the local one, and no mismatch is allowed or
-            it cannot be padded.
+        CheckpointingException: the shape differs from the local shape, and
+            ``allow_shape_mismatch`` is False or the array cannot be padded.
         UnsupportedError: torch does not support the dtype.
     """
     x = tensor_of(loaded_array, key=sharded_tensor.key)
+    # The region of the shard was clipped if the stored array is smaller; pad it.
     if tuple(x.shape) != tuple(sharded_tensor.local_shape):
         if not sharded_tensor.allow_shape_mismatch:
             raise _mismatch_error(x, sharded_tensor)
@@ -58,26 +61,29 @@ def postprocess_numpy_array(
 
 
 def _mismatch_error(x: torch.Tensor, sharded_tensor: ShardedTensor) -> CheckpointingException:
+    local_shape = tuple(sharded_tensor.local_shape)
     return CheckpointingException(
-        f"the loaded shape {tuple(x.shape)} does not match the local shape {tuple(sharded_tensor.local_shape)}",
+        f"the loaded shape {tuple(x.shape)} does not match the local shape {local_shape}",
         key=sharded_tensor.key,
     )
 
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a shard that a flattened ShardedTensor holds, 1-D.
+    """Return the elements of a shard that belong to a flattened ShardedTensor, 1-D.
 
-    All elements if the ShardedTensor is not flattened.
+    These are all elements if the ShardedTensor is not flattened.
     """
     return x.flatten()[sharded_tensor.flattened_range or slice(None)]
 
 
 def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
-    """Append zeros along every axis on which a tensor is shorter than the local shape.
+    """Pad a tensor with zeros at the end of every axis on which it is shorter than the local shape.
 
     Raises:
-        CheckpointingException: the tensor has another number of axes, or is longer along one.
+        CheckpointingException: the tensor has another number of axes, or an axis is longer than the
+            local shape.
     """
+    # Never drop elements: a longer tensor is an error.
     expected = tuple(expected_sharded_ten.local_shape)
     if x.ndim != len(expected) or any(
         n > extent for n, extent in zip(x.shape, expected, strict=True)
