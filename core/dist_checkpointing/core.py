@@ -31,7 +31,7 @@ CONFIG_FNAME = CONFIG
 
 @dataclass
 class CheckpointingConfig:
-    """The backends of a checkpoint, and the versions of their formats (not of the content).
+    """The backends of a checkpoint, and the versions of their formats, not of the content.
 
     Args:
         sharded_backend: how the tensors are stored: ``torch_dist`` or ``zarr``.
@@ -70,6 +70,8 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
         return None
     with closing(LocalStore(Path(checkpoint_dir))) as store:
         entries = config_of(store)
+    # Check every entry, because an unknown key may change what the other entries mean. A version
+    # must be an int and nothing else: JSON's true would pass an isinstance check.
     types = {
         entry.name: int if entry.name.endswith("_version") else str
         for entry in fields(CheckpointingConfig)
@@ -90,7 +92,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write ``metadata.json`` into a directory and wait until it is on the disk.
+    """Write ``metadata.json`` into a directory and flush it to disk.
 
     Raises:
         UsageError: ``checkpoint_dir`` is a URL.

@@ -31,15 +31,18 @@ def extract_matching_values(
 ) -> tuple[Tree, Tree]:
     """Split a tree into the leaves that match and those that do not, both in the same nesting.
 
-    A container appears in the first tree if something in it matched, and in the second if something
-    in it did not match or it was empty. The predicate is asked about an empty container only if
-    that container is an element of a list.
+    A container appears in the first tree if a leaf in it matches, and in the second if a leaf in it
+    does not match or it is empty. An empty container is passed to the predicate, like a leaf, only
+    if it is an element of a list.
 
     Args:
         x: the tree; not changed.
-        predicate: return whether a leaf matches.
-        return_lists_as_dicts: return a list as a dict from original index to value, so that
-            positions are not lost.
+        predicate: returns True for a matching leaf.
+        return_lists_as_dicts: return a list as a dict from original index to value, which keeps the
+            positions.
+
+    Returns:
+        The matching leaves, and all others.
 
     Raises:
         ValueError: ``x`` is neither a dict nor a list.
@@ -50,12 +53,16 @@ def extract_matching_values(
     matching: dict[Any, Any] = {}
     remaining: dict[Any, Any] = {}
     for key, value in x.items() if is_dict else enumerate(x):  # type: ignore[union-attr]
+        # Megatron-Core treats an empty container as a leaf in a list, but not in a dict.
         if isinstance(value, dict | list) and (value or is_dict):
-            inner, rest = extract_matching_values(value, predicate, return_lists_as_dicts)
-            if inner:
-                matching[key] = inner
-            if rest or not value:
-                remaining[key] = rest
+            inner_matching, inner_remaining = extract_matching_values(
+                value, predicate, return_lists_as_dicts
+            )
+            if inner_matching:
+                matching[key] = inner_matching
+            # Keep an empty container, because it is part of the state.
+            if inner_remaining or not value:
+                remaining[key] = inner_remaining
         else:
             (matching if predicate(value) else remaining)[key] = value
     if is_dict or return_lists_as_dicts:
@@ -70,7 +77,7 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], lis
 
     Args:
         x1, x2: the trees.
-        prefix: path of both trees, put before every path that is reported.
+        prefix: path of both trees, prepended to every path in the result.
 
     Returns:
         Paths only in ``x1``, paths only in ``x2``, and mismatches. A mismatch is a tuple (path,
@@ -78,6 +85,7 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], lis
         elements, the shape and the unequal indices follow; for other pairs of tensors, both shapes
         follow.
     """
+    # Containers of different types are compared as leaves, so that their path is reported.
     if isinstance(x1, dict) and isinstance(x2, dict):
         return _diff_items(x1, x2, prefix)
     if _is_sequence(x1) and _is_sequence(x2) and type(x1) is type(x2):
@@ -88,35 +96,38 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], lis
 
 
 def _is_sequence(x: Any) -> bool:
-    """Return whether a value is compared element by element; a 0-d array is a leaf."""
+    """Return whether a value is compared element by element.
+
+    A 0-d array is a leaf, because it cannot be iterated.
+    """
     return isinstance(x, list | tuple) or (isinstance(x, np.ndarray) and x.ndim > 0)
 
 
 def _diff_items(
     x1: dict[Any, Any], x2: dict[Any, Any], prefix: Path
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Compare two containers, given as dicts by key or index, like ``diff``."""
+    """Compare two containers, given as dicts by key or index; the result is that of ``diff``."""
     only_left = [(*prefix, key) for key in x1 if key not in x2]
     only_right = [(*prefix, key) for key in x2 if key not in x1]
-    differences = [diff(x1[key], x2[key], (*prefix, key)) for key in x1 if key in x2]
-    return (
-        only_left + [path for lefts, _, _ in differences for path in lefts],
-        only_right + [path for _, rights, _ in differences for path in rights],
-        [mismatch for _, _, mismatches in differences for mismatch in mismatches],
-    )
+    mismatches: list[Any] = []
+    # Append the paths further down, in the order of x1, to those of this level.
+    for key, value in x1.items():
+        if key in x2:
+            lefts, rights, inner_mismatches = diff(value, x2[key], (*prefix, key))
+            only_left += lefts
+            only_right += rights
+            mismatches += inner_mismatches
+    return only_left, only_right, mismatches
 
 
 def _diff_leaves(x1: Any, x2: Any, prefix: Path) -> list[Any]:
     """Return the mismatch of two leaves in a list; [] if they are equal."""
     kinds = (prefix, type(x1), type(x2))
     if not (isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor)):
+        # Values that cannot be compared count as unequal.
         try:
             is_unequal = bool(x1 != x2)
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # values that cannot be compared count as unequal
+        except (RuntimeError, TypeError, ValueError):
             is_unequal = True
         return [kinds] if is_unequal else []
     try:
@@ -124,18 +135,15 @@ def _diff_leaves(x1: Any, x2: Any, prefix: Path) -> list[Any]:
         if not bool(unequal.any()):
             return []
         return [(*kinds, unequal.sum(), unequal.shape, unequal.nonzero().tolist())]
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # shapes that do not broadcast, dtypes without a comparison
+    except (RuntimeError, TypeError, ValueError):
+        # Shapes do not broadcast, or torch has no comparison for the dtypes.
         return [(*kinds, x1.shape, x2.shape)]
 
 
 def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
-    """Print a tree to the standard output, one line per key or index.
+    """Print a tree to standard output, one line per key or index.
 
-    A line of a leaf shows its type and the beginning of its value.
+    The line of a leaf shows its type and the beginning of its value.
 
     Args:
         x: the tree or leaf.
@@ -146,6 +154,7 @@ def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
 
 
 def _type_lines(x: Any, depth: int, indent: int) -> Iterator[str]:
+    """Yield the text of a tree: a leaf's description, or a line per item, ``depth`` spaces in."""
     if not isinstance(x, dict | list):
         yield f"{_describe_leaf(x)}\n"
         return
@@ -157,11 +166,12 @@ def _type_lines(x: Any, depth: int, indent: int) -> Iterator[str]:
 
 
 def _describe_leaf(x: Any) -> str:
+    """Return the type of a leaf and the beginning of its value; of a tensor, the shape."""
     if isinstance(x, torch.Tensor):
         return f"Tensor of shape {x.shape}"
     try:
         text = str(x)
-    except Exception:  # whatever somebody's __str__ raises
+    except Exception:  # a user's __str__ may raise anything
         text = "<no string repr>"
     return (
         f"[{type(x)}]: {text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '... (truncated)'}"
@@ -204,8 +214,8 @@ def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
     """Replace every leaf by ``f(leaf)``, in place, and return the tree.
 
-    Return ``f(x)`` if ``x`` is itself a leaf. The results of ``f`` are not searched for leaves, so
-    they may be containers.
+    Return ``f(x)`` if ``x`` is itself a leaf. ``f`` may return containers; it is not applied to
+    their leaves.
     """
     if isinstance(x, dict):
         for key, value in x.items():
@@ -232,7 +242,7 @@ def merge(x1: Tree, x2: Tree, key: Path = ()) -> Tree:
     Dicts are united key by key; lists of one length are merged element by element.
 
     Args:
-        x1, x2: the trees, which have no leaf in common.
+        x1, x2: the trees, which have no path to a leaf in common.
         key: path of both trees, for error messages.
 
     Raises:
@@ -244,18 +254,15 @@ def merge(x1: Tree, x2: Tree, key: Path = ()) -> Tree:
             x1[name] = merge(x1[name], value, key=(*key, name)) if name in x1 else value
         return x1
     if isinstance(x1, list) and isinstance(x2, list):
+        # It is unknown which elements of lists of unequal lengths belong together.
         if len(x1) != len(x2):
-            raise ValueError(
-                f"lists of {len(x1)} and {len(x2)} elements cannot be merged, at {key}"
-            )
+            raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} elements at {key}")
         x1[:] = [
             merge(v1, v2, key=(*key, index))
             for index, (v1, v2) in enumerate(zip(x1, x2, strict=True))
         ]
         return x1
-    raise ValueError(
-        f"cannot merge {x1!r} and {x2!r} at {key}: they are not both dicts or both lists"
-    )
+    raise ValueError(f"cannot merge {x1!r} and {x2!r} at {key}: expected two dicts or two lists")
 
 
 def map_reduce(

@@ -1,24 +1,23 @@
 """The exchange of loaded shards between ranks, where each shard is loaded by its main rank only.
 
 The choice of the main ranks is in ``shard_distribution`` and re-exported here. There are three
-algorithms, which differ in the memory that a rank needs besides the tensors that it keeps:
+algorithms, which differ in the memory that a rank needs in addition to its own tensors:
 
-============== ==================================================================================
-broadcast      one parcel: the largest shard that it passes on but does not keep, or 4 MiB of
-               small ones
-gather_rounds  as many parcels as there are ranks, and one, each as large as the largest of the
-               round
-gather_object  everything that the whole group loads, twice (in pickles, and out of them)
-============== ==================================================================================
+============== =================================================================================
+broadcast      one parcel: the largest shard that the rank forwards but does not keep, or 4 MiB
+               of small ones
+gather_rounds  one parcel more than there are ranks, each as large as the largest of the round
+gather_object  everything that the entire group loads, twice: pickled and unpickled
+============== =================================================================================
 
 A parcel is a shard, or several small ones together. It is sent as bytes, so tensors of every dtype
-can be exchanged. A tensor is received into the memory that its ShardedTensor already has; without
-any, on the CPU. For groups whose backend moves only device memory (NCCL), bytes go through the
-current device.
+can be exchanged. A tensor is received into the memory that its ShardedTensor already has, or into
+new CPU memory if it has none. For groups whose backend transfers only device memory (NCCL), bytes
+pass through the current device.
 
-All functions with a group are collective. They fail on all of its ranks or on none: everything that
-can fail on one rank (a missing shard, no memory) is done before the first exchange, and its outcome
-is shared with all ranks.
+All functions with a group are collective. They fail on all ranks of the group or on none:
+everything that can fail on one rank (a missing shard, no memory) is done before the first exchange,
+and its outcome is shared with all ranks.
 """
 
 from __future__ import annotations
@@ -81,13 +80,13 @@ def exchange_loaded_tensors_gather_rounds(
 ) -> dict[_ShardId, torch.Tensor]:
     """Exchange tensors in rounds; in each round every rank sends one parcel to all others.
 
-    Each rank sends its largest parcels first, so that the parcels of a round are of similar size:
-    the smaller ones are padded.
+    Each rank sends its largest parcels first, so that the parcels of a round have similar sizes.
+    The smaller ones are padded.
 
     Arguments, result and errors are those of :func:`exchange_by_distribution`.
     """
     group = parallelization_group
-    # Let round n consist of the n-th parcel of each rank.
+    # Round n consists of the n-th parcel of each rank, and None for ranks that have fewer.
     by_rank: list[list[Parcel]] = [[] for _ in range(comm.world_size(group))]
     for parcel in _parcels(_require_distribution(shard_distribution)):
         by_rank[parcel.main_rank].append(parcel)
@@ -103,12 +102,13 @@ def exchange_loaded_tensors_gather_rounds(
     # Check and allocate everything before the first exchange, so that no rank fails in between.
     tensors, sent, received = comm.together(prepare, group)
     rank = comm.rank(group)
-    for row in rounds:
-        width = row_bytes(row)
-        if row[rank] is not None:
-            pack(row[rank], tensors, sent)
-        comm.gather_bytes(received[: width * len(row)], sent[:width], group)
-        for source, parcel in enumerate(row):
+    for parcels in rounds:
+        # Ranks without a parcel send padding, because a gather needs the same size from all.
+        width = row_bytes(parcels)
+        if parcels[rank] is not None:
+            pack(parcels[rank], tensors, sent)
+        comm.gather_bytes(received[: width * len(parcels)], sent[:width], group)
+        for source, parcel in enumerate(parcels):
             if parcel is not None and source != rank:
                 unpack(parcel, tensors, received[source * width :])
     return tensors
@@ -122,12 +122,13 @@ def exchange_loaded_tensors_gather_object(
 ) -> dict[_ShardId, torch.Tensor]:
     """Exchange tensors by pickling all of them to all ranks: simple, slow and memory-hungry.
 
-    It is meant for comparison. Arguments, result and errors are those of
-    :func:`exchange_by_distribution`; a shard that two ranks loaded is an error, too.
+    Meant for comparison. Arguments, result and errors are those of
+    :func:`exchange_by_distribution`; a shard that two ranks loaded is also an error.
     """
 
     def copy_loaded() -> dict[_ShardId, tuple[torch.dtype, torch.Tensor]]:
-        # As separate bytes: pickle does not support every dtype, and would send the whole storage of a view.
+        # Pickle a copy of the bytes: pickle does not support every dtype, and would send the
+        # entire storage of a view.
         copies = {}
         for shard, tensor in loaded_tensors.items():
             values = with_nominal_dtype(tensor)
@@ -148,6 +149,7 @@ def exchange_loaded_tensors_gather_object(
                 copy_bytes(tensors[shard], raw, is_received=True)
         return tensors
 
+    # Send everything to all ranks; then each picks what it needs.
     received = _unite(comm.collect(copy_loaded, parallelization_group))
     return comm.together(fill_unloaded, parallelization_group)
 
@@ -157,10 +159,10 @@ def exchange_loaded_objects_gather_object(
 ) -> dict[_ShardId, Any]:
     """Return the objects that any rank of the world loaded, on every rank; collective.
 
-    This rank's own objects are returned as they are, the others' as unpickled copies.
+    This rank's own objects are returned unchanged, those of other ranks as unpickled copies.
 
     Raises:
-        CheckpointingException: two ranks loaded an object of one id, or an object cannot be
+        CheckpointingException: two ranks loaded objects with the same id, or an object cannot be
             pickled; on every rank.
     """
     return exchange_objects(loaded_objects)
@@ -170,9 +172,10 @@ def exchange_objects(loaded_objects: dict[_ShardId, Any], group: Any = None) -> 
     """Return the objects that any rank of a group loaded, on every rank of it; collective.
 
     Raises:
-        CheckpointingException: two ranks loaded an object of one id, or an object cannot be
+        CheckpointingException: two ranks loaded objects with the same id, or an object cannot be
             pickled; on every rank.
     """
+    # Own objects replace their unpickled copies.
     return {**_unite(comm.collect(lambda: loaded_objects, group)), **loaded_objects}
 
 
@@ -180,7 +183,7 @@ def _unite(by_rank: list[dict[_ShardId, Any]]) -> dict[_ShardId, Any]:
     """Return all entries of all ranks in one dict.
 
     Raises:
-        CheckpointingException: two ranks have an entry of one id.
+        CheckpointingException: two ranks have entries with the same id.
     """
     united: dict[_ShardId, Any] = {}
     for rank, entries in enumerate(by_rank):
@@ -219,14 +222,14 @@ def exchange_loaded_tensors_broadcast(
     tensors, scratch = comm.together(prepare, group)
     for parcel in parcels:
         # A parcel that is one contiguous tensor on the right device is sent without a copy.
-        own = bytes_in_place(parcel, tensors, device)
-        moved = scratch[: parcel.n_bytes] if own is None else own
+        in_place = bytes_in_place(parcel, tensors, device)
+        buffer = scratch[: parcel.n_bytes] if in_place is None else in_place
         is_source = parcel.main_rank == comm.rank(group)
-        if own is None and is_source:
-            pack(parcel, tensors, moved)
-        comm.broadcast_bytes(moved, parcel.main_rank, group)
-        if own is None and not is_source:
-            unpack(parcel, tensors, moved)
+        if in_place is None and is_source:
+            pack(parcel, tensors, buffer)
+        comm.broadcast_bytes(buffer, parcel.main_rank, group)
+        if in_place is None and not is_source:
+            unpack(parcel, tensors, buffer)
     return tensors
 
 
@@ -241,8 +244,8 @@ def exchange_by_distribution(
 
     Args:
         loaded_tensors: the tensors that this rank loaded, by shard.
-        unloaded_shards: the shards that this rank needs from others; received into ``data``, which
-            is allocated on the CPU where it is None.
+        unloaded_shards: the shards that this rank needs from others. They are received into their
+            ``data``, or into new CPU memory where it is None.
         shard_distribution: the distribution by which the tensors were loaded.
         parallelization_group: process group of the distribution, None for all ranks.
         exchange_algo: "broadcast", "gather_rounds" or "gather_object"; the module's docstring
@@ -253,8 +256,8 @@ def exchange_by_distribution(
 
     Raises:
         ValueError: the algorithm is unknown, or the distribution is None.
-        CheckpointingException: a main rank has not loaded its shard, or not with the dtype and
-            number of elements that the distribution states, or a shard that is needed is not in the
+        CheckpointingException: a main rank has not loaded its shard, or with another dtype or
+            number of elements than the distribution records, or a required shard is not in the
             distribution; on every rank.
     """
     exchanges = {
@@ -263,7 +266,9 @@ def exchange_by_distribution(
         "gather_object": exchange_loaded_tensors_gather_object,
     }
     if exchange_algo not in exchanges:
-        raise ValueError(f"exchange_algo is one of {', '.join(exchanges)}, not {exchange_algo!r}")
+        raise ValueError(
+            f"exchange_algo must be one of {', '.join(exchanges)}, got {exchange_algo!r}"
+        )
     exchange = exchanges[exchange_algo]
     distribution = _require_distribution(shard_distribution)
     return exchange(loaded_tensors, unloaded_shards, distribution, parallelization_group)
@@ -271,12 +276,12 @@ def exchange_by_distribution(
 
 def _require_distribution(distribution: ShardDistribution | None) -> ShardDistribution:
     if distribution is None:
-        raise ValueError("an exchange needs the distribution by which the tensors were loaded")
+        raise ValueError("shard_distribution is None, but is needed to exchange tensors")
     return distribution
 
 
 def _shards_to_exchange(distribution: ShardDistribution) -> list[_ShardId]:
-    """Return the shards that are needed by another rank than the one that loads them."""
+    """Return the shards that a rank needs that does not load them itself."""
     return [
         shard
         for shard, rank in distribution.main_rank_for_shard.items()
@@ -285,6 +290,7 @@ def _shards_to_exchange(distribution: ShardDistribution) -> list[_ShardId]:
 
 
 def _parcels(distribution: ShardDistribution) -> list[Parcel]:
+    """Return the parcels that are exchanged; the same list on every rank."""
     shards = _shards_to_exchange(distribution)
     sizes = {shard: n_bytes(distribution.shard_to_metadata[shard]) for shard in shards}
     return make_parcels(sizes, distribution.main_rank_for_shard)
@@ -301,6 +307,7 @@ def _prepare_tensors(
     Raises:
         CheckpointingException: as :func:`exchange_by_distribution`, but on this rank only.
     """
+    # Check what this rank sends.
     rank = comm.rank(group)
     tensors = {shard: with_nominal_dtype(tensor) for shard, tensor in loaded.items()}
     for shard in _shards_to_exchange(distribution):
@@ -308,11 +315,13 @@ def _prepare_tensors(
             if shard not in tensors:
                 raise _missing_error([shard])
             _check_loaded(tensors[shard], distribution.shard_to_metadata[shard])
+    # Check that every shard that this rank needs will be sent to it.
     missing = [
         shard for shard in unloaded if rank not in distribution.all_ranks_for_shard.get(shard, ())
     ]
     if missing:
         raise _missing_error(missing)
+    # Allocate the memory to receive into.
     for shard_id, tensor in unloaded.items():
         if shard_id not in tensors:
             tensors[shard_id] = receive_buffer(tensor)
@@ -322,12 +331,13 @@ def _prepare_tensors(
 def _check_loaded(tensor: torch.Tensor, expected: ShardedTensor) -> None:
     if tensor.numel() != n_elements(expected):
         raise CorruptError(
-            f"a shard was loaded with {tensor.numel()} elements, expected {n_elements(expected)}",
+            f"the loaded shard has {tensor.numel()} elements, expected {n_elements(expected)}",
             key=expected.key,
         )
     if tensor.dtype != expected.dtype:
         raise CorruptError(
-            f"a shard was loaded as {tensor.dtype}, expected {expected.dtype}", key=expected.key
+            f"the loaded shard has dtype {tensor.dtype}, expected {expected.dtype}",
+            key=expected.key,
         )
 
 

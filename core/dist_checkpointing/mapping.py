@@ -1,6 +1,6 @@
 """The leaves of a sharded state dict: the parts of global tensors and objects that a process has.
 
-A *sharded state dict* is a tree of dicts and lists. Some of its leaves say which part of which
+A *sharded state dict* is a tree of dicts and lists. Some of its leaves describe which part of which
 global tensor or object a process has; all others are common state. Shapes and offsets are in
 elements of the global tensor; for objects, in shards.
 
@@ -82,8 +82,8 @@ class ShardedTensor(ShardedBase):
         local_shape: shape of the local tensor before flattening, without the prepended axes.
         global_shape: shape of the global tensor, the prepended axes first.
         global_offset: index of the local tensor's first element in the global one.
-        axis_fragmentations: number of shards along each global axis; None for shards that form no
-            regular grid.
+        axis_fragmentations: number of shards along each global axis; None if the shards do not form
+            a regular grid.
         replica_id: number of this copy, zero for the main one.
         prepend_axis_num: number of global axes that precede the local ones; the local tensor has
             the extent 1 along them.
@@ -91,7 +91,8 @@ class ShardedTensor(ShardedBase):
         flattened_range: the elements of the flattened local tensor that ``data`` consists of.
 
     Raises:
-        CheckpointingException: as ``validate_metadata_integrity``.
+        CheckpointingException: attributes contradict each other; see
+            ``validate_metadata_integrity``.
     """
 
     key: str
@@ -115,16 +116,19 @@ class ShardedTensor(ShardedBase):
 
         Raises:
             CheckpointingException: numbers of axes differ, an offset in a regular grid is not a
-                multiple of the local extent, the flattened range lies outside the local shape, or
-                ``data`` has another dtype or shape than the attributes state.
+                multiple of the local extent, the flattened range exceeds the local shape, or
+                ``data`` has another dtype or shape than the attributes declare.
         """
         n_axes = len(self.local_shape) + self.prepend_axis_num
         if not len(self.global_shape) == len(self.global_offset) == n_axes:
             raise self._error(
-                f"global shape {self.global_shape}, global offset {self.global_offset} and local shape "
-                f"{self.local_shape} with {self.prepend_axis_num} axes prepended differ in their number of axes"
+                f"global shape {self.global_shape}, global offset {self.global_offset} and local "
+                f"shape {self.local_shape} with {self.prepend_axis_num} prepended axes have "
+                "different numbers of axes"
             )
         if self.has_regular_grid:
+            # Shards of a grid are equal, so each begins at a multiple of its extent. Prepended axes
+            # have the extent 1, and an empty shard may begin anywhere.
             for offset, extent in zip(
                 self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True
             ):
@@ -143,7 +147,7 @@ class ShardedTensor(ShardedBase):
         is_bounded = isinstance(flat.start, int) and isinstance(flat.stop, int)
         if not (is_bounded and 0 <= flat.start <= flat.stop <= prod(self.local_shape)):
             raise self._error(
-                f"the flattened range {flat} does not lie in the local shape {self.local_shape}"
+                f"the flattened range {flat} exceeds the local shape {self.local_shape}"
             )
 
     def _check_data(self, data: torch.Tensor) -> None:
@@ -159,20 +163,20 @@ class ShardedTensor(ShardedBase):
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Return the shape of ``data``: the local shape, or the length of the flattened range."""
+        """Shape of ``data``: the local shape, or the length of the flattened range."""
         if self.flattened_range is None:
             return self.local_shape
         return (self.flattened_range.stop - self.flattened_range.start,)
 
     @property
     def has_regular_grid(self) -> bool:
-        """Return whether the shards of the global tensor form a regular grid."""
+        """True if the shards of the global tensor form a regular grid."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
         """Return the index of the local tensor in the global one.
 
-        It has numbers for the prepended axes and slices for the others.
+        The index has integers for the prepended axes and slices for the others.
         """
         local = zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
         return (
@@ -190,6 +194,7 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: the tensor is not flattened.
         """
         local = self.local_coordinates()
+        # Along the prepended axes, all elements of the local tensor have the local index 0.
         first: list[np.ndarray] = [
             np.zeros(self.data_shape, dtype=np.int64)
         ] * self.prepend_axis_num
@@ -212,6 +217,7 @@ class ShardedTensor(ShardedBase):
                 "only flattened tensors have coordinates, and this tensor has no flattened range"
             )
         elements = np.arange(self.flattened_range.start, self.flattened_range.stop)
+        # numpy cannot unravel indices into the shape of a 0-d tensor, which has no axes anyway.
         if not self.local_shape:
             return ()
         coordinates: tuple[Any, ...] = np.unravel_index(elements, self.local_shape)
@@ -227,6 +233,7 @@ class ShardedTensor(ShardedBase):
         for offset, extent in zip(
             self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True
         ):
+            # An empty shard has no multiples: its only possible position is 0.
             if offset % extent if extent else offset:
                 raise self._error(
                     f"the global offset {offset} is not a multiple of the local extent {extent}"
@@ -238,15 +245,16 @@ class ShardedTensor(ShardedBase):
         """Return the largest shape of chunks of which ``axis_fragmentations`` fit the global shape.
 
         Raises:
-            CheckpointingException: the shards form no regular grid, or it does not divide the
-                global shape. Where a shape mismatch is allowed it need not: the remainder then lies
-                in no chunk.
+            CheckpointingException: the shards do not form a regular grid, or the grid does not
+                divide the global shape. If a shape mismatch is allowed, the grid need not divide
+                it; no chunk then contains the remainder.
         """
         if self.axis_fragmentations is None or len(self.axis_fragmentations) != len(
             self.global_shape
         ):
             raise self._error(
-                f"the fragmentations {self.axis_fragmentations} do not fit the global shape {self.global_shape}"
+                f"the axis_fragmentations {self.axis_fragmentations} do not fit the global shape "
+                f"{self.global_shape}"
             )
         for extent, n_shards in zip(self.global_shape, self.axis_fragmentations, strict=True):
             if not self.allow_shape_mismatch and extent % n_shards:
@@ -278,8 +286,8 @@ class ShardedTensor(ShardedBase):
         Args:
             key: name of the global tensor.
             data: the local tensor.
-            rank_offsets: (axis, index of the shard along it, number of shards along it) of every
-                axis that is cut; axes are those of the global tensor, prepended ones first.
+            rank_offsets: (axis, index of the shard along it, number of shards along it) for every
+                sharded axis. Axes are those of the global tensor, prepended ones first.
             replica_id: number of this copy, zero for the main one.
             prepend_axis_num: number of global axes that precede the local ones.
             flattened_range: must be None; ``from_rank_offsets_flat`` takes a range.
@@ -296,13 +304,14 @@ class ShardedTensor(ShardedBase):
             )
         extents = (1,) * prepend_axis_num + tuple(data.shape)
         shape, offset, fragmentations = list(extents), [0] * len(extents), [1] * len(extents)
-        # Every cut axis is as many times longer in the global tensor as it has shards.
+        # Along a sharded axis, the global extent is the local one times the number of shards.
         for axis, index, n_shards in rank_offsets:
             if not (0 <= axis < len(extents) and 0 <= index < n_shards):
                 raise CheckpointingException(
-                    f"a tensor of {len(extents)} axes has no shard {index} of {n_shards} along axis {axis}",
+                    f"shard {index} of {n_shards} along axis {axis} does not exist in a tensor of "
+                    f"{len(extents)} axes",
                     key=key,
-                    hint="shards and axes are counted from 0",
+                    hint="count shards and axes from 0",
                 )
             shape[axis] = n_shards * extents[axis]
             offset[axis] = index * extents[axis]
@@ -340,11 +349,12 @@ class ShardedTensor(ShardedBase):
             flattened_range: elements of the flattened shard that ``data`` consists of; required.
 
         Raises:
-            CheckpointingException: ``flattened_range`` is None, or ``data`` is not 1-D or has
-                another length than it.
+            CheckpointingException: ``flattened_range`` is None, ``data`` does not have its length
+                or is not 1-D, or ``from_rank_offsets`` refuses an argument.
         """
         if flattened_range is None:
             raise CheckpointingException("from_rank_offsets_flat needs a flattened_range", key=key)
+        # Let a tensor without memory stand for the complete shard, and then put in the slice.
         placeholder = torch.empty(non_flat_local_shape, dtype=data.dtype, device="meta")
         shard = cls.from_rank_offsets(key, placeholder, *args, **kwargs)
         return replace(shard, data=data, flattened_range=flattened_range)
@@ -364,8 +374,8 @@ class ShardedTensor(ShardedBase):
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """Narrow every shard along an axis as ``torch.narrow`` would; the data are views.
 
-        The global tensor then consists of the narrowed shards, so its extent and the offset shrink
-        in proportion.
+        The global tensor then consists of the narrowed shards, so the global extent and offset
+        shrink in proportion.
 
         Args:
             dim: local axis, not counting the prepended ones.
@@ -382,13 +392,16 @@ class ShardedTensor(ShardedBase):
                 extent.
         """
         dim, start = self._normalize_narrowing(dim, start, length)
-        # The global extent and offset shrink like the local extent, so they have to be multiples of it.
+        # The global extent and offset shrink in the same ratio as the local extent, so they must be
+        # multiples of it.
         axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
         if extent == 0 or self.global_shape[axis] % extent or self.global_offset[axis] % extent:
             raise self._error(
-                f"only regular grids can be narrowed, and the global extent {self.global_shape[axis]} or offset "
-                f"{self.global_offset[axis]} along axis {axis} is not a multiple of the local extent {extent}"
+                "only regular grids can be narrowed, and the global extent "
+                f"{self.global_shape[axis]} or offset {self.global_offset[axis]} along axis {axis} "
+                f"is not a multiple of the local extent {extent}"
             )
+        # Shrink the metadata.
         narrowed = replace(
             self,
             data=None,
@@ -401,6 +414,7 @@ class ShardedTensor(ShardedBase):
             ),
             flattened_range=None,
         )
+        # Narrow the data of an ordinary shard.
         if self.flattened_range is None:
             return [
                 replace(
@@ -408,7 +422,7 @@ class ShardedTensor(ShardedBase):
                     data=None if self.data is None else self.data.narrow(dim, start, length),
                 )
             ]
-        # Of a flattened shard, each run of elements that stays contiguous becomes a tensor of its own.
+        # Make a tensor of each run of elements of a flattened shard that stays contiguous.
         flat = range(self.flattened_range.start, self.flattened_range.stop)
         return [
             replace(
@@ -432,19 +446,21 @@ class ShardedTensor(ShardedBase):
         first = start + extent if start < 0 else start
         if min(first, length) < 0 or first + length > extent:
             raise ValueError(
-                f"{length} elements from {start} do not lie in the extent {extent} of axis {dim} of {self.key}"
+                f"{length} elements from {start} exceed the extent {extent} of axis {dim} of "
+                f"{self.key}"
             )
         return dim % n_axes, first
 
 
 def _replace_at(numbers: tuple[int, ...], index: int, number: int) -> tuple[int, ...]:
+    """Return a copy of ``numbers`` with another number at ``index``."""
     return (*numbers[:index], number, *numbers[index + 1 :])
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Return whether a replica id, 0 or all zeros, is that of the main replica.
+    """Return whether a replica id is that of the main replica: 0, or all zeros.
 
-    The application has to give every shard exactly one main replica.
+    The application must give every shard exactly one main replica.
     """
     if isinstance(replica_id, int):
         return replica_id == 0
@@ -452,7 +468,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 class LocalNonpersistentObject:
-    """A value that is not stored; loading returns the value of the given state dict.
+    """A value that is not stored; loading returns the value from the given state dict.
 
     Args:
         obj: the value.
@@ -468,7 +484,7 @@ class LocalNonpersistentObject:
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """An element of a grid of objects with one name. The grid cannot be resharded.
+    """An element of a grid of objects that share one key. The grid cannot be resharded.
 
     Args:
         key: name of the global object.
@@ -478,7 +494,7 @@ class ShardedObject(ShardedBase):
         replica_id: number of this copy, zero for the main one.
 
     Raises:
-        CheckpointingException: shape and offset differ in their number of axes.
+        CheckpointingException: shape and offset have different numbers of axes.
     """
 
     key: str
@@ -499,7 +515,8 @@ class ShardedObject(ShardedBase):
         """
         if len(self.global_shape) != len(self.global_offset):
             raise CheckpointingException(
-                f"global shape {self.global_shape} and offset {self.global_offset} differ in their number of axes",
+                f"global shape {self.global_shape} and offset {self.global_offset} have different "
+                "numbers of axes",
                 key=self.key,
             )
 
@@ -509,9 +526,9 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """Return the name of this object in a checkpoint: ``<key>/shard_<offset>_<shape>``.
+        """Name of this object in a checkpoint: ``<key>/shard_<offset>_<shape>``.
 
-        The numbers within offset and shape are joined by dots.
+        The numbers of offset and shape are joined by dots.
         """
         offset, shape = (
             ".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape)
@@ -525,8 +542,8 @@ class ShardedObject(ShardedBase):
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
         """Parse a ``unique_key`` into a ShardedObject without data.
 
-        If the shape lacks its last number, as in the first checkpoints of this kind, that number
-        becomes -1: unknown.
+        The shape may lack its last number, as it does in the first checkpoints of this kind; that
+        number becomes -1, for unknown.
 
         Raises:
             CorruptError: the name is not of this form.
@@ -537,32 +554,34 @@ class ShardedObject(ShardedBase):
                 "the name does not have the form <key>/shard_<offset>_<shape>", key=unique_key
             )
         key, offset, shape = parts
+        # Old checkpoints have names such as key/shard_3_: offset 3 in a grid of unknown extent.
         if len(shape) + 1 == len(offset):
             shape += (-1,)
         return cls(key, None, shape, offset, replica_id)
 
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], ShardedStateDict]
-"""From key, data, replica id and flattened range to the sharded state dict that is stored."""
+"""Builds the sharded state dict to store from key, data, replica id and flattened range."""
 
 FactoryMergeFn = Callable[[StateDict], torch.Tensor]
-"""From the loaded values of that sharded state dict to the tensor."""
+"""Merges the loaded values of that sharded state dict into the tensor."""
 
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored in another form: a fused weight as its parts, for instance.
+    """A tensor that is stored in another form, such as a fused weight as its parts.
 
-    An optimizer applies the same to the moments of the parameter, so the built state dict must
-    depend on the arguments of ``build_fn`` alone.
+    The factory is also applied to the optimizer's moments of the parameter, so ``build_fn`` must
+    depend on its arguments alone.
 
     Args:
-        key: name that is given to ``build_fn``.
+        key: name that is passed to ``build_fn``.
         data: the parameter, or an optimizer's tensor for it.
         build_fn: builds the sharded state dict that is stored.
         merge_fn: the inverse of ``build_fn``, for the loaded values.
-        replica_id: number of this copy; given to ``build_fn``.
-        flattened_range: the part of the flattened tensor that ``data`` is; given to ``build_fn``.
+        replica_id: number of this copy; passed to ``build_fn``.
+        flattened_range: the elements of the flattened tensor that ``data`` consists of; passed to
+            ``build_fn``.
     """
 
     key: str
@@ -578,7 +597,7 @@ class ShardedTensorFactory(ShardedBase):
 
     @override
     def validate_metadata_integrity(self) -> None:
-        """Do nothing: the metadata are known only after ``build``."""
+        """Do nothing, because the metadata exists only after ``build``."""
 
     @override
     def without_data(self) -> ShardedTensorFactory:
@@ -588,26 +607,27 @@ class ShardedTensorFactory(ShardedBase):
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     """Replace every ShardedTensorFactory by the state dict that it builds, in place."""
     dict_list_map_inplace(
-        lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, sharded_state_dict
+        lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf,
+        sharded_state_dict,
     )
 
 
 def apply_factory_merges(
     x1: StateDict, x2: ShardedStateDict, key: tuple[str, ...] = ()
 ) -> StateDict:
-    """Replace the values loaded for each factory by the tensor it merges them to, in place.
+    """Replace the values loaded for each factory by the tensor it merges them into, in place.
 
     Args:
         x1: the loaded values.
-        x2: only the factories, at their places in the requested state dict; a dict may stand for a
-            list, by index.
+        x2: only the factories, in the nesting of the requested state dict; a dict by index may
+            stand for a list.
         key: path of both trees, for error messages.
 
     Returns:
         ``x1``, or the merged tensor if ``x2`` is itself a factory.
 
     Raises:
-        ValueError: a factory's place is not in ``x1``, or the lists differ in length.
+        ValueError: no value was loaded at a factory's path, or lists differ in length.
     """
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)  # type: ignore[no-any-return]
@@ -626,17 +646,20 @@ def _factory_items(x1: Any, x2: Any, key: tuple[Any, ...]) -> list[tuple[Any, An
     if isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise ValueError(
-                f"lists of {len(x1)} and {len(x2)} elements cannot be merged, at {key}"
+                f"the list at {key} has {len(x2)} elements in the state dict, but {len(x1)} loaded "
+                "ones"
             )
         return list(enumerate(x2))
     if not isinstance(x1, dict | list) or not isinstance(x2, dict):
         raise ValueError(
-            f"a {type(x1).__name__} was loaded where factories are in a {type(x2).__name__}, at {key}"
+            f"the factories at {key} are in a {type(x2).__name__}, but the loaded value is a "
+            f"{type(x1).__name__}"
         )
+    # A dict in x2 may stand for a list in x1; its keys are then indices.
     loaded = list(x1) if isinstance(x1, dict) else list(range(len(x1)))
     absent = [name for name in x2 if name not in loaded]
     if absent:
         raise ValueError(
-            f"nothing was loaded for the factory at {(*key, absent[0])}; loaded were {loaded}"
+            f"no value was loaded for the factory at {(*key, absent[0])}, only for {loaded}"
         )
     return list(x2.items())

@@ -1,8 +1,8 @@
 """Sharded state dicts of optimizers, in which every moment is sharded as its parameter is.
 
 These are the documented names of ``megatron.core.dist_checkpointing.optimizer``. Parameters are
-recognised by identity, so the model's state dict must hold the very parameters that the optimizer
-was given (``state_dict(keep_vars=True)``).
+recognised by identity, so the model's state dict must contain the parameter objects that the
+optimizer updates, not detached tensors (``state_dict(keep_vars=True)``).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from core.errors import CheckpointingException
 logger = logging.getLogger(__name__)
 
 KEEP_VARS_HINT = (
-    "pass keep_vars=True to state_dict() so that it holds the optimizer's own parameters, and store a parameter in "
-    "another form through a ShardedTensorFactory"
+    "pass keep_vars=True to state_dict() so that it contains the optimizer's own parameters, and "
+    "use a ShardedTensorFactory for a parameter that is stored in another form"
 )
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
     """Map ``id()`` of each parameter (for a DTensor, of its local tensor) to its number.
 
-    The number is that of the parameter in the optimizer's state; the first one if a parameter
+    The number is the parameter's index in the optimizer's state; the first one if a parameter
     occurs twice.
     """
     numbers: dict[int, int] = {}
@@ -86,7 +86,7 @@ def make_sharded_optimizer_tensor(
         model_param: the model's sharded tensor of the parameter; for a factory, the result is a
             factory as well.
         optim_param: the optimizer's tensor, of the parameter's local shape and of any dtype.
-        prefix: the name of the optimizer's tensor in relation to the parameter.
+        prefix: the first part of the key, such as ``optimizer.state.exp_avg``.
 
     Raises:
         CheckpointingException: the shapes differ.
@@ -97,7 +97,8 @@ def make_sharded_optimizer_tensor(
         return replace(model_param, key=key, data=optim_param)
     if tuple(optim_param.shape) != tuple(model_param.data_shape):
         raise CheckpointingException(
-            f"the tensor has shape {tuple(optim_param.shape)}, its parameter {tuple(model_param.data_shape)}",
+            f"the optimizer's tensor has shape {tuple(optim_param.shape)}, its parameter "
+            f"{tuple(model_param.data_shape)}",
             key=key,
             hint=KEEP_VARS_HINT,
         )
@@ -119,18 +120,20 @@ def optim_state_to_sharding_state(
         optim_state_dict: the result of the optimizer's ``state_dict()``; the dict changes, its
             values do not.
         id_to_sharded_param_map: result of ``get_param_id_to_sharded_param_map``.
-        exclude_keys: names in a parameter's state that are left out, such as the step count.
+        exclude_keys: names in a parameter's state that are skipped, such as the step count.
 
     Raises:
         ValueError: a parameter of the optimizer is not in the map.
         CheckpointingException: a tensor does not have its parameter's shape.
     """
+    # Find parameters without a sharded tensor before anything changes.
     unknown = [
         number for number in optim_state_dict["state"] if number not in id_to_sharded_param_map
     ]
     if unknown:
         raise ValueError(
-            f"the optimizer's parameter {unknown[0]} is not in the model's state dict; {KEEP_VARS_HINT}"
+            f"parameter {unknown[0]} of the optimizer is not in the model's state dict; "
+            f"{KEEP_VARS_HINT}"
         )
     # Shard every tensor like its parameter.
     state = {
@@ -143,7 +146,7 @@ def optim_state_to_sharding_state(
         }
         for number, values in optim_state_dict["state"].items()
     }
-    # Keep this process's parameter numbers out of the checkpoint.
+    # Keep the parameter numbers out of the checkpoint: other ranks number other parameters.
     groups = deepcopy(optim_state_dict["param_groups"])
     for group in groups:
         group["params"] = LocalNonpersistentObject(group["params"])
@@ -152,7 +155,9 @@ def optim_state_to_sharding_state(
 
 
 def _local_tensor(tensor: Any) -> Any:
+    """Return the local tensor of a DTensor, and any other value unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # with gradients, to_local() would make a new tensor each time
+    # With gradients, to_local() would create a new tensor each time, whose id() identifies nothing.
+    with torch.no_grad():
         return tensor.to_local()

@@ -1,8 +1,8 @@
 """Preparation of state dicts for saving and loading.
 
-Factories are applied, and the sharded and the common part are split. These are the documented names
-of ``megatron.core.dist_checkpointing.state_dict_utils``. Unlike there, saving leaves the caller's
-state dict unchanged, too.
+Apply factories, and split the sharded from the common part. These are the documented names of
+``megatron.core.dist_checkpointing.state_dict_utils``. Unlike Megatron-Core's, ``save_preprocess``
+does not change the caller's state dict either.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def save_preprocess(
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its sharded and its common part.
 
-    Factories are applied, and LocalNonpersistentObjects left out.
+    Factories are applied, and LocalNonpersistentObjects dropped.
 
     Args:
         sharded_state_dict: not changed.
@@ -58,6 +58,7 @@ def save_preprocess(
     """
 
     def split() -> tuple[ShardedStateDict, StateDict, StateDict]:
+        # Apply factories to new containers: they replace leaves in place.
         tree = dict_list_map_outplace(lambda leaf: leaf, sharded_state_dict)
         apply_factories(tree)
         sharded, common = extract_sharded_base(extract_nonpersistent(tree)[1])
@@ -66,6 +67,7 @@ def save_preprocess(
         return sharded, common, prepare(common) if prepare and validate_access_integrity else common
 
     if not validate_access_integrity:
+        # Not collective without validation, so a failure stays on its rank.
         return split()[:2]
     sharded, common, compared = comm.together(split)
     global_metadata = determine_global_metadata(sharded)[1]
@@ -81,9 +83,11 @@ def load_preprocess(
 
     Returns:
         The state dict with factories applied and without LocalNonpersistentObjects; the values that
-        those wrapped; and the factories, without data, at their places, where dicts by index stand
-        for lists.
+        those wrapped; and the factories without data, in the original nesting, where dicts by index
+        stand for lists.
     """
+    # Remember the factories before they are replaced by what they build. Lists become dicts, as
+    # otherwise a factory would lose its index.
     tree = filter_out_empty_flatten_tensor(sharded_state_dict)
     factories, _ = extract_matching_values(
         tree, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
@@ -112,12 +116,13 @@ def filter_out_empty_flatten_tensor(
 
 
 def remaining_factories(factories: Any, before: Any, after: Any) -> ShardedStateDict:
-    """Return the factories whose shards were all loaded, at the places that those then have.
+    """Return the factories whose shards were all loaded, at the paths of the loaded shards.
 
     Args:
         factories: the factories that ``load_preprocess`` returned.
         before: the state dict that ``load_preprocess`` returned, sharded leaves only.
-        after: the part of it that was loaded; without unexpected keys, so lists may be shorter.
+        after: the part of ``before`` that was loaded. It has no unexpected keys, so its lists may
+            be shorter.
 
     Raises:
         MissingShardError: only some of a factory's shards were loaded, so they cannot be merged.
@@ -129,34 +134,33 @@ def remaining_factories(factories: Any, before: Any, after: Any) -> ShardedState
 
 
 def _filter_factories(factories: Any, before: Any, loaded: set[str]) -> Any:
-    """Return the factories of a subtree whose keys were loaded; None if there are none."""
+    """Return the factories of a subtree whose keys were loaded; None if there are none.
+
+    Raises:
+        MissingShardError: only some of a factory's shards were loaded.
+    """
     if isinstance(factories, ShardedTensorFactory):
-        return factories if _is_loaded(before, loaded, factories) else None
+        # A factory can merge all of its shards or none.
+        flags = [leaf.key in loaded for leaf in nested_values([before])]
+        if any(flags) and not all(flags):
+            raise MissingShardError(
+                f"the checkpoint contains only {sum(flags)} of the {len(flags)} shards that this "
+                "ShardedTensorFactory merges",
+                key=factories.key,
+                hint="remove the factory from the state dict, or save its tensors under their own "
+                "keys",
+            )
+        return factories if any(flags) else None
     remaining = {}
-    for place, inner in factories.items():
-        inner_remaining = _filter_factories(inner, before[place], loaded)
+    for name, inner in factories.items():
+        inner_remaining = _filter_factories(inner, before[name], loaded)
         if inner_remaining is None:
             continue
         if isinstance(before, list):
-            # Items of which nothing was loaded are gone from the list, so later items have moved up.
-            place = sum(
-                any(leaf.key in loaded for leaf in nested_values([item])) for item in before[:place]
+            # Items without any loaded leaf are missing from the loaded list, so later items have
+            # moved up.
+            name = sum(
+                any(leaf.key in loaded for leaf in nested_values([item])) for item in before[:name]
             )
-        remaining[place] = inner_remaining
+        remaining[name] = inner_remaining
     return remaining or None
-
-
-def _is_loaded(built: Any, loaded: set[str], factory: ShardedTensorFactory) -> bool:
-    """Return whether the shards that a factory built were loaded.
-
-    Raises:
-        MissingShardError: only some of them were loaded.
-    """
-    flags = [leaf.key in loaded for leaf in nested_values([built])]
-    if any(flags) and not all(flags):
-        raise MissingShardError(
-            f"the checkpoint has only {sum(flags)} of the {len(flags)} shards of a factory, so they cannot be merged",
-            key=factory.key,
-            hint="leave the factory out of the state dict, or save its tensors under their own keys",
-        )
-    return any(flags)

@@ -2,15 +2,14 @@
 
 It serves checkpoints in memory or on local disks::
 
-    sharded state dict ── from_state_dict ──▶ common state │ ShardedTensors and ShardedObjects
-                                                            │ pop_tensors ──▶ tensors, to be kept
-                                                            elsewhere
-                                                            │ hollow: can be pickled, small
-                                                            │ insert_tensors ◀── the same tensors
-    plain state dict   ◀── to_state_dict ───┘
+    sharded state dict ── from_state_dict ──▶ common state, ShardedTensors and ShardedObjects
+                                                │ pop_tensors ──▶ tensors, stored elsewhere
+                                              hollow: small, can be pickled
+                                                │ insert_tensors ◀── the same tensors
+    plain state dict   ◀── to_state_dict ──── common state, ShardedTensors and ShardedObjects
 
-With ``algo="fully_parallel"`` each shard is kept by one of the ranks that hold it, and they
-exchange them again on the way back; with ``"atomic"`` every rank keeps all shards that it holds.
+With ``algo="fully_parallel"`` each shard is kept by only one of the ranks that hold it, and
+``to_state_dict`` exchanges the shards again; with ``"atomic"`` every rank keeps all its shards.
 
 Source: the documented package. There the base class is nvidia_resiliency_ext's; here it is defined
 below, so that package is not needed.
@@ -65,22 +64,22 @@ _ALGORITHMS = ("atomic", "fully_parallel")
 
 
 class TensorAwareStateDict(ABC):
-    """A state dict whose tensors can be stored apart from the rest."""
+    """A state dict whose tensors can be stored separately from everything else."""
 
     @property
     @abstractmethod
     def is_hollow(self) -> bool:
-        """Return whether the tensors have been taken out and not put back."""
+        """True if the tensors have been taken out and not put back."""
 
     @property
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over the tensors, always in the same order."""
+        """Iterator over the tensors, always in the same order."""
 
     @property
     @abstractmethod
     def common_state_dict(self) -> StateDict:
-        """Return the state that is not sharded."""
+        """State that is not sharded."""
 
     @abstractmethod
     def pop_tensors(self) -> list[torch.Tensor]:
@@ -92,7 +91,7 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def init_tensors(self) -> None:
-        """Put uninitialised tensors in the places of those that were taken out."""
+        """Put uninitialised tensors in place of those that were taken out."""
 
     @abstractmethod
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
@@ -109,8 +108,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
 
     Args:
         common: state that is not sharded.
-        sharded_state_dict: ShardedTensors and ShardedObjects, nested. A ShardedTensor without data
-            is kept by another rank, or hollow.
+        sharded_state_dict: ShardedTensors and ShardedObjects, nested. A ShardedTensor has no data
+            if another rank keeps its shard, or if the state dict is hollow.
     """
 
     common: StateDict
@@ -118,8 +117,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     _is_hollow: bool = False
 
     def __post_init__(self) -> None:
-        # From a tensor's position among all ShardedTensors to the type of the device that its data was on before it
-        # was taken out or copied. A type, because the process that puts it back may have a device of another number.
+        # From a tensor's position among all ShardedTensors to the type of the device that its data
+        # was on before it was taken out or copied. Only the type, because the process that puts it
+        # back may use a device with another number.
         self._devices: dict[int, str] = {}
         self._popped: tuple[int, ...] = ()
 
@@ -133,7 +133,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution | None]:
         """Build the object from a state dict; collective.
 
-        The state dict is not changed, but the tensors are shared.
+        The state dict is not changed. Its tensors are not copied.
 
         Args:
             sharded_state_dict: this rank's state.
@@ -141,27 +141,40 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             parallelization_group: process group within which each shard is kept once, None for all
                 ranks.
             cached_metadata: the distribution that an earlier call for a state dict of the same
-                structure returned; then nothing is exchanged, and nothing validated.
+                structure returned; metadata is then neither exchanged nor validated.
 
         Returns:
             The new object, and the distribution of its shards; None if each rank keeps all shards
             that it holds.
 
         Raises:
-            ValueError: ``algo`` is unknown, or the cached distribution is of another structure.
+            ValueError: ``algo`` is unknown, or the cached distribution lacks a shard.
             CheckpointingException: the shards of all ranks do not form complete tensors; on every
                 rank.
         """
         _check_algorithm(algo)
         sharded, common = save_preprocess(sharded_state_dict, cached_metadata is None)
+        # Copy the leaves, because the caller's must keep their data.
         sharded = dict_list_map_outplace(copy, sharded)
+        # Choose one keeper for each shard, unless each rank keeps all its shards.
         distribution = cached_metadata if algo == "fully_parallel" else None
         if algo == "fully_parallel" and distribution is None:
             distribution = determine_main_replica_uniform_distribution(
                 sharded, parallelization_group, True
             )
         if distribution is not None:
-            _drop_data_of_others(sharded, distribution, comm.rank(parallelization_group))
+            rank = comm.rank(parallelization_group)
+            for leaf in nested_values(sharded):
+                if not isinstance(leaf, ShardedTensor):
+                    continue
+                shard = _sharded_tensor_shard_id(leaf)
+                if shard not in distribution.main_rank_for_shard:
+                    raise ValueError(
+                        "the cached distribution belongs to another state dict: "
+                        f"it does not contain {leaf.key}"
+                    )
+                if distribution.main_rank_for_shard[shard] != rank:
+                    leaf.data = None
         return cls(common, sharded), distribution
 
     @property
@@ -172,7 +185,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     @property
     @override
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over the tensors that this rank keeps, always in the same order.
+        """Iterator over the tensors that this rank keeps, always in the same order.
 
         Raises:
             UsageError: the state dict is hollow.
@@ -209,27 +222,29 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 dtypes and shapes.
 
         Raises:
-            UsageError: the state dict is not hollow, or a tensor has another dtype or shape;
-                nothing was inserted then.
+            UsageError: the state dict is not hollow, or a tensor has another dtype or shape; no
+                tensor was inserted then.
             ValueError: the number of tensors differs.
         """
+        # Check all tensors before any is inserted, so that an error leaves the state dict hollow.
         pairs = list(zip_strict(self._popped_tensors(), tensor_data))
         for (_, tensor), data in pairs:
             if (data.dtype, tuple(data.shape)) != (tensor.dtype, tuple(tensor.data_shape)):
                 raise UsageError(
-                    f"cannot insert a tensor of {data.dtype} and shape {tuple(data.shape)} in place of "
-                    f"{tensor.dtype} and shape {tuple(tensor.data_shape)}",
+                    f"cannot insert a {data.dtype} tensor of shape {tuple(data.shape)}, "
+                    f"expected {tensor.dtype} and shape {tuple(tensor.data_shape)}",
                     key=tensor.key,
                 )
         for (position, tensor), data in pairs:
             tensor.data = data
+            # A tensor that is on its original type of device needs no restoring.
             if self._devices[position] == data.device.type:
                 del self._devices[position]
         self._is_hollow, self._popped = False, ()
 
     @override
     def init_tensors(self) -> None:
-        """Put uninitialised tensors in the places of those taken out, on devices of the same types.
+        """Put uninitialised tensors in place of those taken out, on devices of the same types.
 
         Raises:
             UsageError: the state dict is not hollow.
@@ -243,12 +258,13 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         """Replace the tensors by copies in host memory, except those that already are such copies.
 
         Args:
-            non_blocking: do not wait for the device; the copies are valid once it is synchronised.
+            non_blocking: do not wait for the device; the copies are valid after it is synchronised.
 
         Raises:
             UsageError: the state dict is hollow.
         """
         for position, tensor in self._tensors_with_data():
+            # A recorded device means that the tensor already is a copy.
             if position not in self._devices:
                 data = tensor.data.detach()
                 self._devices[position] = data.device.type
@@ -261,7 +277,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
         """Move the tensors back to devices of their original types.
 
-        The original is the device before a tensor was copied or taken out.
+        The original device is the one before a tensor was copied or taken out.
 
         Args:
             non_blocking: do not wait for the device.
@@ -285,18 +301,21 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     ) -> StateDict | tuple[StateDict, set[str], set[str]]:
         """Return the plain state dict in the requested nesting; collective.
 
-        Its tensors are those kept here, not copies.
+        Tensors that this object holds are returned themselves, not as copies.
 
         Args:
             sharded_state_dict: the request of this rank, sharded as the original state dict was; {}
                 for the common state only.
-            algo: algorithm that ``from_state_dict`` was given.
+            algo: algorithm that was passed to ``from_state_dict``.
             exchange_algo: algorithm by which ranks get shards that others keep; see
                 ``exchange_utils``.
-            validate_access_integrity: check that the ranks together ask for complete tensors.
-            parallelization_group: process group that ``from_state_dict`` was given.
+            validate_access_integrity: check that the ranks together request complete tensors.
+            parallelization_group: process group that was passed to ``from_state_dict``.
             strict: reaction to keys that differ.
-            return_mismatch_keys: return missing and unexpected keys, too.
+            return_mismatch_keys: also return missing and unexpected keys.
+
+        Returns:
+            The state dict; with ``return_mismatch_keys`` also the missing and the unexpected keys.
 
         Raises:
             UsageError: the state dict is hollow, or the requested shards do not fit together.
@@ -307,14 +326,15 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         _check_algorithm(algo)
         handling = parse_strict_flag(strict)
         self._require_tensors()
-        # Begin with the common state.
+        # Begin with the common state, in new containers, because loaded values are merged into it.
         state = dict_list_map_outplace(lambda leaf: leaf, self.common)
         if not sharded_state_dict:
             return (state, set(), set()) if return_mismatch_keys else state
         tree, local, factories = load_preprocess(sharded_state_dict)
         merge(state, local)
 
-        # Compare the request with the kept shards and with the other ranks, as far as the arguments ask for it.
+        # Compare the request with the kept shards and with the other ranks, where the arguments
+        # require it.
         requested = extract_sharded_base(tree)[0]
         stored = local_metadata = global_metadata = None
         if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
@@ -338,10 +358,14 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         return (state, missing, unexpected) if return_mismatch_keys else state
 
     def _fill(self, tree: ShardedStateDict, tensors: dict[_ShardId, torch.Tensor]) -> StateDict:
-        """Return the tree with its leaves replaced by tensors and by the objects kept here.
+        """Return the tree with its leaves replaced by tensors and by the objects of this rank.
+
+        Args:
+            tree: ShardedTensors and ShardedObjects.
+            tensors: the tensors of this rank, and those received from others.
 
         Raises:
-            MissingShardError: a shard is not among them.
+            MissingShardError: a leaf has no tensor or object.
         """
         leaves = nested_values(self.sharded_state_dict)
         objects = {
@@ -356,7 +380,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             kept: dict[_ShardId, Any] = objects if is_object else tensors
             if shard not in kept:
                 raise MissingShardError(
-                    f"no shard at offset {leaf.global_offset} is kept", key=leaf.key
+                    f"the shard at offset {leaf.global_offset} is missing",
+                    key=leaf.key,
+                    hint="request the shards that the ranks saved",
                 )
             return kept[shard]
 
@@ -402,26 +428,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
 
 def _check_algorithm(algo: str) -> None:
     if algo not in _ALGORITHMS:
-        raise ValueError(f"algo is one of {', '.join(_ALGORITHMS)}, not {algo!r}")
-
-
-def _drop_data_of_others(
-    sharded: ShardedStateDict, distribution: ShardDistribution, rank: int
-) -> None:
-    """Drop the data of the shards that other ranks keep.
-
-    Raises:
-        ValueError: a shard is not in the distribution.
-    """
-    for leaf in nested_values(sharded):
-        if isinstance(leaf, ShardedTensor):
-            shard = _sharded_tensor_shard_id(leaf)
-            if shard not in distribution.main_rank_for_shard:
-                raise ValueError(
-                    f"the cached distribution was made for another state dict: it has no {leaf.key}"
-                )
-            if distribution.main_rank_for_shard[shard] != rank:
-                leaf.data = None
+        raise ValueError(f"algo must be one of {', '.join(_ALGORITHMS)}, got {algo!r}")
 
 
 def _fetch_from_keepers(
@@ -438,7 +445,8 @@ def _fetch_from_keepers(
     distribution = determine_main_replica_uniform_distribution(requested, group, True)
     if distribution is None:
         return tensors
-    # Let the main rank of every shard be a rank that really keeps it.
+    # Make the main rank of every shard a rank that really keeps it. The computed distribution need
+    # not be the one that the shards were kept by: the request may be another state dict.
     keeper: dict[_ShardId, int] = {}
     for rank, shards in enumerate(comm.all_gather(list(tensors), group)):
         for shard in shards:
@@ -451,7 +459,7 @@ def _fetch_from_keepers(
     distribution = distribution._replace(
         main_rank_for_shard={shard: keeper[shard] for shard in distribution.main_rank_for_shard}
     )
-    # Send the shards that this rank is the keeper of, and receive those that it lacks.
+    # Send the shards that this rank keeps for all, and receive those that it lacks.
     sent = {shard: tensor for shard, tensor in tensors.items() if keeper[shard] == comm.rank(group)}
     leaves = {
         _sharded_tensor_shard_id(leaf): leaf

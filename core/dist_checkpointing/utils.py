@@ -28,10 +28,10 @@ from core.dist_checkpointing.mapping import (
 )
 
 _ShardId = tuple[str, tuple[int, ...], tuple[int, ...] | None]
-"""The identity of a shard: key, global offset and the flattened range, if any."""
+"""The identity of a shard: key, global offset, and the flattened range or None."""
 
 Split = tuple[ShardedStateDict, StateDict]
-"""The leaves asked for and all others, each in the original nesting."""
+"""The selected leaves and all others, each in the original nesting."""
 
 fallback_logger = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """Zip iterables of equal length.
 
     Raises:
-        ValueError: the lengths differ; nothing was yielded then.
+        ValueError: the lengths differ. Raised by the call, not during iteration.
     """
     lists = [list(arg) for arg in args]
     lengths = [len(items) for items in lists]
     if len(set(lengths)) > 1:
-        raise ValueError(f"iterables of {lengths} elements cannot be zipped")
+        raise ValueError(f"cannot zip iterables of {lengths} elements")
     return zip(*lists, strict=True)
 
 
@@ -105,8 +105,8 @@ def replace_prefix_for_sharding(
     """Replace the prefix of the key of every sharded leaf, in place.
 
     Raises:
-        ValueError: a key does not begin with the old prefix; the leaves before it are already
-            renamed.
+        ValueError: a key does not begin with the old prefix. The keys of the leaves before it have
+            already changed.
     """
 
     def replace_prefix(key: str) -> str:
@@ -120,11 +120,13 @@ def replace_prefix_for_sharding(
 def apply_prefix_mapping(
     sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]
 ) -> None:
-    """Replace prefixes of the keys of sharded leaves, in place; keys without any of them stay.
+    """Replace prefixes of the keys of sharded leaves, in place.
+
+    A key that begins with none of the prefixes does not change.
 
     Args:
         sharded_state_dict: the tree.
-        prefix_map: from old prefix to new prefix; the first one that a key begins with counts.
+        prefix_map: from old prefix to new prefix; the first that a key begins with is replaced.
     """
 
     def map_prefix(key: str) -> str:
@@ -146,7 +148,7 @@ def _rename_keys(sharded_state_dict: ShardedStateDict, new_key: Callable[[str], 
 def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     """Replace Transformer Engine's float8 data by ordinary tensors, in place.
 
-    Each gets the dtype that the float8 tensor reports.
+    The new tensors have the dtypes that the float8 tensors report.
     """
     for leaf in nested_values(sharded_state_dict):
         if isinstance(leaf, ShardedBase) and is_float8tensor(leaf.data):
@@ -160,7 +162,7 @@ def logger_stack(
     """Add a name and a logger for the messages within the block.
 
     Args:
-        name: added to the names of the enclosing blocks; nothing is added if empty.
+        name: appended to the names of the enclosing blocks, unless empty or None.
         current_logger: None for the logger of the innermost block that has one, else
             ``fallback_logger``.
 
@@ -193,7 +195,7 @@ def debug_time(
         name: the block's name, within the names of ``logger_stack``.
         logger: None for the one that ``logger_stack`` chooses.
         threshold: seconds; a shorter block is not logged.
-        level: of the message; DEBUG by default, WARNING with a threshold.
+        level: log level; None for DEBUG, or for WARNING with a threshold.
     """
     if level is None:
         level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
@@ -208,7 +210,7 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Log a debug message with the names and to the logger of ``logger_stack``."""
+    """Log a debug message, with the names and the logger of ``logger_stack``."""
     with logger_stack() as (names, target):
         target.debug("%s %s", names, msg)
 
@@ -216,8 +218,10 @@ def debug_msg(msg: str) -> None:
 def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return content metadata without process groups and without the entry ``dp_cp_group``.
 
-    Neither can be stored. Not documented, but training scripts that save by other means import it.
+    Neither can be stored. Megatron-Core does not document this function, but training scripts that
+    save by other means import it.
     """
+    # Compare class names, because torch may be built without the class ProcessGroup.
     if metadata is None:
         return None
     return {

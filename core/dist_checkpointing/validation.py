@@ -1,6 +1,6 @@
-"""Checks of a state dict around saving and loading.
+"""Checks of a state dict before saving and loading.
 
-State dicts are compared between ranks and with a checkpoint. These are the documented names of
+They compare state dicts between ranks and with a checkpoint. These are the documented names of
 ``megatron.core.dist_checkpointing.validation``. The reactions to keys that differ are in
 ``strictness`` and re-exported here.
 """
@@ -82,7 +82,7 @@ def validate_integrity_and_strict_load(
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
     """Compare the requested shards with the checkpoint, and the ranks' requests with each other.
 
-    Collective where the outcome may differ by rank: with a ``strict`` that raises.
+    Collective if ``strict`` raises an error, because ranks may differ in their unexpected keys.
 
     Args:
         sharded_state_dict: only ShardedBase leaves.
@@ -90,8 +90,8 @@ def validate_integrity_and_strict_load(
         validate_access_integrity: check that the ranks' shards form complete tensors; needs
             ``global_metadata``.
         local_metadata: shards that this rank requests; None takes them from the state dict.
-        global_metadata: shards that all ranks request; without them no key counts as missing.
-        ckpt_sharded_metadata: content of the checkpoint; needed for every ``strict`` but
+        global_metadata: shards that all ranks request; if None, no key counts as missing.
+        ckpt_sharded_metadata: content of the checkpoint; required for every ``strict`` except
             ASSUME_OK_UNEXPECTED.
 
     Returns:
@@ -99,8 +99,7 @@ def validate_integrity_and_strict_load(
         of this rank.
 
     Raises:
-        UsageError: an argument that is needed is None, or shards do not fit together; the latter on
-            every rank.
+        UsageError: a required argument is None, or, on every rank, shards do not fit together.
         MissingShardError: keys differ, and ``strict`` forbids it; on every rank.
     """
     missing_keys: set[str] = set()
@@ -108,9 +107,9 @@ def validate_integrity_and_strict_load(
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         if ckpt_sharded_metadata is None:
             raise UsageError(
-                f"strict={strict.value!r} needs the checkpoint's metadata (ckpt_sharded_metadata)"
+                f"strict={strict.value!r} requires ckpt_sharded_metadata, the checkpoint's metadata"
             )
-        # Find the keys that differ, and leave out those that the checkpoint lacks.
+        # Find the keys that differ, and drop those that the checkpoint lacks from the request.
         requested = (
             local_metadata
             if local_metadata is not None
@@ -122,7 +121,7 @@ def validate_integrity_and_strict_load(
             global_metadata if StrictHandling.requires_global_app_metadata(strict) else None,
         )
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected_keys)
-        # React to the difference. An error is raised on all ranks; a warning is each rank's own.
+        # React to the differences: an error is raised on all ranks, a warning logged by each rank.
         if strict is StrictHandling.IGNORE_ALL:
             missing_keys, unexpected_keys = set(), set()
         elif strict in RAISING:
@@ -133,10 +132,11 @@ def validate_integrity_and_strict_load(
             )
         elif strict in LOGGING:
             maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, False)
+    # Check the requests of all ranks. All have the same metadata, so all come to the same result.
     if validate_access_integrity:
         if global_metadata is None:
             raise UsageError(
-                "validate_access_integrity needs the metadata of all ranks (global_metadata)"
+                "validate_access_integrity requires global_metadata, the metadata of all ranks"
             )
         validate_sharding_integrity(global_metadata)
     return sharded_state_dict, missing_keys, unexpected_keys
@@ -165,8 +165,10 @@ def verify_checkpoint_and_load_strategy(
     if not str(checkpoint_dir):
         raise UsageError("no checkpoint directory was given")
     config = maybe_load_config(checkpoint_dir)
+    # Without metadata.json, find out why, so that the error names the next step.
     if config is None:
         raise refusal_of(Path(checkpoint_dir))
+    # Choose the requested strategies, or those that metadata.json names.
     sharded: LoadShardedStrategy = chosen_strategy(
         StrategyAction.LOAD_SHARDED,
         sharded_strategy,
@@ -177,6 +179,7 @@ def verify_checkpoint_and_load_strategy(
         common_strategy,
         (config.common_backend, config.common_backend_version),
     )
+    # A requested strategy may be another one than that which wrote the checkpoint.
     sharded.check_backend_compatibility(config.sharded_backend)
     sharded.check_version_compatibility(config.sharded_backend_version)
     common.check_backend_compatibility(config.common_backend)
@@ -190,7 +193,7 @@ def chosen_strategy(action: StrategyAction, strategy: Any, default: tuple[str, i
     Args:
         action: action of the registered strategy.
         strategy: a strategy, (backend, version) of a registered one, or None.
-        default: (backend, version) that None stands for.
+        default: (backend, version) to use for None.
 
     Raises:
         CheckpointingException: no strategy is registered for the backend and version.
@@ -206,15 +209,15 @@ def validate_sharding_integrity(
 ) -> None:
     """Check that the ranks' shards form complete tensors and objects; log differing common states.
 
-    Collective only with a common state. Every rank with the same metadata comes to the same result.
+    Collective only with a common state. Ranks with the same metadata come to the same result.
 
     Args:
         global_metadata: the shards of each rank, by rank.
         common_state_dict: the common state of this rank; given when saving.
 
     Raises:
-        UsageError: dtypes, shapes or grids of a key differ, or a shard has no main replica or
-            several of them; the message names the key, the shard and the ranks.
+        UsageError: dtypes, shapes or grids of a key differ, or a shard does not have exactly one
+            main replica. The message names the key, the shard and the ranks.
     """
     if common_state_dict is not None:
         _compare_common_states(common_state_dict)
@@ -222,7 +225,7 @@ def validate_sharding_integrity(
 
 
 def _compare_common_states(common_state_dict: CommonStateDict) -> None:
-    """Log a warning on every rank whose common state differs from that of rank 0, which is saved.
+    """Log a warning on every rank whose common state differs from rank 0's, which is saved.
 
     Raises:
         UsageError: the common state of rank 0 cannot be pickled.
@@ -230,7 +233,8 @@ def _compare_common_states(common_state_dict: CommonStateDict) -> None:
     if comm.world_size() == 1:
         return
     is_saved = comm.rank() == 0
-    # Send the state of rank 0 to all ranks, which compare it with their own.
+    # Send the state of rank 0 to all ranks. If it cannot be pickled, send the error instead, so
+    # that the other ranks do not wait.
     problem, packed = comm.broadcast(
         _pickle_common_state(common_state_dict) if is_saved else (None, b"")
     )
@@ -238,17 +242,19 @@ def _compare_common_states(common_state_dict: CommonStateDict) -> None:
         raise UsageError(f"the common state of rank 0 cannot be pickled: {problem}", rank="0")
     if is_saved:
         return
+    # Compare it with the state of this rank. A difference is only logged, because only the caller
+    # knows which values may differ.
     try:
         only_on_rank_0, only_on_this_rank, unequal = diff(pickle.loads(packed), common_state_dict)
     except Exception as err:  # a user's class may raise anything when it is unpickled or compared
         logger.warning(
-            "The common state of rank %d could not be compared with rank 0's: %s", comm.rank(), err
+            "cannot compare the common state of rank %d with that of rank 0: %s", comm.rank(), err
         )
         return
     if only_on_rank_0 or only_on_this_rank or unequal:
         logger.warning(
-            "The common state of rank %d differs from that of rank 0, which is the one saved: only on rank 0 %s, "
-            "only on rank %d %s, unequal %s.",
+            "the common state of rank %d differs from that of rank 0, which is saved: only on rank "
+            "0 %s, only on rank %d %s, unequal %s",
             comm.rank(),
             only_on_rank_0[:_MAX_NAMED],
             comm.rank(),
@@ -261,7 +267,7 @@ def _pickle_common_state(common_state_dict: CommonStateDict) -> tuple[str | None
     """Pickle a common state, with tensors in host memory.
 
     Returns:
-        The error if that failed, else None, and the pickle.
+        The error, or None; and the pickle, empty after an error.
     """
 
     def on_host(leaf: Any) -> Any:
@@ -269,7 +275,7 @@ def _pickle_common_state(common_state_dict: CommonStateDict) -> tuple[str | None
 
     try:
         return None, pickle.dumps(dict_list_map_outplace(on_host, common_state_dict))
-    except Exception as err:  # pickle lets every error through
+    except Exception as err:  # pickle passes on any error of a user's class
         return f"{type(err).__name__}: {err}", b""
 
 
@@ -283,6 +289,7 @@ def determine_global_metadata(
     """
     local: _LocalMetadata = []
 
+    # Within the collective call, so that an error on one rank is raised on all.
     def strip_data() -> _LocalMetadata:
         local.extend(leaf.without_data() for leaf in nested_values(sharded_state_dict))
         return local

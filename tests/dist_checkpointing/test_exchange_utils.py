@@ -154,7 +154,7 @@ def test_one_process_needs_no_distribution_and_exchanges_nothing():
 
 
 def test_unknown_algorithms_and_absent_distributions_are_refused():
-    with pytest.raises(ValueError, match="broadcast, gather_rounds, gather_object, not 'scatter'"):
+    with pytest.raises(ValueError, match="broadcast, gather_rounds, gather_object, got 'scatter'"):
         exchange_by_distribution({}, {}, None, exchange_algo="scatter")
     for algorithm in ALGORITHMS:
         with pytest.raises(ValueError, match="distribution"):
@@ -341,7 +341,7 @@ def _out_of_memory(device: object) -> None:
 def test_what_fails_on_one_rank_fails_on_all_before_anything_is_sent():
     texts = {
         "not loaded": "no rank of the group has loaded b at offset (0,)",
-        "wrong dtype": "a shard was loaded as torch.float64, expected torch.float32",
+        "wrong dtype": "the loaded shard has dtype torch.float64, expected torch.float32",
         "no memory": "no memory",
         "not distributed": "no rank of the group has loaded z at offset (0,)",
     }

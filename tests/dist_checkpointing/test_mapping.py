@@ -346,7 +346,7 @@ def test_a_name_that_is_no_unique_key_is_corrupt(name: str) -> None:
 def test_a_unique_key_of_unequal_axes_is_refused() -> None:
     with pytest.raises(CheckpointingException):
         ShardedObject.empty_from_unique_key("a/shard_0_1.2")
-    with pytest.raises(CheckpointingException, match="number of axes"):
+    with pytest.raises(CheckpointingException, match="numbers of axes"):
         ShardedObject("a", None, (1,), (0, 0))
 
 

@@ -151,7 +151,9 @@ def test_factories_whose_tensors_were_not_loaded_are_not_merged_and_the_others_k
 
 def test_a_factory_of_which_a_part_was_loaded_is_refused():
     wanted, _, factories = load_preprocess({"a": halves("f")})
-    with pytest.raises(MissingShardError, match=r"only 1 of the 2 shards of a factory.*tensor f"):
+    with pytest.raises(
+        MissingShardError, match=r"only 1 of the 2 shards that this ShardedTensorFactory.*tensor f"
+    ):
         remaining_factories(factories, wanted, _without(wanted, "f.2"))
 
 
