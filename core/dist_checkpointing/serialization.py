@@ -4,9 +4,10 @@ A *sharded state dict* is a tree of dicts and lists. Its ShardedTensors and Shar
 rank's parts of global tensors and objects; everything else in it is *common state*, equal on all
 ranks and stored once. Called by all ranks::
 
-    save   factories → common and sharded part → strategies write into a stage → the stage is
-    published
-    load   metadata.json names the strategies → common state → objects and tensors → factories merge
+    save   apply factories → split into common and sharded part → strategies write into a
+           staging directory → publish the staging directory
+    load   choose the strategies that metadata.json names → read the common state
+           → read objects and tensors → merge what factories had split
 
 An error on one rank is raised on every rank, and a failed save leaves nothing behind.
 """
@@ -89,17 +90,17 @@ def save(
     Args:
         sharded_state_dict: this rank's state; not changed.
         checkpoint_dir: an existing, empty directory on a file system that all ranks share.
-        sharded_strategy: writes tensors (and objects, if it can): a strategy, (backend, version) of
-            a registered one, or None for torch_dist.
+        sharded_strategy: writes tensors, and objects if it supports them: a strategy, (backend,
+            version) of a registered one, or None for torch_dist.
         common_strategy: writes everything else: a strategy, (backend, version) of a registered one,
             or None for torch.
         validate_access_integrity: check that the ranks' shards form complete tensors, and log where
             common states differ.
-        async_sharded_save: write tensors later, by the request that is returned.
+        async_sharded_save: write the tensors later, when the returned request is executed.
         preprocess_common_before_consistancy_check: return the part of the common state that has to
             be the same on all ranks. It must not change its argument.
         content_metadata: description of the checkpoint's content, for ``load_content_metadata``.
-            Process groups in it are left out.
+            Process groups in it are skipped.
         overwrite: replace the checkpoint in the directory once the new one is complete. Files that
             belong to no checkpoint stay, unless a new file has the same name.
 
@@ -109,8 +110,8 @@ def save(
 
     Raises:
         CheckpointingException: the directory is missing or not empty, the shards do not fit
-            together, the strategy cannot save asynchronously, or a rank failed. On every rank; the
-            directory then is as it was before.
+            together, the strategy cannot save asynchronously, or a rank failed. Raised on every
+            rank; the directory is then unchanged.
         ValueError: an argument is not a strategy.
     """
 
@@ -124,12 +125,14 @@ def save(
         content = _clean_metadata_for_serialization(content_metadata)
         return *strategies, sharded_state_dict | {_CONTENT_METADATA_KEY: content}
 
-    # Choose the strategies, which must be the same on all ranks, and split the state dict.
+    # Choose the strategies. They must be the same on all ranks, which would otherwise wait in
+    # different collectives.
     sharded, common, sharded_state_dict = _require_agreement(
         begin,
         validate_access_integrity=validate_access_integrity,
         async_sharded_save=async_sharded_save,
     )
+    # Split the state dict.
     tree, state = comm.together(
         lambda: save_preprocess(
             sharded_state_dict,
@@ -137,18 +140,20 @@ def save(
             preprocess_common_before_consistancy_check,
         )
     )
-    # Rank 0 creates a stage, into which all ranks write, and publishes it as the last step.
+    # Rank 0 creates the staging directory that all ranks write into.
     target = Path(os.path.abspath(checkpoint_dir))
     publication = comm.together(
         lambda: Publication(target, overwrite=overwrite) if comm.rank() == 0 else None
     )
     try:
+        # Write the common state first, so that only tensors are left for an asynchronous save.
         tensors = _save_common(tree, state, sharded, common, data_dir_of(target))
         publish = _Publish(
             publication,
             CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version),
             sharded.syncs_files and common.syncs_files,
         )
+        # Write the tensors, now or by the returned request, and publish as the very last step.
         if async_sharded_save:
             request: AsyncRequest = comm.together(
                 lambda: sharded.async_save(tensors, data_dir_of(target))
@@ -158,6 +163,7 @@ def save(
         comm.together(lambda: sharded.save(tensors, data_dir_of(target)))
         publish()
     except BaseException:
+        # BaseException, because an interrupted save must not leave its staging directory either.
         if publication:
             publication.abandon()
         raise
@@ -166,12 +172,12 @@ def save(
 
 @dataclass(frozen=True, slots=True)
 class _Publish:
-    """The last step of a save, on every rank: publishes the checkpoint.
+    """The last step of a save, which publishes the checkpoint; called on every rank.
 
     Args:
         publication: None on all ranks but rank 0.
-        config: of the new checkpoint.
-        is_synced: the strategies have already waited for the disk.
+        config: content of the new checkpoint's ``metadata.json``.
+        is_synced: True if the strategies have already flushed their files to disk.
     """
 
     publication: Publication | None
@@ -188,7 +194,7 @@ class _Publish:
         comm.together(publish_on_coordinator)
 
     def abandon(self) -> None:
-        """Remove the stage; called instead of publishing if an asynchronous save has failed."""
+        """Remove the staging directory, after an asynchronous save has failed."""
         if self.publication:
             self.publication.abandon()
 
@@ -196,6 +202,13 @@ class _Publish:
 def _choose_save_strategies(
     sharded_strategy: Any, common_strategy: Any, *, is_async: bool
 ) -> tuple[Any, SaveCommonStrategy]:
+    """Return the strategies for tensors and for the common state, after checking their kinds.
+
+    Raises:
+        ValueError: an argument is not a strategy of its kind.
+        UnsupportedError: the strategy cannot save asynchronously.
+        CheckpointingException: no strategy is registered for a backend and version.
+    """
     sharded = chosen_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
     common = chosen_strategy(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
     if not isinstance(sharded, SaveShardedStrategy):
@@ -221,12 +234,28 @@ def _save_common(
 ) -> ShardedStateDict:
     """Save the common state, and objects that the sharded strategy does not handle; collective.
 
-    Strategies may be collective, so each call of one is a step of its own, which all ranks begin.
-
     Returns:
-        The rest of the tree, which the sharded strategy is to save.
+        The remaining leaves, for the sharded strategy to save.
+
+    Raises:
+        UsageError: a rank does not see the directory that rank 0 created.
+        UnsupportedError: neither strategy handles the objects.
+        CheckpointingException: a strategy failed on some rank.
     """
-    comm.together(lambda: _check_visible(data_dir))
+
+    def check_visible() -> None:
+        with translate_os_errors(str(data_dir), doing="look at"):
+            is_visible = data_dir.is_dir()
+        if not is_visible:
+            raise UsageError(
+                "rank 0 created this directory, but this rank cannot see it",
+                file=str(data_dir),
+                hint="save to a file system that all ranks share",
+            )
+
+    # Strategies may be collective themselves, so every call is a step that all ranks begin, and
+    # that none begins if another rank failed in the previous step.
+    comm.together(check_visible)
     comm.together(lambda: common.save_common(state, data_dir))
     if sharded.can_handle_sharded_objects:
         return tree
@@ -236,22 +265,11 @@ def _save_common(
     return tensors
 
 
-def _check_visible(data_dir: Path) -> None:
-    with translate_os_errors(str(data_dir), doing="look at"):
-        is_visible = data_dir.is_dir()
-    if not is_visible:
-        raise UsageError(
-            "this rank does not see the directory that rank 0 created",
-            file=str(data_dir),
-            hint="save into a file system that all ranks share",
-        )
-
-
 def _require_agreement(begin: Callable[[], tuple[T, U, V]], **arguments: object) -> tuple[T, U, V]:
     """Run ``begin`` on every rank and raise unless all ranks chose the same strategies; collective.
 
     Args:
-        begin: return a strategy for shards, one for common states, and a third value, which is not
+        begin: returns a strategy for shards, one for common states, and a third value that is not
             compared.
         arguments: further arguments that have to be the same on all ranks.
 
@@ -260,8 +278,10 @@ def _require_agreement(begin: Callable[[], tuple[T, U, V]], **arguments: object)
 
     Raises:
         UsageError: the strategies or arguments of two ranks differ, so that they would wait for
-            each other.
+            each other forever.
+        CheckpointingException: ``begin`` failed on some rank.
     """
+    # Describe strategies by their class names: strategies themselves need not be picklable.
     chosen: list[tuple[T, U, V]] = []
 
     def begin_and_describe() -> dict[str, object]:
@@ -272,15 +292,16 @@ def _require_agreement(begin: Callable[[], tuple[T, U, V]], **arguments: object)
         ]
         return {"sharded_strategy": kinds[0], "common_strategy": kinds[1], **arguments}
 
-    first, *rest = comm.collect(begin_and_describe)
-    for rank, arguments_of_rank in enumerate(rest, 1):
-        for name, value in first.items():
+    # Compare every rank with rank 0. All ranks have the same list, so all raise the same error.
+    arguments_of_rank_0, *arguments_of_others = comm.collect(begin_and_describe)
+    for rank, arguments_of_rank in enumerate(arguments_of_others, 1):
+        for name, value in arguments_of_rank_0.items():
             if arguments_of_rank[name] != value:
                 raise UsageError(
                     f"ranks were called with different arguments: {name} is {value} on rank 0, "
                     f"{arguments_of_rank[name]} on rank {rank}",
                     rank=str(rank),
-                    hint="call it on all ranks with the same arguments",
+                    hint="pass the same arguments on all ranks",
                 )
     return chosen[0]
 
@@ -297,7 +318,7 @@ def load(
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> Loaded:
-    """Load the state that this rank asks for, however the checkpoint is sharded; collective.
+    """Load the state that this rank requests, however the checkpoint is sharded; collective.
 
     Args:
         sharded_state_dict: the state to load: ShardedTensors with or without data, ShardedObjects,
@@ -307,26 +328,32 @@ def load(
             for the one that the checkpoint names.
         common_strategy: reads everything else: a strategy, (backend, version) of a registered one,
             or None for the one that the checkpoint names.
-        validate_access_integrity: check that the ranks together ask for complete tensors.
+        validate_access_integrity: check that the ranks together request complete tensors.
         strict: reaction to keys that are only in the state dict or only in the checkpoint.
 
     Returns:
-        The common state, merged with the loaded values: plain tensors and objects at the places of
-            the sharded ones. With ``strict`` return_unexpected or return_all also the missing and
+        The common state, merged with the loaded values: plain tensors and objects in place of the
+            sharded ones. With ``strict`` return_unexpected or return_all also the missing and
             the unexpected keys. Missing keys are the same on all ranks; with return_unexpected
             there are none.
 
     Raises:
         CheckpointingException: the checkpoint does not exist, is incomplete or damaged, keys differ
             and ``strict`` forbids it, or a rank failed; on every rank.
-        ValueError: ``strict`` is not a valid value, or a loaded value and a value of the common
-            state have the same place.
+        ValueError: ``strict`` is not a valid value, or the common state already has a value at the
+            path of a loaded one.
     """
 
     def begin() -> tuple[LoadShardedStrategy, LoadCommonStrategy, StrictHandling]:
         return *verify_checkpoint_and_load_strategy(
             checkpoint_dir, sharded_strategy, common_strategy
         ), handling
+
+    def begin_load() -> tuple[ShardedStateDict, ShardedStateDict]:
+        force_all_tensors_to_non_fp8(sharded_state_dict)
+        tree, local, factories = load_preprocess(sharded_state_dict)
+        merge(state, local)
+        return extract_sharded_base(tree)[0], factories
 
     # Choose the strategies, which must be the same on all ranks, and load the common state.
     handling = comm.together(lambda: parse_strict_flag(strict))
@@ -335,9 +362,11 @@ def load(
         begin, strict=handling.value, validate_access_integrity=validate_access_integrity
     )
     state = comm.together(lambda: common.load_common(path))
-    requested, factories = comm.together(lambda: _begin_load(sharded_state_dict, state))
+    # Split the request, and add the values of its LocalNonpersistentObjects to the common state.
+    requested, factories = comm.together(begin_load)
 
-    # Compare the request with the checkpoint and with the other ranks, as far as the arguments ask for it.
+    # Compare the request with the checkpoint and with the other ranks. Metadata is read and
+    # exchanged only where the arguments require it, because both are slow on many ranks.
     stored = local_metadata = global_metadata = None
     if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
         stored = comm.together(lambda: load_sharded_metadata(checkpoint_dir, sharded, common))
@@ -347,7 +376,7 @@ def load(
         requested, handling, validate_access_integrity, local_metadata, global_metadata, stored
     )
 
-    # Load objects, by the common strategy if the sharded one cannot, and tensors.
+    # Load tensors, and objects by the common strategy if the sharded one does not support them.
     loaded_objects: StateDict = {}
     tensors = to_load
     if not sharded.can_handle_sharded_objects:
@@ -356,6 +385,7 @@ def load(
         loaded_objects = comm.together(lambda: common.load_sharded_objects(objects, path))
     loaded_tensors = comm.together(lambda: sharded.load(tensors, path))
 
+    # Merge all into the common state. Factories come last: they need their loaded shards in place.
     def finish() -> StateDict:
         merge(merge(state, loaded_objects), loaded_tensors)
         return apply_factory_merges(state, remaining_factories(factories, requested, to_load))
@@ -368,21 +398,8 @@ def load(
     )
 
 
-def _begin_load(
-    sharded_state_dict: ShardedStateDict, state: StateDict
-) -> tuple[ShardedStateDict, ShardedStateDict]:
-    """Return the ShardedTensors and ShardedObjects to load, and the factories among the leaves.
-
-    The values that LocalNonpersistentObjects wrap are merged into ``state``.
-    """
-    force_all_tensors_to_non_fp8(sharded_state_dict)
-    tree, local, factories = load_preprocess(sharded_state_dict)
-    merge(state, local)
-    return extract_sharded_base(tree)[0], factories
-
-
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
-    """Load the common state of a checkpoint; on this rank alone.
+    """Load the common state of a checkpoint; not collective.
 
     Raises:
         CheckpointingException: the checkpoint does not exist or cannot be read.
@@ -394,7 +411,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
 def load_tensors_metadata(
     checkpoint_dir: str | Path, sharded_strategy: LoadShardedStrategy | None = None
 ) -> CkptShardedMetadata:
-    """Return a ShardedTensor without data for every global tensor, by key; on this rank alone.
+    """Return a ShardedTensor without data for every global tensor, by key; not collective.
 
     Args:
         checkpoint_dir: of a distributed checkpoint.
@@ -414,12 +431,12 @@ def load_sharded_metadata(
 ) -> CkptShardedMetadata:
     """Return the metadata of all tensors, by key, and of all sharded objects, by unique key.
 
-    A ShardedTensor is a whole global tensor. All have no data. Runs on this rank alone.
+    Each ShardedTensor stands for a complete global tensor. None has data. Not collective.
 
     Args:
         checkpoint_dir: of a distributed checkpoint.
         sharded_strategy: None for the one that the checkpoint names.
-        common_strategy: None for the one that the checkpoint names; asked for objects that the
+        common_strategy: None for the one that the checkpoint names; used for objects that the
             sharded strategy does not handle.
 
     Raises:
@@ -436,7 +453,7 @@ def load_sharded_metadata(
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
-    """Load all tensors of a checkpoint as whole tensors, by key; collective.
+    """Load all tensors of a checkpoint as complete tensors, by key; collective.
 
     Every rank gets all tensors.
 
@@ -451,12 +468,11 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
 def load_content_metadata(
     checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> dict[str, Any] | None:
-    """Return the ``content_metadata`` that ``save`` was given; None if there was none.
+    """Return the ``content_metadata`` that was passed to ``save``; None if there was none.
 
     Args:
         checkpoint_dir: the checkpoint whose common state is read.
-        preloaded_state_dict: a common state that is already loaded, so that nothing needs to be
-            read.
+        preloaded_state_dict: a common state that is already loaded, so that no file is read.
 
     Raises:
         ValueError: neither argument was given.
@@ -487,7 +503,10 @@ def get_default_save_sharded_strategy(
     Raises:
         CheckpointingException: no strategy is registered for the backend and version.
     """
-    return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)  # type: ignore[no-any-return]
+    strategy: SaveShardedStrategy = get_default_strategy(
+        StrategyAction.SAVE_SHARDED, backend, version
+    )
+    return strategy
 
 
 def get_default_save_common_strategy(
@@ -498,7 +517,10 @@ def get_default_save_common_strategy(
     Raises:
         CheckpointingException: no strategy is registered for the backend and version.
     """
-    return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)  # type: ignore[no-any-return]
+    strategy: SaveCommonStrategy = get_default_strategy(
+        StrategyAction.SAVE_COMMON, backend, version
+    )
+    return strategy
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:

@@ -2,21 +2,21 @@
 
 ::
 
-    dcp.load({"model": model.state_dict()}, storage_reader=CkptStorageReader("ckpt/iter_0001000",
-    names="hf"))
+    reader = CkptStorageReader("ckpt/iter_0001000", names="hf")
+    dcp.load({"model": model.state_dict()}, storage_reader=reader)
 
     any checkpoint ── core.opening.open, core.convert.global_form ──▶ catalog of global tensors
-                      read_metadata ──▶ torch's Metadata: every tensor as one chunk, every other
-                      entry as bytes
-                      read_data ──▶ the regions that the planner asks for, straight into the
-                      program's tensors
+                   ── read_metadata ──▶ torch's Metadata: every tensor as one chunk,
+                                        every other entry as bytes
+                   ── read_data ──────▶ the regions that the planner requests, read directly
+                                        into the program's tensors
 
-A key is what ``ckpt convert --to dcp`` would call the entry, and what torch calls it in a nested
-state dict: its path, dot-joined. Rank files of Megatron become global tensors below ``model.``.
-``prefix`` and ``root`` adapt the keys to a state dict that is nested one level more, or less.
+A key is the name that ``ckpt convert --to dcp`` would give the entry, and that torch gives it in a
+nested state dict: its path, joined by dots. Megatron's rank files become global tensors below
+``model.``. ``prefix`` and ``root`` adapt the keys to a state dict with one level more or less.
 
-The sharding of the checkpoint does not matter: the engine finds the pieces of the region that a
-rank asks for, so every mesh, placement and number of ranks can read every checkpoint.
+The sharding of the checkpoint does not matter: the engine finds the fragments of the region that a
+rank requests, so every mesh, placement and number of ranks can read every checkpoint.
 
 Source: torch 2.13
 ``torch/distributed/checkpoint/{storage,planner,default_planner,state_dict_loader}.py``.
@@ -77,7 +77,7 @@ class _OpenedCheckpoint:
     Args:
         catalog: global tensors, and the other entries with their values.
         store: the checkpoint's files.
-        key_of: from the name that torch uses to the key of the catalog.
+        key_of: from the name that torch uses to the key in the catalog.
         paths: from the name that torch uses to the entry's path in a nested state dict.
     """
 
@@ -102,7 +102,8 @@ class CkptStorageReader(StorageReader):
             ``model.state_dict()``.
         root: the entry of the checkpoint whose content is loaded; ``model`` loads
             ``model.state_dict()`` from a file of ``{"model": …, "optimizer": …}``.
-        casts: cast to the dtypes of the program's tensors, rounding as torch does; False refuses.
+        casts: cast to the dtypes of the program's tensors, rounding as torch does; if False, a
+            different dtype is an error.
         checks_crc: compare checksums where the checkpoint has them and complete records are read.
         changes: further fields of ``core.convert.job.Job`` that change what is read, such as
             ``exclude``, ``dequantize``, ``config``, ``vocab_size``, ``unstack_layers`` or
@@ -110,6 +111,7 @@ class CkptStorageReader(StorageReader):
 
     Raises:
         TypeError: a keyword is not a field of Job.
+        UsageError: ``path`` is a URL, or an option has an invalid value.
     """
 
     def __init__(
@@ -135,17 +137,18 @@ class CkptStorageReader(StorageReader):
         self._checks_crc = checks_crc
         self._options = {"iteration": iteration, "names": names, "rename": tuple(rename), **changes}
         self._opened: _OpenedCheckpoint | None = None
+        # Create a job only to check the options.
         Job(src=self.path, to="dcp", **self._options)
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        """Return the path of the checkpoint."""
+        """Path of the checkpoint."""
         return self.path
 
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Return whether the id is an existing path; URLs are not paths."""
+        """Return whether the id is an existing path, not a URL."""
         return "://" not in os.fspath(checkpoint_id) and os.path.lexists(checkpoint_id)
 
     @override
@@ -162,8 +165,8 @@ class CkptStorageReader(StorageReader):
         """Return the checkpoint's entries: every tensor as one chunk, every other entry as bytes.
 
         Raises:
-            CheckpointingException: the checkpoint cannot be opened, or its tensors cannot be made
-                global with the given options.
+            CheckpointingException: the checkpoint cannot be opened, or its shards cannot be
+                combined into global tensors with the given options.
         """
         self._close()
         opened = self._opened = self._open()
@@ -182,7 +185,7 @@ class CkptStorageReader(StorageReader):
 
     @override
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: all ranks read alike, and ``read_metadata`` has opened the checkpoint."""
+        """Do nothing, because ``read_metadata`` has opened the checkpoint."""
 
     @override
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -194,17 +197,21 @@ class CkptStorageReader(StorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read everything that the plan asks for; the returned future is done.
+        """Read everything that the plan requests.
+
+        Returns:
+            A completed future.
 
         Raises:
             MissingShardError: an entry is not in the checkpoint; the hint names similar ones.
             CorruptError: bytes are damaged, or shapes differ.
-            UnsupportedError: a cast is not supported, or casts are off.
-            UnsafeError: an object names something dangerous.
+            UnsupportedError: a cast is not supported, or is needed with ``casts=False``.
+            UnsafeError: an object refers to something that runs code.
         """
+        # Ranks other than the coordinator may not have read the metadata.
         opened = self._opened = self._opened or self._open()
         try:
-            # Read the tensors, straight into the program's memory.
+            # Read the tensors, directly into the program's memory.
             items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
             targets = [self._target(opened, item, planner) for item in items]
             for group in _group_by_dtype(targets):
@@ -213,7 +220,7 @@ class CkptStorageReader(StorageReader):
                 )
             for item, (_, tensor) in zip(items, targets, strict=True):
                 planner.commit_tensor(item, tensor)
-            # Hand over every other entry as a stream.
+            # Pass every other entry to the planner, as a stream.
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._stream(opened, item))
@@ -224,6 +231,7 @@ class CkptStorageReader(StorageReader):
         return done
 
     def _open(self) -> _OpenedCheckpoint:
+        """Open the checkpoint, and combine its shards into global tensors under torch's names."""
         job = Job(src=self.path, to="dcp", **self._options)
         source = open_checkpoint(self.path, iteration=job.iteration)
         try:
@@ -242,37 +250,43 @@ class CkptStorageReader(StorageReader):
     def _target(
         self, opened: _OpenedCheckpoint, item: ReadItem, planner: LoadPlanner
     ) -> tuple[Chunk, torch.Tensor]:
-        """Return the region that an item asks for, and the tensor to read it into.
+        """Return the region that an item requests, and the tensor to read it into.
 
         Raises:
             MissingShardError: the tensor is not in the checkpoint.
             UsageError: the planner's tensor has another shape than the item.
             UnsupportedError: the dtypes differ, and casts are off.
         """
+        # Find the region in the global tensor: an item's offset is relative to its chunk.
         name = item.storage_index.fqn
         meta = opened.catalog.meta(_key(opened, name))
-        begin = item.storage_index.offset or (0,) * len(meta.shape)
-        offset = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
+        chunk_offset = item.storage_index.offset or (0,) * len(meta.shape)
+        offset = tuple(
+            chunk_start + start
+            for chunk_start, start in zip(chunk_offset, item.storage_offsets, strict=True)
+        )
+        # Check the program's tensor.
         tensor = planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != tuple(item.lengths):
             raise UsageError(
-                f"the planner asks for shape {tuple(item.lengths)}, but its tensor has {tuple(tensor.shape)}",
+                f"the planner requests shape {tuple(item.lengths)}, but its tensor has shape "
+                f"{tuple(tensor.shape)}",
                 key=name,
             )
         dtype = dtype_name(tensor.dtype, key=name)
         if dtype != meta.dtype and not self._casts:
             raise UnsupportedError(
-                f"stored as {meta.dtype}, but the state dict has {dtype}",
+                f"the checkpoint has dtype {meta.dtype}, but the state dict {dtype}",
                 key=name,
-                hint=f"give a {meta.dtype} tensor, or pass casts=True",
+                hint=f"use a {meta.dtype} tensor, or pass casts=True",
             )
         return Chunk(meta.key, dtype, meta.shape, Box(offset, tuple(item.lengths))), tensor
 
     def _stream(self, opened: _OpenedCheckpoint, item: ReadItem) -> io.BytesIO:
-        """Return the torch stream of an object, for a planner that really unpickles it.
+        """Return an object as a stream of ``torch.save``, for a planner that really unpickles it.
 
-        It is written from the rebuilt value, so it names no class that only the checkpoint knows; a
-        stand-in stays a stand-in.
+        The stream is written from the safely rebuilt value, so it contains only known classes and
+        stand-ins.
 
         Raises:
             UsageError: the entry is a tensor in the checkpoint.
@@ -281,7 +295,7 @@ class CkptStorageReader(StorageReader):
         entry = opened.catalog.objects.get(_key(opened, name))
         if entry is None:
             raise UsageError(
-                "a tensor in the checkpoint, but not a tensor in the state dict", key=name
+                "the entry is a tensor in the checkpoint, but not in the state dict", key=name
             )
         stream = io.BytesIO()
         torch.save(bridge.live_value(entry.value, opened.catalog, opened.store, key=name), stream)
@@ -290,11 +304,11 @@ class CkptStorageReader(StorageReader):
 
 
 class CkptLoadPlanner(DefaultLoadPlanner):
-    """Torch's default planner, with errors about missing keys that name similar keys."""
+    """Torch's default planner, whose errors about missing keys name similar keys."""
 
     @override
     def create_local_plan(self) -> LoadPlan:
-        """Return torch's own plan of the reads of this rank.
+        """Return torch's own plan for the reads of this rank.
 
         Raises:
             MissingShardError: the checkpoint lacks a key, and partial loads are not allowed.
@@ -307,7 +321,7 @@ class CkptLoadPlanner(DefaultLoadPlanner):
 
 
 def _may_be_of_old_torch(planner: DefaultLoadPlanner, stored: Mapping[str, object]) -> bool:
-    """Return whether a lacking key goes through a list, whose items torch < 2.4 named differently.
+    """Return whether a missing key contains a list index, which torch < 2.4 named differently.
 
     torch's own planner handles that case.
     """
@@ -330,7 +344,8 @@ def _names_for_torch(
     Raises:
         UsageError: no entry is below ``root``.
     """
-    before = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
+    prefix_path = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
+    # Name every entry, without the root and with the prefix.
     keys: dict[str, str] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for key, path in dcp.paths_of(catalog).items():
@@ -339,18 +354,22 @@ def _names_for_torch(
             if not key.startswith(f"{root}."):
                 continue
             name = key[len(root) + 1 :]
+            # A root with dots is not the first part of the path, nor is one of a flat state dict.
             path = path[1:] if path[0] == root else (name,)
         keys[prefix + name] = key
-        paths[prefix + name] = (*before, *path)
+        paths[prefix + name] = (*prefix_path, *path)
+    # List the possible roots if this one does not exist.
     if root and not keys:
         first = dict.fromkeys(key.partition(".")[0] for key in (*catalog.tensors, *catalog.objects))
         raise UsageError(
-            f"the checkpoint has no entry {root!r}", hint=f"it has {', '.join(list(first)[:8])}"
+            f"the checkpoint has no entry {root!r}",
+            hint=f"use one of its entries: {', '.join(list(first)[:8])}",
         )
     return keys, paths
 
 
 def _tensor_metadata(catalog: Catalog, key: str) -> TensorStorageMetadata:
+    """Return torch's metadata for a tensor, as if it were stored in one chunk."""
     meta = catalog.meta(key)
     size = torch.Size(meta.shape)
     return TensorStorageMetadata(
@@ -361,10 +380,10 @@ def _tensor_metadata(catalog: Catalog, key: str) -> TensorStorageMetadata:
 
 
 def _key(opened: _OpenedCheckpoint, name: str) -> str:
-    """Return the catalog's key for a name that torch asks for.
+    """Return the catalog's key for a name that torch requests.
 
     Raises:
-        MissingShardError: the checkpoint has no such entry.
+        MissingShardError: the checkpoint does not contain the entry.
     """
     key = opened.key_of.get(name)
     if key is None:
@@ -376,24 +395,28 @@ def _missing_error(name: str, stored: Sequence[str], *, n_more: int = 0) -> Miss
     """Return the error about a missing key, with a hint that names similar keys."""
     similar = get_close_matches(name, stored, n=3, cutoff=0.7)
     tail = name.partition(".")[2]
+    # Also name keys that differ by their first part only, which prefix= or root= can mend.
     similar += [key for key in stored if key.endswith(f".{name}") or (tail and key == tail)][:3]
     hint = (
         f"similar keys: {', '.join(dict.fromkeys(similar))}"
         if similar
-        else f"it has {', '.join(stored[:5])}"
+        else f"the checkpoint contains {', '.join(stored[:5])}"
     )
-    more = f", and {n_more} others are missing, too" if n_more else ""
+    more = f", and {n_more} others are also missing" if n_more else ""
     return MissingShardError(
         f"not found in the checkpoint{more}",
         key=name,
-        hint=f"{hint}; prefix=, root= and names= change the names",
+        hint=f"{hint}; adapt the names with prefix=, root= or names=",
     )
 
 
 def _group_by_dtype(
     targets: Sequence[tuple[Chunk, torch.Tensor]],
 ) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
-    """Yield all targets in one group, or in a group per dtype if a tensor has several."""
+    """Yield all targets in one group, or in a group per dtype if a tensor has several.
+
+    The engine reads regions of one tensor only into memory of one dtype.
+    """
     dtypes: dict[str, set[str]] = {}
     for chunk, _ in targets:
         dtypes.setdefault(chunk.key, set()).add(chunk.dtype)

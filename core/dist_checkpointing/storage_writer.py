@@ -2,28 +2,27 @@
 
 ::
 
-    dcp.save({"model": model.state_dict()}, storage_writer=CkptStorageWriter("out",
-    format="safetensors"))
+    writer = CkptStorageWriter("out", format="safetensors")
+    dcp.save({"model": model.state_dict()}, storage_writer=writer)
 
     prepare_global_plan   the coordinator combines the ranks' plans, lays out the files, proves that
-    every
-                          byte has one writer, and sends each rank its part
-    write_data            every rank writes its regions: for dcp and torch_dist into files of its
-        own; for
-                          safetensors, zarr and torch into byte ranges of files that ranks share
-    finish                the coordinator writes the rest (headers, entries that are not tensors,
-    metadata),
-                          waits for the disk, and publishes
+                          every byte has one writer, and sends each rank its part
+    write_data            every rank writes its regions: for dcp and torch_dist into its own files;
+                          for safetensors, zarr and torch into byte ranges of files that ranks share
+    finish                the coordinator writes everything else (headers, entries that are not
+                          tensors, metadata), flushes it to disk, and publishes the checkpoint
 
-Nothing is visible before the end: all ranks write into a hidden sibling of the destination, which
-must be on a file system that they share. A save that fails leaves the destination as it was; its
-stage is removed with the writer, or by the next save to the same destination.
+The checkpoint is not visible before the end: all ranks write into a hidden staging directory next
+to the destination, which must be on a file system that they share. A save that fails does not
+change the destination. Its staging directory is removed with the writer, or by the next save to the
+same destination.
 
 Some checkpoints cannot be written region by region: Megatron's rank files, torch files with entries
-that are not tensors, and everything that ``changes`` ask for. For these, ranks write a DCP
-checkpoint next to the destination, and the coordinator converts it by ``core.convert.run`` and
-removes it. That takes twice the space and the writing, and the coordinator converts alone.
-Megatron's rank files need Megatron's names in the entry ``model``, and the arguments in ``args``.
+that are not tensors, and all checkpoints with ``changes``. For these, ranks write a DCP checkpoint
+next to the destination, and the coordinator converts it by ``core.convert.run`` and removes it.
+That takes twice the disk space and twice the writing, and the coordinator converts alone.
+Megatron's rank files require Megatron's names in the entry ``model``, and the arguments in
+``args``.
 
 Source: torch 2.13
 ``torch/distributed/checkpoint/{storage,planner,state_dict_saver,default_planner}.py``.
@@ -39,7 +38,7 @@ import shutil
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from core.catalog.file_image import FileImage
 from core.convert.job import Job
 from core.convert.prepare import is_file_of
 from core.convert.run import run
@@ -82,11 +80,11 @@ class _RunningSave:
     Args:
         save: the combined plans of all ranks.
         layout: the files, and the positions of tensors in them.
-        stage: the hidden directory that the files are written into.
-        end: leaves the stage; called by the garbage collector, or at the exit of the process, if
-            not before.
+        stage: the staging directory that the files are written into.
+        end: removes the staging directory; called when the writer is garbage-collected or the
+            process exits, if not before.
         format: the format that ranks write.
-        dst: destination of the stage.
+        dst: the directory or file that the staging directory becomes.
         max_file_bytes: maximum size of the files that ranks write.
     """
 
@@ -105,18 +103,19 @@ class CkptStorageWriter(StorageWriter):
     Args:
         path: the destination, a directory; for safetensors and torch also a file.
         format: a writable format or its name: ``dcp``, ``torch_dist``, ``zarr``, ``zarr3``,
-            ``safetensors``, ``torch``, ``megatron`` … Keys stay as they are, also with ``hf``;
+            ``safetensors``, ``torch``, ``megatron`` … Keys do not change, not even with ``hf``;
             ``names="hf"`` translates Megatron's.
         overwrite: replace an existing checkpoint once the new one is complete.
         max_file_bytes: maximum size of a file with tensors, where the format can split; None for
             its default.
-        fsync: wait until the bytes are on the disk.
+        fsync: flush the files to disk before the checkpoint is published.
         threads: number of copying threads on each rank.
         changes: fields of ``core.convert.job.Job`` that change what is written, such as ``names``,
-            ``topology``, ``rename`` or ``dtype``; the module's docstring says what they cost.
+            ``topology``, ``rename`` or ``dtype``; the module's docstring describes their cost.
 
     Raises:
         UnsupportedError: the format is unknown, or cannot be written.
+        UsageError: ``path`` is a URL.
         TypeError: a keyword is not a field of Job.
     """
 
@@ -144,17 +143,19 @@ class CkptStorageWriter(StorageWriter):
         self._threads = threads
         self._changes = changes
         self._running: _RunningSave | None = None
+        # Create the job only to check the changes, so that a wrong keyword is an error here and not
+        # at the first save.
         self._job()
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        """Return the path of the destination."""
+        """Path of the destination."""
         return self.path
 
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Return whether the id is a path; URLs are not."""
+        """Return whether the id is a path, not a URL."""
         return "://" not in os.fspath(checkpoint_id)
 
     @override
@@ -163,7 +164,7 @@ class CkptStorageWriter(StorageWriter):
 
     @override
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Abandon an unfinished save and begin a new one, elsewhere if an id is given."""
+        """Abandon an unfinished save and begin a new one, at another path if an id is given."""
         self._abandon()
         if checkpoint_id:
             refuse_url(checkpoint_id)
@@ -172,14 +173,15 @@ class CkptStorageWriter(StorageWriter):
 
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise unless ranks communicate.
+        """Raise unless the save uses collectives.
 
         Raises:
             UnsupportedError: the save runs without collectives.
         """
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
-                "ranks cannot share files without collectives",
+                "a save without collectives is not supported: ranks share files, which requires a "
+                "coordinator",
                 hint="save with use_collectives=True",
             )
 
@@ -189,15 +191,21 @@ class CkptStorageWriter(StorageWriter):
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the stage and return the plans with each rank's part in ``storage_data``.
+        """Create the staging directory and return the plans, with each rank's part.
+
+        Returns:
+            The plans of all ranks, with a ``RankSave`` in ``storage_data``.
 
         Raises:
-            UsageError: the destination exists, or ranks disagree.
-            MissingShardError: no rank has a region of a tensor.
+            UsageError: the destination exists, or ranks disagree on a tensor.
+            MissingShardError: no rank writes a region of a tensor.
             UnsupportedError: the format cannot store an entry.
             CapacityError, StorageError: a file or directory cannot be written.
         """
+        # An earlier save with this writer may have failed on another rank, which torch does not
+        # report here.
         self._abandon()
+        # Combine the plans.
         plans = _restore_cached_plans(plans)
         save = combine_plans(plans)
         self._check_destination(save)
@@ -208,9 +216,10 @@ class CkptStorageWriter(StorageWriter):
         else:
             format, dst, max_file_bytes = self._format, self._dst(), self._max_file_bytes
         layout = lay_out(save, format, dst, max_file_bytes=max_file_bytes)
+        # Only checkpoints may be replaced; the conversion checks this itself.
         if self._overwrite and not is_converted:
             check_replaceable(dst, [image.path for image in layout.images])
-        # Begin the stage, which ends with this writer at the latest.
+        # Create the staging directory, which is removed with this writer at the latest.
         stage = Stage(
             dst,
             is_file=is_file_of(format, dst),
@@ -222,11 +231,19 @@ class CkptStorageWriter(StorageWriter):
         end = weakref.finalize(self, _leave, stage)
         self._running = _RunningSave(save, layout, stage, end, format, dst, max_file_bytes)
         try:
+            # Leave a token by which the ranks recognise the directory, and split the work.
             _token_path(stage.stage_dir, self.save_id).touch()
             parts = split_by_rank(layout, save, token=self.save_id, is_converted=is_converted)
-            # Create files that several ranks write to before any of them does.
-            for image in _shared_images(parts):
-                stage.store.create(image.path, image.size)
+            # Create the files that several ranks write to before any of the ranks opens them.
+            n_writers = Counter(image.path for part in parts for image in part.images)
+            shared = {
+                image.path: image.size
+                for part in parts
+                for image in part.images
+                if n_writers[image.path] > 1
+            }
+            for name, n_bytes in shared.items():
+                stage.store.create(name, n_bytes)
         except BaseException:
             self._abandon()
             raise
@@ -234,27 +251,30 @@ class CkptStorageWriter(StorageWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's regions; the returned future is done.
+        """Write this rank's regions.
 
         Returns:
-            The size of every item; for an entry that is not a tensor also its stream, which the
-            coordinator writes.
+            A completed future with the size of every item. The result for an entry that is not a
+            tensor also contains its stream, which the coordinator writes.
 
         Raises:
-            StorageError: this rank does not see the coordinator's stage, or a file cannot be
-                written.
-            UsageError: the planner gives another tensor than it planned.
+            StorageError: this rank cannot see the coordinator's staging directory, or a file cannot
+                be written.
+            UsageError: a tensor from the planner does not have the planned dtype or shape.
         """
         part = plan.storage_data
         assert isinstance(part, RankSave), "prepare_global_plan has set it"
-        # The stage must be the coordinator's: on a file system that is not shared, its token is missing.
+        # Check that this is the coordinator's staging directory: on a file system that is not
+        # shared, the token is missing.
         stage_dir = stage_dir_of(self._converted_path() if part.is_converted else self._dst())
         if not _token_path(stage_dir, part.token).exists():
             raise StorageError(
-                "this rank does not see the directory that the coordinator created",
+                "the coordinator created this directory, but this rank cannot see it",
                 file=str(stage_dir),
-                hint="give all ranks the same path on a file system that they share",
+                hint="use the same path on all ranks, on a file system that they share",
             )
+        # Write the regions. Each rank flushes what it has written, because fsync on another machine
+        # would not.
         store = StageStore(stage_dir / "data", is_durable=self._fsync)
         try:
             results = write_part(plan, planner, part, store, threads=self._threads)
@@ -271,12 +291,12 @@ class CkptStorageWriter(StorageWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the rest of the files and publish the checkpoint.
+        """Write what the ranks have not written, and publish the checkpoint.
 
         Raises:
-            UsageError: another save to the same destination has replaced this one.
-            CheckpointingException: a file cannot be written, or the conversion fails; nothing is
-                visible then.
+            UsageError: another save to the same destination began before this one ended.
+            CheckpointingException: a file cannot be written, or the conversion fails; the
+                destination is then unchanged.
         """
         running = self._running
         if running is None or _STAGES.get(running.stage.dst) is not running.stage:
@@ -284,7 +304,7 @@ class CkptStorageWriter(StorageWriter):
                 "the save was abandoned because another save to the same destination began",
                 file=str(self.path),
             )
-        # Write entries that are not tensors, headers and metadata, and publish the stage.
+        # Write entries that are not tensors, headers and metadata, and publish the directory.
         try:
             streams = {
                 result.index.fqn: result.storage_data
@@ -304,12 +324,13 @@ class CkptStorageWriter(StorageWriter):
             running.stage.commit()
         finally:
             self._abandon()
-        # If the ranks wrote a DCP checkpoint to be converted, convert and remove it.
+        # If the ranks wrote a DCP checkpoint instead of the destination, convert and remove it.
         if running.dst != self._dst():
             try:
                 run(self._job())
             finally:
                 shutil.rmtree(running.dst, ignore_errors=True)
+        # torch broadcasts this metadata to all ranks, which need no file positions.
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {}
 
@@ -325,17 +346,19 @@ class CkptStorageWriter(StorageWriter):
             raise UsageError(
                 "the destination exists",
                 file=str(dst),
-                hint="choose another one, or pass overwrite=True",
+                hint="choose another path, or pass overwrite=True",
             )
         if save.objects and is_file_of(self._format, dst) and not self._format.nests:
             raise UsageError(
-                f"a {dst.suffix} file holds only tensors",
+                f"a {dst.suffix} file can store only tensors, and this entry is not a tensor",
                 key=save.objects[0],
-                hint="save into a directory, or leave the entry out",
+                hint="save to a directory, or remove the entry from the state dict",
             )
 
     def _is_converted(self, save: PlannedSave) -> bool:
-        """Return whether ranks write a DCP checkpoint first, to be converted."""
+        """Return whether ranks write a DCP checkpoint, which is then converted."""
+        # A format that is written rank by rank, or adapts the tensors, has other regions than the
+        # plans. A torch file with other entries is one pickle, which cannot be written in parts.
         format = self._format
         is_cut_otherwise = format.partition == "ranks" or format.adapt is not None
         return bool(self._changes) or is_cut_otherwise or (format.nests and bool(save.objects))
@@ -362,18 +385,19 @@ class CkptStorageWriter(StorageWriter):
         )
 
     def _abandon(self) -> None:
-        """Remove the stage, if there is one."""
+        """Remove the staging directory, if there is one."""
         if self._running is not None:
             self._running.end()
             self._running = None
 
 
 _STAGES: dict[Path, Stage] = {}
-"""The stages that this process has entered and not left, by destination."""
+"""The staging directories that this process has created and not ended, by destination."""
 
 
 def _enter(stage: Stage) -> None:
-    """Enter a stage, after leaving the one that a failed save to the same destination left."""
+    """Create a staging directory, in place of one from a failed save to the same destination."""
+    # Torch has no hook for a failed save, so its writer may still be alive and hold the lock.
     stale = _STAGES.pop(stage.dst, None)
     if stale is not None:
         stale.__exit__(None, None, None)
@@ -382,7 +406,7 @@ def _enter(stage: Stage) -> None:
 
 
 def _leave(stage: Stage) -> None:
-    """Leave a stage that has not ended: unpublished files are removed."""
+    """Remove a staging directory, unless it was published or another save has replaced it."""
     if _STAGES.get(stage.dst) is stage:
         del _STAGES[stage.dst]
         stage.__exit__(None, None, None)
@@ -391,8 +415,8 @@ def _leave(stage: Stage) -> None:
 def _token_path(stage_dir: Path, token: str) -> Path:
     """Return the path of the file that identifies this save.
 
-    By it, a rank checks that it sees the coordinator's stage, and not a directory of its own
-    machine.
+    A rank checks for this file to be sure that it sees the coordinator's staging directory, and not
+    a directory on its own machine.
     """
     return stage_dir / f"save-{token}"
 
@@ -402,24 +426,19 @@ def _is_empty_dir(path: Path) -> bool:
 
 
 def _restore_cached_plans(plans: list[SavePlan]) -> list[SavePlan]:
-    """Return the plans, or torch's cached plans where it sent none because they did not change.
+    """Return the plans, or torch's cached ones if it sent none because they did not change.
 
     Raises:
-        UnsupportedError: several cached plans might be the right ones.
+        UnsupportedError: there are no cached plans, or several that might belong to this save.
     """
     if all(plan.usable for plan in plans):
         return plans
+    # torch caches the global plans by planner class in a private class attribute, without the name
+    # of the destination, so only a single entry is unambiguous.
     for cached in getattr(SavePlanner, "_cached_global_plan", {}).values():
         if len(cached) == len(plans) and len(SavePlanner._cached_global_plan) == 1:
             return list(cached)
     raise UnsupportedError(
-        "several planners have cached plans, and it is unknown which of them belong to this save",
+        "cannot determine which cached plans belong to this save",
         hint="save with DefaultSavePlanner(enable_plan_caching=False)",
     )
-
-
-def _shared_images(parts: Sequence[RankSave]) -> list[FileImage]:
-    """Return the files that several ranks write to."""
-    n_writers = Counter(image.path for part in parts for image in part.images)
-    images = {image.path: image for part in parts for image in part.images}
-    return [image for path, image in images.items() if n_writers[path] > 1]
