@@ -1,4 +1,4 @@
-"""The writing of a planned save: each rank's part, and the coordinator's rest."""
+"""Writing of a planned save: each rank's part, and what remains for the coordinator."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ def write_part(
     Args:
         plan, planner: the plan and the planner of this rank.
         part: the part of the save that this rank writes.
-        store: the stage.
+        store: the staging directory.
         threads: number of copying threads.
 
     Returns:
-        The size of every item; for an entry that is not a tensor also its stream, which the
-        coordinator writes.
+        The size of every item. The result for an entry that is not a tensor also contains its
+        stream, which the coordinator writes.
 
     Raises:
-        UsageError: the planner gives another tensor than it planned.
+        UsageError: a tensor from the planner does not have the planned dtype or shape.
+        UnsupportedError: a tensor is sparse, or on the meta device.
         CheckpointingException: a file cannot be written.
     """
     catalog = part.catalog()
@@ -74,13 +75,14 @@ def write_part(
             WriteResult(index=item.index, size_in_bytes=tensor.chunk.n_bytes, storage_data=None)
             for item, tensor in zip(batch, live, strict=True)
         ]
-    # Write headers and trailers, with checksums, of the files that this rank fills alone.
+    # Write the headers and trailers of the files that this rank fills alone. They come after the
+    # tensors, because they contain their checksums.
     for image in part.images:
         if is_finished_by_rank(image):
             store.create(image.path, image.size)
             for offset, data in image.literals(lambda name: crcs.get(name, 0)):
                 store.write(image.path, offset, data)
-    # Send every other entry to the coordinator.
+    # Return every other entry, which torch sends to the coordinator with the results.
     for item in plan.items:
         if not is_tensor(item):
             stream = planner.resolve_data(item).getvalue()
@@ -98,11 +100,19 @@ def _write_tensors(
     *,
     threads: int,
 ) -> dict[str, int]:
-    """Write some tensors.
+    """Write some tensors of this rank into their arrays.
+
+    Args:
+        tensors: a batch; those that this rank does not write are skipped.
+        target: the arrays of this rank.
+        images: the files that contain the arrays.
+        store: the staging directory.
+        threads: number of copying threads.
 
     Returns:
-        The CRC-32 of every array that they fill, by the array's name.
+        The CRC-32 of every array that is completely written, by the array's name.
     """
+    # Select the tensors that the combined plan has assigned to this rank.
     to_write = [
         tensor
         for tensor in tensors
@@ -112,11 +122,13 @@ def _write_tensors(
     boxes: dict[str, list[Box]] = {}
     for tensor in to_write:
         boxes.setdefault(tensor.chunk.key, []).append(tensor.chunk.box)
+    # Plan the copies into the part of the target that these tensors fill, and execute them.
     share = find_share(target, images, boxes)
     plan = make_plan(
         source, share.target, share.images, threads=threads, compares=False, is_share=True
     )
     result = execute(plan, memory, store, CopyOptions(digest=False))
+    # An array has a checksum only if one fragment fills it.
     arrays = [
         fragment.array
         for key in share.target.tensors
@@ -142,15 +154,26 @@ def write_rest(
         save: the combined plans.
         layout: the files into which ranks have written the tensors.
         streams: the other entries as streams of ``torch.save``, by key.
-        store: the stage.
-        format, dst, max_file_bytes: the arguments by which ``layout`` was made.
+        store: the staging directory.
+        format, dst, max_file_bytes: the arguments from which ``layout`` was computed.
 
     Raises:
-        CheckpointingException: an entry is not supported, or a file cannot be written.
+        CorruptError: a file that a rank has finished has the wrong size.
+        UnsupportedError: an entry is not supported, or moves the tensors.
+        CheckpointingException: a file is missing or cannot be written.
     """
+    # Check the files that ranks have finished: they must exist and have the planned sizes.
     finished = {image.path: image.size for image in layout.images if is_finished_by_rank(image)}
-    _check_sizes(finished, store)
-    # Lay out the files again with the other entries, which must not move the tensors, and write the entries.
+    for name, n_bytes in finished.items():
+        path = store.root / name
+        with translate_os_errors(str(path), doing="check"):
+            written_bytes = path.stat().st_size
+        if written_bytes != n_bytes:
+            raise CorruptError(
+                f"the file has {written_bytes} bytes after the save, expected {n_bytes}", file=name
+            )
+    # Lay out the files again with the other entries, which must not move the tensors, and write the
+    # entries. Their sizes were not known when the ranks' files were laid out.
     if streams:
         objects, arrays, memory = _read_streams(streams, save, is_verbatim=format.name == "dcp")
         full_layout = lay_out(
@@ -166,45 +189,26 @@ def write_rest(
         )
         plan = make_plan(layout.source, share.target, share.images, compares=False, is_share=True)
         execute(plan, memory, store, CopyOptions(crc=False, digest=False))
-    # Write headers and trailers, those of metadata files last.
+    # Write headers and trailers. Metadata files come last, so that an incomplete checkpoint never
+    # looks complete.
     for image in sorted(layout.images, key=lambda image: image.is_metadata):
         if image.path not in finished:
             finish_file(image, store)
-
-
-def _check_sizes(sizes: Mapping[str, int], store: StageStore) -> None:
-    """Raise unless the files that ranks have finished exist and have the right sizes.
-
-    Args:
-        sizes: expected size of each file, in bytes.
-        store: the stage.
-
-    Raises:
-        MissingShardError: a file does not exist.
-        CorruptError: a file has another size.
-    """
-    for name, n_bytes in sizes.items():
-        path = store.root / name
-        with translate_os_errors(str(path), doing="check"):
-            n_found = path.stat().st_size
-        if n_found != n_bytes:
-            raise CorruptError(
-                f"the file has {n_found} bytes after the save, expected {n_bytes}", file=name
-            )
 
 
 def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     """Return the tensor of an item in host memory.
 
     Raises:
-        UsageError: the planner gives another shape or dtype than it planned.
+        UsageError: the tensor does not have the planned dtype or shape.
         UnsupportedError: the tensor is sparse, or on the meta device.
     """
     chunk = chunk_of(item)
     data = planner.resolve_data(item).detach()
     if tuple(data.shape) != chunk.box.shape:
         raise UsageError(
-            f"the planner gives a tensor of shape {tuple(data.shape)}, but planned {chunk.box.shape}",
+            f"the planner returned a tensor of shape {tuple(data.shape)}, but planned shape "
+            f"{chunk.box.shape}",
             key=chunk.key,
         )
     bridge.check_data(chunk, data)
@@ -219,13 +223,15 @@ def _read_streams(
     Args:
         streams: streams of ``torch.save``, by key.
         save: the combined plans.
-        is_verbatim: the streams themselves are stored, in a further file of the first rank.
+        is_verbatim: store the streams themselves, in a further file of the first rank.
 
     Returns:
-        The entries by key, the tensors inside them by name, and the memory that holds those.
+        The entries by key, the arrays to store with them by name, and the memory that contains
+        those arrays.
 
     Raises:
-        UnsupportedError: a stream holds something that is not supported.
+        UnsupportedError: a stream contains a value that is not supported.
+        UnsafeError: a stream refers to something that runs code.
     """
     objects: dict[str, StoredObject] = {}
     arrays: dict[str, StoredArray] = {}
@@ -234,10 +240,12 @@ def _read_streams(
         stream = StoredArray(
             f"raw:{key}", "uint8", (len(streams[key]),), Extent(f"stream {key}", 0)
         )
+        # DCP stores every entry as such a stream, so it is copied byte for byte.
         if is_verbatim:
             arrays[stream.name] = stream
             objects[key] = StoredObject(key, raw_key=stream.name, coords=((HOLDER, 0), *BEHIND))
             continue
+        # Other formats store the value, and the tensors inside as arrays.
         try:
             value, tensors_inside = load_object(memory, stream, key=key)
         except CheckpointingException as err:

@@ -2,12 +2,12 @@
 
 ::
 
-    SavePlans ── combine_plans ──▶ PlannedSave: regions of global tensors, and the ranks that write
-    them
+    SavePlans ── combine_plans ──▶ PlannedSave: regions of global tensors, and the ranks that
+                                   write them
               ── lay_out ────────▶ SaveLayout: target catalog, file images
               ── split_by_rank ──▶ one RankSave for each rank, to be sent to it
 
-Only the coordinator has all of it: with 10⁵ tensors on 10³ ranks, no other rank should have to.
+Only the coordinator needs memory for the complete save, which may have 10⁵ tensors on 10³ ranks.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/planner.py``.
 """
@@ -58,8 +58,8 @@ class PlannedSave:
 
     Args:
         tensors: the global tensors, by key.
-        pieces: for each key, its regions and the rank that writes each; disjoint regions, none
-            empty unless the tensor is.
+        pieces: for each key, its regions and the rank that writes each. Regions are disjoint, and
+            not empty unless the tensor is.
         objects: keys of the other entries.
         paths: paths of the entries; None if the state dict was not nested.
         n_ranks: number of ranks.
@@ -78,9 +78,10 @@ class PlannedSave:
 
         Args:
             objects: the other entries, by key.
-            arrays: positions of the tensors inside them, by key.
+            arrays: positions of the tensors inside the other entries, by key.
         """
 
+        # A fragment's file is named after the rank that has it in memory; it is never opened.
         def fragments_of(key: str) -> Sequence[Fragment]:
             dtype = self.tensors[key].dtype
             return tuple(
@@ -125,32 +126,11 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
         MissingShardError: no rank writes a region.
         UnsupportedError: checkpoints do not support the dtype of a tensor.
     """
+    # Collect the global tensors.
     chunks_by_rank = [[chunk_of(item) for item in plan.items if is_tensor(item)] for plan in plans]
     tensors = metas_of_chunks(chunk for chunks in chunks_by_rank for chunk in chunks)
-    pieces = _assign_pieces(chunks_by_rank, tensors)
-    for key, writers in pieces.items():
-        _check_pieces(tensors[key], writers)
-    objects = dict.fromkeys(
-        item.index.fqn for plan in plans for item in plan.items if not is_tensor(item)
-    )
-    return PlannedSave(tensors, pieces, tuple(objects), _unite_paths(plans), len(plans))
-
-
-def _unite_paths(plans: Sequence[SavePlan]) -> Paths | None:
-    """Return the paths of all ranks' entries; None if the state dict was not nested."""
-    paths_by_rank = [plan.planner_data for plan in plans if plan.planner_data is not None]
-    if not paths_by_rank:
-        return None
-    return {key: path for paths in paths_by_rank for key, path in paths.items()}
-
-
-def _assign_pieces(
-    chunks_by_rank: Sequence[Sequence[Chunk]], tensors: Mapping[str, TensorMeta]
-) -> dict[str, dict[Box, int]]:
-    """Return the regions of every tensor, each with the first rank that has it.
-
-    Empty regions are left out, except one for a tensor without elements.
-    """
+    # Assign every region to the first rank that has it. Empty regions are skipped, except that a
+    # tensor without elements needs one, because a format stores a tensor by its regions.
     pieces: dict[str, dict[Box, int]] = {key: {} for key in tensors}
     for rank, chunks in enumerate(chunks_by_rank):
         for chunk in chunks:
@@ -158,7 +138,17 @@ def _assign_pieces(
                 pieces[chunk.key].setdefault(chunk.box, rank)
             elif tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]:
                 pieces[chunk.key][full_box(chunk.shape)] = rank
-    return pieces
+    for key, writers in pieces.items():
+        _check_pieces(tensors[key], writers)
+    # Collect the other entries, and the paths that torch's planner has recorded.
+    objects = dict.fromkeys(
+        item.index.fqn for plan in plans for item in plan.items if not is_tensor(item)
+    )
+    paths_by_rank = [plan.planner_data for plan in plans if plan.planner_data is not None]
+    paths = {key: path for of_rank in paths_by_rank for key, path in of_rank.items()}
+    return PlannedSave(
+        tensors, pieces, tuple(objects), paths if paths_by_rank else None, len(plans)
+    )
 
 
 def _check_pieces(tensor: TensorMeta, writers: Mapping[Box, int]) -> None:
@@ -170,14 +160,15 @@ def _check_pieces(tensor: TensorMeta, writers: Mapping[Box, int]) -> None:
 
     Raises:
         UsageError: two regions overlap.
-        MissingShardError: elements are in no region.
+        MissingShardError: some elements are not in any region.
     """
     boxes = [box for box in writers if not box.is_empty]
     overlap = first_overlap(boxes)
     if overlap is not None:
         first, second = (f"{described(boxes[n])} of rank {writers[boxes[n]]}" for n in overlap)
         raise UsageError(
-            f"{first} and {second} overlap: two ranks would write the same elements", key=tensor.key
+            f"{first} and {second} overlap, so two ranks would write the same elements",
+            key=tensor.key,
         )
     region = full_box(tensor.shape)
     if not region.is_empty and not is_tiled(region, boxes):
@@ -226,7 +217,7 @@ class SaveLayout:
 
     @property
     def n_bytes(self) -> int:
-        """Return the size of all files together, in bytes."""
+        """Size of all files together, in bytes."""
         return sum(image.size for image in self.images)
 
 
@@ -246,33 +237,36 @@ def lay_out(
         format: a writable format whose files are not rank files.
         dst: the destination.
         objects: the other entries, by key.
-        arrays: positions of the tensors inside those, by key.
+        arrays: positions of the tensors inside the other entries, by key.
         max_file_bytes: maximum size of a file, as in ``core.convert.job.Job``.
 
     Raises:
         MissingShardError: no rank writes a region.
         UnsupportedError: the format cannot store an entry.
     """
+    # Describe the target. Formats that store regions as they are get one array per region.
     assert format.lay_out is not None, "the caller has checked it"
     source, target = source_and_target(save.catalog(objects or {}, arrays or {}), format)
     if format.partition == "as_stored":
         target = _split_by_writer(target, save)
+    # A single file that cannot nest entries stores only the tensors.
     is_file = is_file_of(format, dst)
     if is_file and not format.nests:
         target = tensors_only(target)
     target = replace(
         target, write=replace(target.write, max_file_bytes=max_file_bytes, is_file=is_file)
     )
+    # Lay out the files.
     images = tuple(format.lay_out(target))
     if is_file:
         images = (replace(images[0], path=dst.name),)
-    # The copy plan itself is not used: making it proves that the source covers every byte.
+    # Prove that the source covers every byte: making a copy plan checks it. The plan is not used.
     make_plan(source, target, images, compares=False)
     return SaveLayout(source, target, images)
 
 
 def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
-    """Return the target with an array for every piece, in a file of the rank that writes it."""
+    """Return the target with an array for every region, in a file of the rank that writes it."""
     target_fragments_of = target.fragments_of
 
     def fragments_of(key: str) -> Sequence[TargetFragment]:
@@ -298,11 +292,11 @@ class RankSave:
 
     Args:
         tensors: the target's tensors of which the rank writes regions.
-        fragments: those regions, and the arrays that hold them, by key.
+        fragments: the regions, and the arrays that contain them, by key.
         images: the files that the rank writes to, with only those arrays; literals only if
             ``is_finished_by_rank``.
-        token: identifies the save.
-        is_converted: the files are those of a checkpoint that will be converted.
+        token: identifier of the save.
+        is_converted: True if the files belong to a checkpoint that will be converted.
     """
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
@@ -312,15 +306,16 @@ class RankSave:
     is_converted: bool = False
 
     def catalog(self) -> TargetCatalog:
-        """Return the target catalog of this rank."""
+        """Return the target catalog with only the regions of this rank."""
         return Catalog("live", None, self.tensors, lambda key: self.fragments[key])
 
 
 def is_finished_by_rank(image: FileImage) -> bool:
     """Return whether one rank finishes a file alone.
 
-    It does if it fills the file, and the file's literals can be sent to it.
+    It does so if no other rank writes to the file and the file's literals can be sent to it.
     """
+    # Literals are a function; only those that are dataclasses can be pickled.
     return has_one_holder(image) and is_dataclass(image.literals)
 
 
@@ -335,16 +330,19 @@ def split_by_rank(
         token, is_converted: fields of every ``RankSave``.
     """
     parts = [RankSave(token=token, is_converted=is_converted) for _ in range(save.n_ranks)]
-    # Give every rank the fragments of the target that it fills with its pieces.
+    # Assign to every rank the fragments of the target that its regions fill.
     for key, writers in save.pieces.items():
         fragment_at = {fragment.box: fragment for fragment in layout.target.fragments(key)}
         meta = layout.target.meta(key)
         for box, rank in writers.items():
-            same = fragment_at.get(box)
-            fragments = clip_fragments(layout.target, key, [box]) if same is None else (same,)
+            # Most regions are fragments of the target; others fill parts of several.
+            fragment = fragment_at.get(box)
+            fragments = (
+                clip_fragments(layout.target, key, [box]) if fragment is None else (fragment,)
+            )
             parts[rank].tensors[key] = meta
             parts[rank].fragments[key] = (*parts[rank].fragments.get(key, ()), *fragments)
-    # Give it the files of those fragments' arrays.
+    # Add the files that contain those fragments' arrays.
     position_of = {
         placed.array.name: (n, placed)
         for n, image in enumerate(layout.images)
@@ -363,18 +361,21 @@ def _images_of_rank(
     Args:
         part: the fragments of the rank.
         images: all files of the save.
-        position_of: the number of the file and the place in it of every array, by the array's name.
+        position_of: the number of its file, and its position there, for every array, by the array's
+            name.
 
     Returns:
-        A file that the rank finishes as it is; others with the rank's arrays only, and without
-        literals.
+        The files that the rank finishes, unchanged; the others with only the rank's arrays, and
+        without literals.
     """
+    # Group the rank's arrays by file. Fragments may share an array.
     arrays_of: dict[int, dict[str, PlacedArray]] = {}
     for fragments in part.fragments.values():
         for fragment in fragments:
             assert fragment.array is not None, "fragments of a target are stored in arrays"
             number, placed = position_of[fragment.array.name]
             arrays_of.setdefault(number, {})[fragment.array.name] = placed
+    # Drop what the rank does not write: the result is sent to it.
     return tuple(
         images[number]
         if is_finished_by_rank(images[number])
@@ -388,21 +389,26 @@ def _images_of_rank(
 
 
 def check_same_positions(before: SaveLayout, after: SaveLayout) -> None:
-    """Raise unless the second layout has the tensors where ranks wrote them by the first one.
+    """Raise unless two layouts have the tensors of the first at the same positions.
+
+    Args:
+        before: the layout by which ranks wrote the tensors.
+        after: the layout with the other entries.
 
     Raises:
-        UnsupportedError: the format moves tensors when there are other entries.
+        UnsupportedError: the format moves tensors if there are other entries.
     """
     positions = after.positions()
     for name, position in before.positions().items():
         if positions.get(name) != position:
             raise UnsupportedError(
-                f"{after.target.format} moves tensors if there are other entries: from {position} to "
-                f"{positions.get(name)}",
+                f"other entries move a tensor in the format {after.target.format}, from {position} "
+                f"to {positions.get(name)}",
                 key=name,
-                hint="save to dcp, and convert that checkpoint",
+                hint="save to dcp and convert that checkpoint",
             )
 
 
 def _zeros(box: Box) -> tuple[int, ...]:
+    """Return the offset of a fragment that begins at its array's first element."""
     return (0,) * box.rank

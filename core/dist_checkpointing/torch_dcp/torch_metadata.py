@@ -1,8 +1,8 @@
 """``.metadata`` of a DCP directory as torch's own objects, read without unpickling the file.
 
-torch reads that file with an unrestricted ``pickle.load``, which executes whatever a crafted file
-asks for. ``core.formats.dcp.metadata`` reads it safely, into columns; here they become what torch's
-planners and readers expect.
+torch reads that file with an unrestricted ``pickle.load``, which lets a crafted file execute code.
+``core.formats.dcp.metadata`` reads it safely, into columns. This module turns the columns into the
+objects that torch's planners and readers expect.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``.
 """
@@ -34,7 +34,7 @@ from core.formats.dcp.format import metadata_of
 def read_torch_metadata(checkpoint_dir: str | Path) -> Metadata:
     """Read the metadata of a DCP or torch_dist directory as torch's object.
 
-    Megatron's data about tensors, where the file has them, become the attribute ``mcore_data``.
+    Megatron's data about tensors, if the file contains any, becomes the attribute ``mcore_data``.
 
     Raises:
         CheckpointingException: as ``core.formats.dcp.format.read``.
@@ -50,7 +50,8 @@ def torch_metadata(columns: DcpMetadata) -> Metadata:
     """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     items: dict[MetadataIndex, _StorageInfo] = {}
-    # torch finds the item of a chunk by key and offset; the number is a hint where to look first.
+    # Add the tensors. torch finds the item of a chunk by key and offset; the number is only a hint
+    # where to look first.
     for key, tensor in columns.tensors.items():
         chunks = []
         for number, (box, item) in enumerate(columns.chunks(key)):
@@ -65,6 +66,7 @@ def torch_metadata(columns: DcpMetadata) -> Metadata:
         entries[key] = TensorStorageMetadata(
             properties=properties, size=torch.Size(tensor.shape), chunks=chunks
         )
+    # Add the other entries, each of which is one stream.
     for key, item in columns.objects.items():
         entries[key] = BytesStorageMetadata()
         items[MetadataIndex(key)] = _StorageInfo(
@@ -77,6 +79,7 @@ def torch_metadata(columns: DcpMetadata) -> Metadata:
         storage_meta=StorageMeta(),
         version=columns.version,
     )
+    # Megatron-Core sets this attribute on torch's object, which has no such field.
     if isinstance(columns.mcore_data, Mapping):
         metadata.mcore_data = dict(columns.mcore_data)
     return metadata
