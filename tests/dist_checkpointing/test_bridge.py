@@ -148,7 +148,7 @@ def test_objects_come_back(tmp_path):
     assert bridge.load_objects([item.without_data()], tmp_path) == {
         "rng/shard_1_2": {"seed": [1, 2]}
     }
-    with pytest.raises(MissingShardError, match=r"It has these shards of rng: rng/shard_1_2"):
+    with pytest.raises(MissingShardError, match=r"these shards of rng: rng/shard_1_2"):
         bridge.load_objects([ShardedObject("rng", None, (2,), (0,))], tmp_path)
 
 

@@ -12,13 +12,13 @@ BATCH_BYTES = 512 << 20
 
 
 def batches(items: Iterable[T], n_bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield all items in their order, in lists of about ``BATCH_BYTES`` each.
+    """Yield all items in their order, in lists of at most ``BATCH_BYTES`` each.
 
     A larger item has a list of its own.
 
     Args:
         items: the items to divide.
-        n_bytes_of: return the size of an item, in bytes.
+        n_bytes_of: returns the size of an item, in bytes.
     """
     batch: list[T] = []
     total = 0

@@ -1,4 +1,4 @@
-"""The one place that turns ShardedTensors and ShardedObjects into the engine's types and back.
+"""Conversion of ShardedTensors and ShardedObjects into the engine's types and back.
 
 ::
 
@@ -6,8 +6,8 @@
                   ── live_tensor ───▶ core.live.tensors.LiveTensor (its memory, on the CPU)
     Catalog ── sharded_metadata ──▶ ShardedTensors and ShardedObjects without data
 
-Loading is ``core.live.load``, saving ``core.live.save`` (by ``prepared_save``): the engine that
-converts files, with memory in place of the files on one side.
+``core.live.load`` loads, and ``core.live.save`` saves (through ``prepared_save``). Both use the
+engine that converts files, with memory in place of the files on one side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from core.arrays.box import Box
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog
 from core.dist_checkpointing._engine.batches import batches
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
@@ -43,6 +43,7 @@ def chunk_of(tensor: ShardedTensor) -> Chunk:
         UnsupportedError: checkpoints do not support the dtype of the tensor.
     """
     name = dtype_name(tensor.dtype, key=tensor.key)
+    # The local shape lacks the prepended axes, along which the local tensor has the extent 1.
     box = Box(
         tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
     )
@@ -62,16 +63,18 @@ def live_tensor(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
 
     Args:
         chunk: the region that the tensor holds.
-        data: strided, and dense for a flat range. Its shape is the chunk's box without leading axes
-            of extent 1, or one axis for a flat range.
+        data: a strided tensor, dense for a flat range. Its shape is that of the chunk's box,
+            without leading axes of extent 1, or has one axis for a flat range.
 
     Raises:
-        UsageError: data and chunk disagree.
+        UsageError: the tensor has another dtype or another number of elements than the chunk.
+        UnsupportedError: the tensor is sparse.
     """
     check_data(chunk, data)
     if data.is_contiguous():
         return LiveTensor(chunk, memory_of(data))
     assert chunk.flat is None, "the caller makes flat ranges dense and keeps the copy"
+    # Leading axes have the extent 1, so their strides do not matter.
     return LiveTensor(
         chunk, memory_of(data), (0,) * (chunk.box.rank - data.dim()) + tuple(data.stride())
     )
@@ -86,12 +89,14 @@ def check_data(chunk: Chunk, data: torch.Tensor) -> None:
     """
     if data.numel() != chunk.n_elements or dtype_name(data.dtype, key=chunk.key) != chunk.dtype:
         raise UsageError(
-            f"the data has {data.numel()} elements of {data.dtype}, but the metadata states {chunk.n_elements} of "
-            f"{chunk.dtype}",
+            f"the data has {data.numel()} elements of {data.dtype}, but the metadata declares "
+            f"{chunk.n_elements} of {chunk.dtype}",
             key=chunk.key,
         )
     if data.layout != torch.strided:
-        raise UnsupportedError(f"tensors of layout {data.layout} cannot be stored", key=chunk.key)
+        raise UnsupportedError(
+            f"checkpoints cannot store tensors of layout {data.layout}", key=chunk.key
+        )
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
@@ -99,6 +104,7 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
     The memory is writable, and valid as long as the tensor is.
     """
+    # An empty tensor may have no address.
     if data.numel() == 0:
         return memoryview(bytearray())
     n_spanned = 1 + sum((n - 1) * step for n, step in zip(data.shape, data.stride(), strict=True))
@@ -111,14 +117,14 @@ def open_catalog(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalSto
     """Open the catalog and the files of a checkpoint directory, with tensors in their true shapes.
 
     Args:
-        checkpoint_dir: the directory itself, not a training root.
+        checkpoint_dir: the checkpoint itself, not a training root.
 
     Raises:
         CheckpointingException: the checkpoint is missing, incomplete, or in an unknown format.
-            Missing zarr chunks are errors, because Megatron's backend writes all.
     """
     with closing(LocalStore(Path(checkpoint_dir))) as store:
         catalog = sniffed(store).read(store)
+        # Zarr readers take a missing chunk for zeros, but Megatron's backend writes every chunk.
         for tensor in unstored(catalog):
             raise missing_chunk(tensor)
         yield in_true_shapes(catalog, catalog.tensors), store
@@ -127,14 +133,15 @@ def open_catalog(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalSto
 def sharded_metadata(
     checkpoint_dir: str | Path, *, tensors_only: bool = False
 ) -> dict[str, ShardedBase]:
-    """Return the content of a checkpoint, without data and sharding.
+    """Return the metadata of a checkpoint's tensors and objects, as if they were not sharded.
 
     Args:
         checkpoint_dir: of a distributed checkpoint.
-        tensors_only: leave out ShardedObjects.
+        tensors_only: skip ShardedObjects.
 
     Returns:
-        A ShardedTensor for each whole tensor, by key, and the ShardedObjects, by unique key.
+        A ShardedTensor without data for each complete tensor, by key, and the ShardedObjects
+        without data, by unique key.
 
     Raises:
         CheckpointingException: the checkpoint cannot be read.
@@ -151,7 +158,7 @@ def sharded_metadata(
 
 
 def whole_tensor(key: str, dtype: torch.dtype, shape: Sequence[int]) -> ShardedTensor:
-    """Return a ShardedTensor without data that is a whole global tensor."""
+    """Return a ShardedTensor without data that stands for a complete global tensor."""
     size = tuple(shape)
     return ShardedTensor(key, None, dtype, size, size, (0,) * len(size), (1,) * len(size))
 
@@ -160,12 +167,13 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -
     """Load the data of ShardedTensors from a checkpoint of any layout; not collective.
 
     Args:
-        tensors: with allocated ``data``, on any device and with any strides. They may be sharded in
-            another way than the checkpoint, have another dtype, or be a flattened range; those with
-            ``allow_shape_mismatch`` are zero where the checkpoint has no data.
+        tensors: tensors with allocated ``data``, on any device and with any strides. They may be
+            sharded in another way than the checkpoint, have another dtype, or be a flattened range.
+            Those with ``allow_shape_mismatch`` are zero where the checkpoint has no data.
         checkpoint_dir: of a distributed checkpoint.
 
     Raises:
+        UsageError: a tensor has no data.
         CheckpointingException: a tensor or a region of it is missing, a shape differs, or bytes are
             damaged.
     """
@@ -189,17 +197,18 @@ def fill_tensors(
 ) -> None:
     """Read regions of an opened checkpoint into tensors.
 
-    Tensors on a device, or not dense, are filled by way of host memory.
+    Tensors that are on a device or not dense are filled through host memory.
 
     Args:
-        pairs: the regions, each with its tensor; chunks of one key have one dtype.
+        pairs: the regions, each with its tensor; chunks with the same key have the same dtype.
         catalog, store: the checkpoint, with global tensors under the same keys.
         checks_crc: compare checksums where the checkpoint has them and complete records are read.
 
     Raises:
         CheckpointingException: as ``core.live.load.fill``.
     """
-    # Separate the tensors that can be read into directly.
+    # Separate the tensors whose memory can be read into. That of a conjugate or negative view has
+    # other values than the view.
     direct: list[LiveTensor] = []
     indirect: list[tuple[Chunk, torch.Tensor]] = []
     for chunk, tensor in pairs:
@@ -213,7 +222,7 @@ def fill_tensors(
         else:
             indirect.append((chunk, data))
     fill(direct, catalog, store, checks_crc=checks_crc)
-    # Read the others into host memory, in batches, and copy them.
+    # Read the others into host memory, in batches that bound it, and copy them.
     for batch in batches(indirect, lambda pair: pair[0].n_bytes):
         hosts = [torch.empty(data.shape, dtype=data.dtype) for _, data in batch]
         live_tensors = [
@@ -231,7 +240,7 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
 
     Raises:
         MissingShardError: an object is not in the checkpoint.
-        UnsafeError: an object names something that runs code.
+        UnsafeError: an object refers to something that runs code.
         CheckpointingException: an object cannot be read.
     """
     values: dict[str, object] = {}
@@ -239,6 +248,7 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
         for requested in objects:
             key = requested.unique_key
             item = catalog.objects.get(key)
+            # Name the shards that do exist: often the grid of objects had another size when saved.
             if item is None:
                 shards = [
                     name for name in catalog.objects if name.rpartition("/")[0] == requested.key
@@ -247,7 +257,7 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
                     "the object is not in the checkpoint",
                     key=key,
                     file=str(checkpoint_dir),
-                    hint=f"it has these shards of {requested.key}: {', '.join(shards[:8])}"
+                    hint=f"request one of these shards of {requested.key}: {', '.join(shards[:8])}"
                     if shards
                     else None,
                 )
@@ -256,19 +266,22 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
 
 
 def _read_object(catalog: Catalog, store: LocalStore, item: Any) -> object:
-    """Read the value of a ShardedObject, which a catalog has as a list of one value.
+    """Read the value of a ShardedObject.
 
     Raises:
-        UnsupportedError: the stored value is not a list of one value.
+        UnsupportedError: the stored value is not a list with one element.
+        CheckpointingException: the value cannot be read.
     """
+    # The value is a stream of its own, or a part of the catalog.
     if item.raw_key is not None:
         array = catalog.fragments(item.raw_key)[0].array
         value = load_stream(store, array, key=item.key)
     else:
         value = live_value(item.value, catalog, store, key=item.key)
+    # Megatron-Core wraps every ShardedObject in a list with one element.
     if not isinstance(value, list) or len(value) != 1:
         raise UnsupportedError(
-            "not the object of a ShardedObject, which is a list of one value", key=item.key
+            "not a ShardedObject, which is stored as a list with one element", key=item.key
         )
     return value[0]
 
@@ -276,48 +289,47 @@ def _read_object(catalog: Catalog, store: LocalStore, item: Any) -> object:
 def live_value(
     inert: object, catalog: Catalog, store: LocalStore, *, key: str | None = None
 ) -> object:
-    """Rebuild the live value of an inert one of an opened checkpoint; tensors inside are read.
+    """Rebuild a live value from an inert value in a catalog, and read the tensors inside.
 
     Objects of unknown classes become stand-ins, see ``_values.objects``.
 
     Args:
-        inert: a value of the catalog.
-        catalog, store: the checkpoint.
+        inert: a value in the catalog.
+        catalog, store: the opened checkpoint.
         key: name of the object, for errors.
 
     Raises:
-        UnsafeError: the value names something that runs code.
+        UnsafeError: the value refers to something that runs code.
         CheckpointingException: a tensor inside cannot be read.
     """
-    return live_object(inert, lambda name: _read_hidden_tensor(catalog, store, name), key=key)
 
+    def read_tensor(name: str) -> torch.Tensor:
+        meta = catalog.meta(name)
+        data = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
+        chunk = Chunk(name, meta.dtype, meta.shape, full_box(meta.shape))
+        fill([live_tensor(chunk, data)], replace(catalog, tensors=catalog.hidden), store)
+        return data
 
-def _read_hidden_tensor(catalog: Catalog, store: LocalStore, key: str) -> torch.Tensor:
-    """Read a tensor inside an object."""
-    meta = catalog.meta(key)
-    data = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
-    chunk = Chunk(key, meta.dtype, meta.shape, Box((0,) * len(meta.shape), meta.shape))
-    fill([live_tensor(chunk, data)], replace(catalog, tensors=catalog.hidden), store)
-    return data
+    return live_object(inert, read_tensor, key=key)
 
 
 def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
-    """Load the common state of a distributed checkpoint, in whatever way its format stores it.
+    """Load the common state of a distributed checkpoint.
 
     Objects of unknown classes become stand-ins, see ``_values.objects``.
 
     Raises:
         CorruptError: the stored value is not a dict.
-        UnsafeError: the state names something that runs code.
+        UnsafeError: the state refers to something that runs code.
         UnsupportedError: the format has no common state.
         CheckpointingException: the checkpoint cannot be read.
     """
     with open_catalog(checkpoint_dir) as (catalog, store):
         if catalog.common is None:
             raise UnsupportedError(
-                f"a {catalog.format} checkpoint has no common state",
+                f"{catalog.format} checkpoints have no common state",
                 file=str(checkpoint_dir),
-                hint="convert it: ckpt convert --to torch_dist",
+                hint="convert the checkpoint: ckpt convert --to torch_dist",
             )
         value = live_value(catalog.common, catalog, store)
         assert isinstance(value, dict), "the format has checked it"
@@ -325,6 +337,7 @@ def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
 
 
 def to_host(chunk: Chunk, data: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in host memory, dense for a flat range; not copied if it already is so."""
+    """Return the tensor in host memory, dense for a flat range; copied only if necessary."""
+    # Resolve lazy conjugation and negation, which the memory of the tensor does not show.
     host = data.cpu().resolve_conj().resolve_neg()
     return host if chunk.flat is None else host.contiguous()

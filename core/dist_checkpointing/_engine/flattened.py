@@ -1,7 +1,7 @@
 """Slices [start, stop) of flattened shards. Pure integer geometry.
 
-A distributed optimizer divides the flattened shard of a parameter between data-parallel ranks; the
-slice that one of them holds has the shard's ``local_shape`` and a ``flattened_range`` within it.
+A distributed optimizer divides the flattened shard of a parameter between data-parallel ranks. The
+slice of one rank has the shard's ``local_shape`` and a ``flattened_range`` within it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FlatPiece:
     """A run of elements of a slice that stays contiguous in a narrowed shard.
 
     Args:
-        held_start, held_stop: position in the held slice, in elements from its beginning.
+        held_start, held_stop: position in the rank's slice, in elements from its beginning.
         start, stop: flat element indices in the narrowed shard.
     """
 
@@ -31,10 +31,10 @@ class FlatPiece:
 def narrowed_pieces(
     shape: Shape, dim: int, start: int, length: int, *, held: range
 ) -> Iterator[FlatPiece]:
-    """Yield the pieces of a slice that lie in the rows of the shard that a narrowing keeps.
+    """Yield the runs of a slice that are in the rows of its shard that a narrowing keeps.
 
-    Those rows are one run of elements for every index before ``dim``, so along axis 0 there is at
-    most one piece.
+    The rows form one run of elements for every index of the axes before ``dim``, so along axis 0
+    there is at most one run.
 
     Args:
         shape: of the shard, in elements.
@@ -43,13 +43,15 @@ def narrowed_pieces(
         held: flat element indices of the slice, of step 1.
 
     Yields:
-        Pieces in C order, none of them empty.
+        Non-empty runs in C order.
     """
-    row = prod(shape[dim + 1 :])
-    run = row * length
+    row_elements = prod(shape[dim + 1 :])
+    run_elements = row_elements * length
     for index in range(prod(shape[:dim])):
-        first = (index * shape[dim] + start) * row
-        begin, end = max(first, held.start), min(first + run, held.stop)
+        # Cut the run of rows to the slice. All positions are in the complete shard.
+        run_start = (index * shape[dim] + start) * row_elements
+        begin, end = max(run_start, held.start), min(run_start + run_elements, held.stop)
         if begin < end:
-            moved = index * run - first
-            yield FlatPiece(begin - held.start, end - held.start, begin + moved, end + moved)
+            # In the narrowed shard, runs follow each other without gaps.
+            shift = index * run_elements - run_start
+            yield FlatPiece(begin - held.start, end - held.start, begin + shift, end + shift)

@@ -1,4 +1,4 @@
-"""Tensors of Transformer Engine that hold float8 values and scales but report a wider dtype."""
+"""Transformer Engine's tensors of float8 values and scales, which report a wider dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _CLASSES = frozenset({"Float8Tensor", "QuantizedTensor"})
 
 
 def is_float8tensor(tensor: Any) -> bool:
-    """Return whether a value is a float8 tensor of Transformer Engine, which need not be installed.
+    """Return whether a value is one of Transformer Engine's float8 tensors.
+
+    Transformer Engine need not be installed: its classes are recognised by name.
 
     Source: Transformer Engine 1.x (``Float8Tensor``) and 2.x (``QuantizedTensor``, the base of all
     its kinds).
@@ -24,4 +26,5 @@ def is_float8tensor(tensor: Any) -> bool:
 
 def dequantize(tensor: Any) -> Any:
     """Return the values of a float8 tensor as a plain tensor of the dtype that it reports."""
+    # Older versions have only from_float8().
     return tensor.dequantize() if hasattr(tensor, "dequantize") else tensor.from_float8()

@@ -6,8 +6,8 @@
     (collective)                  ── write ───▶ this rank's bytes
                                   ── finish ──▶ metadata, by one rank
 
-The agreement of the ranks (an ``Agreement``) serves the next save as well, as long as only the data
-change.
+The agreement of the ranks (an ``Agreement``) can be reused by later saves, as long as only the data
+changes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The outcome of the ranks' exchange of metadata, valid while only the data change.
+    """The outcome of the ranks' exchange of metadata, valid while only the data changes.
 
     Args:
-        format, options: of the target.
+        format, options: format of the target, and its write options.
         contributions: the tensors and objects of each rank, by rank.
         layout: the target catalog and its file images.
     """
@@ -63,7 +63,7 @@ class Agreement:
         number: int,
         n_ranks: int,
     ) -> bool:
-        """Return whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
+        """Return whether the save of rank ``number`` of ``n_ranks`` still has this layout."""
         return (
             (format.name, n_ranks) == (self.format.name, len(self.contributions))
             and options == self.options
@@ -78,7 +78,7 @@ class PreparedSave:
     ``write`` and ``finish`` do not communicate, so another process may run them.
 
     Args:
-        work: the engine's part, still without this rank's tensors.
+        work: the engine's description of the save, still without this rank's tensors.
         tensors: the tensors that this rank writes, on any device, each with its chunk.
     """
 
@@ -87,7 +87,7 @@ class PreparedSave:
 
     @property
     def agreement(self) -> Agreement:
-        """Return the agreement, to be passed as ``previous`` to the next save."""
+        """Agreement of the ranks, to be passed as ``previous`` to the next save."""
         return Agreement(
             self.work.format, self.work.options, self.work.contributions, self.work.laid_out()
         )
@@ -107,21 +107,22 @@ class PreparedSave:
         )
 
     def write(self) -> int:
-        """Write this rank's share into the directory.
+        """Write this rank's tensors and objects into the directory.
 
         Returns:
             Size of the written tensors, in bytes.
 
         Raises:
-            CheckpointingException: a file cannot be written; incomplete files stay.
+            CheckpointingException: a file cannot be written; incomplete files remain.
         """
+        # Keep the host copies in a list: a LiveTensor does not keep its memory alive.
         hosts = [(chunk, bridge.to_host(chunk, data)) for chunk, data in self.tensors]
         return replace(
             self.work, tensors=[bridge.live_tensor(chunk, host) for chunk, host in hosts]
         ).write()
 
     def finish(self) -> None:
-        """Write the metadata; called by one rank when all have written.
+        """Write the metadata; called by one rank after all ranks have written.
 
         Raises:
             CheckpointingException: a file cannot be written.
@@ -143,18 +144,18 @@ def prepare_save(
 
     Args:
         tensors: the tensors that this rank writes: main replicas with data, on any device.
-        objects: the objects that this rank writes, for formats that store ShardedObjects as items;
-            () for others.
+        objects: the objects that this rank writes if the format stores ShardedObjects as items,
+            else ().
         checkpoint_dir: an existing directory.
         format: name of a writable format.
         separation_hint: as in ``core.catalog.facets.WriteOptions``.
         threads: number of copying threads on each rank.
-        previous: agreement of an earlier save; if all ranks give one and it still fits, metadata
-            are neither exchanged nor computed.
+        previous: agreement of an earlier save. If all ranks pass one that still fits, metadata is
+            neither exchanged nor computed.
 
     Raises:
-        CheckpointingException: ranks disagree on a tensor, or the format cannot store it; on every
-            rank.
+        CheckpointingException: a tensor has no data, ranks disagree on a tensor, or the format
+            cannot store it; on every rank.
     """
     kind, options = format_called(format), WriteOptions(separation_hint=separation_hint)
 
@@ -167,12 +168,17 @@ def prepare_save(
             bridge.check_data(*pairs[-1])
         return pairs, [(item.unique_key, stream_of([item.data])) for item in objects]
 
-    # Collect what this rank writes, and the metadata of all ranks unless those of the earlier save still hold.
+    # Collect what this rank writes.
     pairs, streams = comm.together(prepare_own)
     contribution = ProcessContribution(
         tuple(chunk for chunk, _ in pairs), tuple((key, len(data)) for key, data in streams)
     )
-    agreed = previous if _still_fits(previous, kind, options, contribution) else None
+    # Reuse the earlier agreement only if it fits on all ranks. A rank without one must also vote.
+    fits = previous is not None and previous.fits(
+        kind, options, contribution, number=comm.rank(), n_ranks=comm.world_size()
+    )
+    agreed = None if comm.any_of_all(not fits) else previous
+    # Otherwise exchange the metadata of all ranks.
     work = LiveSave(
         format=kind,
         root=Path(checkpoint_dir),
@@ -184,23 +190,6 @@ def prepare_save(
         threads=threads,
         _layout=agreed.layout if agreed is not None else None,
     )
-    # Lay out the files on all ranks, so that an error is raised on all of them before any byte is written.
+    # Lay out the files on all ranks, so that an error is raised on all before any byte is written.
     comm.together(work.laid_out)
     return PreparedSave(work, pairs)
-
-
-def _still_fits(
-    previous: Agreement | None,
-    format: Format,
-    options: WriteOptions,
-    contribution: ProcessContribution,
-) -> bool:
-    """Return whether all ranks can use their earlier agreements; collective.
-
-    Called also by a rank that has none.
-    """
-    number, n_ranks = comm.rank(), comm.world_size()
-    fits = previous is not None and previous.fits(
-        format, options, contribution, number=number, n_ranks=n_ranks
-    )
-    return not comm.any_of_all(not fits)

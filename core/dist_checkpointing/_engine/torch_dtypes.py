@@ -12,7 +12,7 @@ def dtype_name(dtype: torch.dtype, *, key: str | None = None) -> str:
     """Return the canonical name of a torch dtype.
 
     Args:
-        dtype: of a tensor.
+        dtype: dtype of a tensor.
         key: name of the tensor, for the error.
 
     Raises:
@@ -20,7 +20,9 @@ def dtype_name(dtype: torch.dtype, *, key: str | None = None) -> str:
     """
     if not is_stored(dtype):
         raise UnsupportedError(
-            f"tensors of dtype {dtype} cannot be stored", key=key, hint="cast the tensor first"
+            f"checkpoints cannot store tensors of dtype {dtype}",
+            key=key,
+            hint="cast the tensor first",
         )
     return _plain_name(dtype)
 
@@ -36,4 +38,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _plain_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the module; most are the canonical names."""
     return str(dtype).removeprefix("torch.")
