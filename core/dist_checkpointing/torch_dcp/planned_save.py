@@ -129,15 +129,8 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
     # Collect the global tensors.
     chunks_by_rank = [[chunk_of(item) for item in plan.items if is_tensor(item)] for plan in plans]
     tensors = metas_of_chunks(chunk for chunks in chunks_by_rank for chunk in chunks)
-    # Assign every region to the first rank that has it. Empty regions are skipped, except that a
-    # tensor without elements needs one, because a format stores a tensor by its regions.
-    pieces: dict[str, dict[Box, int]] = {key: {} for key in tensors}
-    for rank, chunks in enumerate(chunks_by_rank):
-        for chunk in chunks:
-            if not chunk.box.is_empty:
-                pieces[chunk.key].setdefault(chunk.box, rank)
-            elif tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]:
-                pieces[chunk.key][full_box(chunk.shape)] = rank
+    # Assign every region to one rank, and check that the regions cover each tensor once.
+    pieces = _assign_pieces(chunks_by_rank, tensors)
     for key, writers in pieces.items():
         _check_pieces(tensors[key], writers)
     # Collect the other entries, and the paths that torch's planner has recorded.
@@ -149,6 +142,23 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
     return PlannedSave(
         tensors, pieces, tuple(objects), paths if paths_by_rank else None, len(plans)
     )
+
+
+def _assign_pieces(
+    chunks_by_rank: Sequence[Sequence[Chunk]], tensors: Mapping[str, TensorMeta]
+) -> dict[str, dict[Box, int]]:
+    """Return the regions of every tensor, each with the first rank that has it.
+
+    Empty regions are skipped, except that a tensor without elements has one region.
+    """
+    pieces: dict[str, dict[Box, int]] = {key: {} for key in tensors}
+    for rank, chunks in enumerate(chunks_by_rank):
+        for chunk in chunks:
+            if not chunk.box.is_empty:
+                pieces[chunk.key].setdefault(chunk.box, rank)
+            elif tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]:
+                pieces[chunk.key][full_box(chunk.shape)] = rank
+    return pieces
 
 
 def _check_pieces(tensor: TensorMeta, writers: Mapping[Box, int]) -> None:
