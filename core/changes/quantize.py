@@ -10,8 +10,8 @@ Scales of a tensor ``X``, by name:
 ``X_scale``         compressed-tensors and others (``….weight_scale``): one for each row, or tensor
 ==================  ===============================================================================
 
-The numbers are multiplied by either. The shape of the scales determines what a scale applies to, for
-a tensor whose last two axes are r × c:
+Both are factors. The shape of the scales determines what each scale applies to, for a tensor whose
+last two axes are r × c:
 
 - ``()`` or all extents 1: the complete tensor;
 - ``(…, r, 1)``: a row;
@@ -139,7 +139,8 @@ def dequantize(
             if bare
             else "omit --dequantize",
         )
-    # The scales are applied, and bitsandbytes' notes describe numbers that are gone: neither is kept.
+    # The scales are applied, and bitsandbytes' notes describe numbers that are gone: neither is
+    # kept.
     removed = {
         *scales_of.values(),
         *(key for weight in integers.values() for key in _row_formats(weight)),
@@ -152,7 +153,8 @@ def dequantize(
             shape = _block_of(catalog.tensors[key], catalog.tensors[scales_of[key]], block)
             encoding = Dequantized(weight, scales, shape, target.name)
         else:
-            # bitsandbytes stores the largest absolute value of a row, so its scale is that over 127.
+            # bitsandbytes stores the largest absolute value of a row, so its scale is that over
+            # 127.
             shape = (1, max(1, weight.shape[-1])) if scales.shape[:1] == weight.shape[:1] else None
             factor = _OVER_127 if integer.scheme.dequantize == _BITSANDBYTES else None
             note = next((source_of(catalog, note) for note in _row_formats(integer)), None)
@@ -262,7 +264,7 @@ def _find_integer_weights(
 
 
 def _row_formats(weight: QuantizedWeight) -> tuple[str, ...]:
-    """Return the key of bitsandbytes' ``weight_format`` (the order of the numbers), if it exists."""
+    """Return the key of bitsandbytes' ``weight_format`` (order of the numbers), if it exists."""
     return weight.others if weight.scheme.dequantize == _BITSANDBYTES else ()
 
 
@@ -319,8 +321,8 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     Args:
         rules: later rules win. ``None`` as glob stands for the matrices called ``….weight`` that
             DeepSeek-V3 stores in float8: no embeddings, output layers, norms, routers or optimizer
-            state, and of the tensors with more than two axes only stacked layers and experts. A glob
-            chooses among all tensors with at least two axes and 16 bits.
+            state, and of the tensors with more than two axes only stacked layers and experts. A
+            glob chooses among all tensors with at least two axes and 16 bits.
 
     Raises:
         UsageError: a rule requests a kind that is not in ``KINDS``, a glob matches no matrix, or

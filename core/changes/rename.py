@@ -4,8 +4,8 @@ The optimizer's entries follow their parameters: ``optimizer.state.model.w.exp_a
 ``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``, and so do Megatron's
 (``optimizer.state.exp_avg.w``). An optimizer may use the names that parameters have inside the
 model's container (``optimizer.state.w.exp_avg`` next to ``model.w``). Regular expressions apply to
-the optimizer's keys too; an entry that they change directly does not follow its parameter. The lists
-of names in parameter groups (``optimizer.param_groups.0.params``) always follow.
+the optimizer's keys too; an entry that they change directly does not follow its parameter. The
+lists of names in parameter groups (``optimizer.param_groups.0.params``) always follow.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> RenamedCatalog:
     """
     new_of = {key: key for key in (*catalog.tensors, *catalog.objects)}
     for prefix in prefixes:
-        # Refuse a prefix that no key begins with. It may be one inside the keys: name the option for
-        # that.
+        # Refuse a prefix that no key begins with. It may be one inside the keys: name the option
+        # for that.
         prefixed = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
         if not prefixed:
             inner = next((new for new in new_of.values() if prefix and f".{prefix}" in new), None)
@@ -148,8 +148,8 @@ def add_prefix(catalog: Catalog, prefix: str) -> RenamedCatalog:
     """
     if not prefix:
         raise UsageError("--add-prefix: the prefix is empty")
-    # Objects have no mark of the model: those of its modules are extra states, others are schedulers,
-    # random states and the like.
+    # Objects have no mark of the model: those of its modules are extra states, others are
+    # schedulers, random states and the like.
     model = {key for key in catalog.tensors if not is_optimizer_key(key)}
     modules = {key.partition(".")[0] for key in model if "." in key}
     model |= {
@@ -198,8 +198,8 @@ def owned_entries(catalog: Catalog) -> dict[str, OwnedEntry]:
     Parameter names that are not keys are looked up below the first names of the model's keys;
     all of them must be keys there, or none is assigned a parameter.
     """
-    # Split the keys, and look up their parameters. torch numbers the parameters of a state dict; such
-    # entries belong to no key.
+    # Split the keys, and look up their parameters. torch numbers the parameters of a state dict;
+    # such entries belong to no key.
     matches = {
         key: match
         for key in (*catalog.tensors, *catalog.objects)

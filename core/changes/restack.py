@@ -7,8 +7,9 @@
     model.layers.2.mlp.up_proj.weight (rows, cols) ┘ ◀─ unstack  (3, rows, cols)
 
 The number that is removed or added is the one after the first name of ``LAYERS`` in the key. So
-numbers of experts remain, and the optimizer's entries (``optimizer.state.model.layers.0.….exp_avg``)
-follow their parameters. A scalar (the optimizer's step) becomes one number per layer.
+numbers of experts remain, and the optimizer's entries
+(``optimizer.state.model.layers.0.….exp_avg``) follow their parameters. A scalar (the optimizer's
+step) becomes one number per layer.
 
 Only fragments change: the layers of a stacked tensor refer to the same arrays as before.
 """
@@ -62,7 +63,7 @@ class RestackedCatalog:
 def stack_layers(catalog: Catalog) -> RestackedCatalog:
     """Stack the tensors that every layer has, in one dtype and shape.
 
-    The highest number after the same first names (``model.layers``) determines the number of layers.
+    The highest number after the same first names (``model.layers``) gives the number of layers.
     Tensors that some layers lack, or have in another shape (as in the first layers of many
     mixture-of-experts models), remain one per layer.
 
@@ -334,8 +335,8 @@ def _layer_path(path: tuple[object, ...], head: str, number: str) -> tuple[objec
     for depth in range(1, len(path)):
         if join_path(path[:depth]) == head:
             return (*path[:depth], number, *path[depth:])
-    # Names with dots, as in a flat state dict: the number goes into the name that contains the end of
-    # ``head``.
+    # Names with dots, as in a flat state dict: the number goes into the name that contains the end
+    # of ``head``.
     so_far = ""
     for depth, name in enumerate(path):
         inner = head.removeprefix(so_far)

@@ -167,8 +167,8 @@ _NAMES_STATES = re.compile(
 def _reaches(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]:
     """Build the predicate for the keys of the tensors that a cast with a glob applies to.
 
-    It applies to optimizer state only if the glob names it, and to tensors of quantized weights only
-    if the glob ends with the last part of their names.
+    It applies to optimizer state only if the glob names it, and to tensors of quantized weights
+    only if the glob ends with the last part of their names.
     """
     matches = matcher(glob)
     names_states = _NAMES_STATES.search(glob) is not None

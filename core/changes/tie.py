@@ -1,7 +1,7 @@
 """Drop one of two equal tensors, or write a tensor twice.
 
-``tie`` proves that the tensors are equal: the fragments of the dropped tensor become replicas of the
-original, so the engine compares every byte of both while it copies, and a difference is a
+``tie`` proves that the tensors are equal: the fragments of the dropped tensor become replicas of
+the original, so the engine compares every byte of both while it copies, and a difference is a
 ``ReplicaMismatchError``.
 
 The optimizer's entries follow. Those of a dropped alias are dropped too, without a comparison: its

@@ -2,8 +2,8 @@
 
 ::
 
-    safetensors, .bin ─▶ flat keys + config.json ── to_megatron ─▶ global per-layer form ─▶ shard, stack
-                                                 ◀── to_hf ──
+    safetensors, .bin ─▶ flat keys + config.json ─ to_megatron ─▶ global per-layer form ─▶ shard …
+                                                 ◀─ to_hf ─
 
 The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.name_tables``). Sizes and
 features of a model come from the training arguments (``core.hf.traits``), which ``core.hf.config``

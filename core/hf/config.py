@@ -148,8 +148,8 @@ def arguments_of(
     args |= family.fixed_args
     args |= {name: _value(config, names) for name, names in family.config.items()}
     # Add those that are computed. The head size is optional in config.json and then follows from
-    # the hidden size. Megatron's latent attention has no key groups, and its kv_channels is the size
-    # of a value head.
+    # the hidden size. Megatron's latent attention has no key groups, and its kv_channels is the
+    # size of a value head.
     is_latent = "latent" in family.requires
     heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
     groups = count_of(config, "num_key_value_heads", default=heads)
@@ -205,8 +205,8 @@ def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if attention != mlp:
         raise UnsupportedError(
-            f"attention_bias is {attention} and mlp_bias is {mlp}; Megatron has one argument for both, "
-            "add_bias_linear",
+            f"attention_bias is {attention} and mlp_bias is {mlp}; "
+            "Megatron has one argument for both, add_bias_linear",
             file=CONFIG,
         )
     return attention

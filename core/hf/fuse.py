@@ -126,8 +126,8 @@ def _moved(fragment: Fragment, key: str, *, start: int, n_rows: int, to: int) ->
     stop = min(start + n_rows, box.end[0])
     if stop <= first:
         return None
-    # An array may have more axes than its fragment, which are aligned at the last one: a matrix in a
-    # stack has one less. If the array has fewer axes, it has no axis of rows to move along.
+    # An array may have more axes than its fragment, which are aligned at the last one: a matrix in
+    # a stack has one less. If the array has fewer axes, it has no axis of rows to move along.
     at = fragment.at
     row_axis = len(at) - box.rank
     n_skipped = first - box.offset[0]

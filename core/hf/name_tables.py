@@ -173,8 +173,8 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         yield from layer_pairs(
             model.kind_of(number), (f"{LAYERS}{number}.",), f"model.layers.{number}."
         )
-    # The final norm; the layers of multi-token prediction, whose last rule is their own norm; and the
-    # output layer, which Megatron saves after them.
+    # The final norm; the layers of multi-token prediction, whose last rule is their own norm; and
+    # the output layer, which Megatron saves after them.
     yield from (make_pair(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
     for number, hf in enumerate(mtp_layers):
         start = f"{MTP}{number}."

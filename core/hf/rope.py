@@ -5,7 +5,7 @@ rope_type   arguments
 ==========  ========================================================================================
 (none)      ``rotary_base``
 ``linear``  also ``rotary_seq_len_interpolation_factor``
-``llama3``  also ``use_rope_scaling``, ``rope_scaling_factor``; Megatron fixes the other three numbers
+``llama3``  also ``use_rope_scaling``, ``rope_scaling_factor``; Megatron fixes the others
 ``yarn``    latent attention only: ``rope_type`` "yarn", ``rotary_scaling_factor``, ``mscale`` …
 ==========  ========================================================================================
 
@@ -55,8 +55,8 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
         UnsupportedError: Megatron has no arguments for them.
         CorruptError: a number is missing or invalid.
     """
-    # Read the parameters under the names of both versions of transformers. Older files call the type
-    # "type" and keep rope_theta next to the scaling.
+    # Read the parameters under the names of both versions of transformers. Older files call the
+    # type "type" and keep rope_theta next to the scaling.
     parameters = _shared_parameters(config)
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
     parameters.pop("type", None)
@@ -107,7 +107,8 @@ def _llama3_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
     for name, fixed in _LLAMA3.items():
         if _number(parameters, name) != fixed:
             raise UnsupportedError(
-                f"{name} of the rotary scaling is {parameters[name]!r}; Megatron always uses {fixed}",
+                f"{name} of the rotary scaling is {parameters[name]!r}; "
+                f"Megatron always uses {fixed}",
                 file="config.json",
                 hint=_HINT,
             )

@@ -178,7 +178,8 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
     def take(key: str, part: int) -> Callable[[], list[Fragment]]:
         return lambda: fuse.take_apart(key, strips, part, true_fragments())
 
-    # Copies that transformers expects under a second name are written as part 0, which is all of it.
+    # Copies that transformers expects under a second name are written as part 0, which is all of
+    # it.
     keys = [(part.names[0], number, part.shape) for number, part in enumerate(pair.parts)]
     keys += [(key, 0, pair.shape) for key in pair.twins]
     return {
@@ -190,7 +191,8 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
 def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
     """List the entries that Hugging Face directories cannot store, as ``entries (reason)``."""
     dropped = [*catalog.dropped]
-    # Details of an optimizer that was dropped before mean nothing outside Megatron: one line for all.
+    # Details of an optimizer that was dropped before mean nothing outside Megatron: one line for
+    # all.
     if any(text.startswith("optimizer") for text in dropped):
         dropped = [
             "optimizer (dropped)",

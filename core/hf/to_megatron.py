@@ -197,10 +197,11 @@ def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
             key=weight.key,
             hint="apply the scales with --dequantize bf16"
             if weight.scheme.dequantize is not None
-            else "dequantize the model with the library that quantized it, save it, and convert that "
-            "copy",
+            else "dequantize the model with the library that quantized it, save it, and "
+            "convert that copy",
         )
-    # Scales without a quantized weight next to them: the weight is missing or has an unknown scheme.
+    # Scales without a quantized weight next to them: the weight is missing or has an unknown
+    # scheme.
     for key in catalog.tensors:
         if key.endswith(("_scale_inv", ".weight_scale", ".input_scale")):
             raise UnsupportedError(

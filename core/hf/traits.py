@@ -13,7 +13,7 @@ ffn            inner channels of a dense MLP
 experts        number of experts in a layer
 moe_ffn        inner channels of one expert
 shared_ffn     inner channels of all shared experts together
-q_lora, q_b    channels that queries are compressed to; channels of all query heads (latent attention)
+q_lora, q_b    channels that queries are compressed to; channels of all query heads (both latent)
 kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
 kv_b           channels of all keys, without the rotated ones, and all values
 hidden2        twice ``hidden``

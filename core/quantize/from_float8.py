@@ -202,7 +202,8 @@ class Dequantized:
                 (min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once)
             )
             return
-        # Each matrix along the leading axes has its own scales; read those of the blocks of its rows.
+        # Each matrix along the leading axes has its own scales; read those of the blocks of its
+        # rows.
         rows, _ = self.block
         n_blocks = 1 if len(self.scales.shape) == 1 else self.scales.shape[-1]
         for lead in product(

@@ -95,8 +95,8 @@ def quantized_weights(
     """
     method = method_of(config)
     rows = sorted(schemes(), key=lambda row: method not in row.methods)
-    # Try the rules for the declared method first, as the first rule that matches wins. A tensor belongs
-    # to one weight only, so tensors of recognised weights mark nothing.
+    # Try the rules for the declared method first, as the first rule that matches wins. A tensor
+    # belongs to one weight only, so tensors of recognised weights mark nothing.
     marks = tuple({row.mark for row in rows})
     claimed: set[str] = set()
     weights: list[QuantizedWeight] = []
@@ -123,7 +123,7 @@ def quantized_weights(
 def _match_rule(
     row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_declared: bool
 ) -> QuantizedWeight | None:
-    """Return the weight that a tensor marks according to a rule; None if the rule does not match."""
+    """Return the weight that a tensor marks by a rule; None if the rule does not match."""
     base = mark.removesuffix(row.mark)
     key = base + row.weight
     if not mark.endswith(row.mark) or key not in tensors or (row.needs_config and not is_declared):
@@ -146,7 +146,8 @@ def refused_scheme(weight: QuantizedWeight) -> UnsupportedError:
     return UnsupportedError(
         f"--dequantize: {weight.scheme.name} weights cannot be dequantized by ckpt",
         key=weight.key,
-        hint="dequantize the model with the library that quantized it, save it, and convert that",
+        hint="dequantize the model with the library that quantized it, save it, "
+        "and convert that copy",
     )
 
 

@@ -252,8 +252,9 @@ class Quantized:
         rows = weight.stripes_per_unit * BLOCK
         first, last = unit * rows, min((unit + 1) * rows, prod(weight.source.shape[:-1]))
         out: Any = np.empty((last - first, weight.n_columns), np.uint8)
-        # Units have a fixed number of rows, but the last stripe of a matrix may be lower. After it, a
-        # stripe may cross the end of a unit: compute it completely, and copy the rows of the unit.
+        # Units have a fixed number of rows, but the last stripe of a matrix may be lower. After it,
+        # a stripe may cross the end of a unit: compute it completely, and copy the rows of the
+        # unit.
         for stripe in range(weight.stripe_at(first), weight.stripe_at(last - 1) + 1):
             top, height = weight.top(stripe), weight.height(stripe)
             if first <= top and top + height <= last:
