@@ -128,21 +128,8 @@ def arguments_of(
         CorruptError: the configuration lacks a value, or contradicts itself.
         UnsupportedError: Megatron has no arguments for a value.
     """
-    # Refuse values that Megatron's implementation of the family does not have, before using any.
     config = {**family.defaults, **config}
-    for name, supported in family.fixed_config.items():
-        value = config.get(name)
-        if value is not None and value != supported:
-            raise UnsupportedError(
-                f"{name} is {value!r}; {family.model_type} models are only supported "
-                f"with {supported!r}",
-                file=CONFIG,
-            )
-    for name in family.absent:
-        if config.get(name) is not None:
-            raise UnsupportedError(
-                f"{name} is {config[name]!r}, which is not supported", file=CONFIG
-            )
+    _check_fixed(config, family)
     # Start with fixed arguments and those that only have another name in config.json.
     args: dict[str, object] = dict(_INITIAL_ARGUMENTS)
     args |= family.fixed_args
@@ -192,6 +179,23 @@ def arguments_of(
                 f"{groups} key heads for {heads} query heads in latent attention", file=CONFIG
             )
     return args | {other: args[name] for name, other in _ALIASES.items()}
+
+
+def _check_fixed(config: Mapping[str, object], family: Family) -> None:
+    """Raise UnsupportedError for values that Megatron's models of the family do not have."""
+    for name, supported in family.fixed_config.items():
+        value = config.get(name)
+        if value is not None and value != supported:
+            raise UnsupportedError(
+                f"{name} is {value!r}; {family.model_type} models are only supported "
+                f"with {supported!r}",
+                file=CONFIG,
+            )
+    for name in family.absent:
+        if config.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} is {config[name]!r}, which is not supported", file=CONFIG
+            )
 
 
 def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:

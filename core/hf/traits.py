@@ -149,17 +149,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         UnsupportedError: an argument is missing, or no supported family has its value.
         CorruptError: an argument is invalid.
     """
-    # Check the arguments before deriving anything from them. Types are compared too, as
-    # True == 1 in Python.
-    for name, allowed in _PLAIN.items():
-        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
-        if not any(
-            value is item or (type(value) is type(item) and value == item) for item in allowed
-        ):
-            raise UnsupportedError(
-                f"argument {name} is {value!r}; models with Hugging Face names have {allowed[0]!r}",
-                hint="none of the supported families has such models",
-            )
+    _check_values(fields)
 
     # Count heads, layers and experts. The limit on layers bounds the work that a damaged argument
     # can cause: every layer has at least one tensor.
@@ -211,6 +201,20 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         traits=traits,
         is_local=fields.get("transformer_impl") == "local",
     )
+
+
+def _check_values(fields: Mapping[str, object]) -> None:
+    """Raise UnsupportedError if an argument has a value that no supported family has."""
+    # Types are compared too, as True == 1 in Python.
+    for name, allowed in _PLAIN.items():
+        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
+        if not any(
+            value is item or (type(value) is type(item) and value == item) for item in allowed
+        ):
+            raise UnsupportedError(
+                f"argument {name} is {value!r}; models with Hugging Face names have {allowed[0]!r}",
+                hint="none of the supported families has such models",
+            )
 
 
 def _features(

@@ -186,11 +186,8 @@ def _check_experts(
                 is_lack=True,
             )
 
-    # Report a number that no setting explains. Shared experts may be stored with the others.
-    numbers_in_config = {n for name, n in _all_numbers(config) if "expert" in name.lower()}
-    possible = numbers_in_config | {
-        number + shared for number in declared[:_MOST_SIZES] for shared in numbers_in_config
-    }
+    # Report a number that no setting explains.
+    possible = _possible_expert_counts(config, declared)
     if declared and len(counts) == 1 and max(counts) not in possible:
         last = next(
             (f"{prefix}.{max(counts) - 1}" for prefix in numbers_of), next(iter(n_stacked), None)
@@ -204,6 +201,13 @@ def _check_experts(
             found=f"{max(counts)}",
             is_lack=max(counts) < declared[0],
         )
+
+
+def _possible_expert_counts(config: Mapping[str, object], declared: list[int]) -> set[int]:
+    """Return the possible numbers of experts in a layer, with or without shared experts."""
+    numbers = {number for name, number in _all_numbers(config) if "expert" in name.lower()}
+    # Shared experts may be stored with the others.
+    return numbers | {number + shared for number in declared[:_MOST_SIZES] for shared in numbers}
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,17 +79,8 @@ def check_model(
             hint="drop it with --no-optim",
         )
 
-    # Names of an unknown family cannot be compared, but some prefixes are never a model's.
-    wrapper = next(
-        (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
-    )
-    if describe_model(config) is None and wrapper is not None and weights:
-        raise UnknownTensorError(
-            f"all names begin with {wrapper!r}, as in a training framework's state dict; "
-            "transformers knows no such name and would start from random weights",
-            key=next(iter(weights)),
-            hint=f"remove it with --strip-prefix {wrapper}",
-        )
+    if describe_model(config) is None:
+        _refuse_wrapper(weights)
 
     # Note differences with which the model can still be used.
     notes = _dtype_notes(weights, config) if is_strict else []
@@ -122,6 +113,20 @@ def _prefix_error(
         hint=f"remove it with {options}"
         + (f", and give the {CONFIG} of this model" if remaining else ""),
     )
+
+
+def _refuse_wrapper(weights: Mapping[str, TensorMeta]) -> None:
+    """Raise UnknownTensorError if all names have the prefix of a training framework."""
+    wrapper = next(
+        (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
+    )
+    if wrapper is not None and weights:
+        raise UnknownTensorError(
+            f"all names begin with {wrapper!r}, as in a training framework's state dict; "
+            "transformers knows no such name and would start from random weights",
+            key=next(iter(weights)),
+            hint=f"remove it with --strip-prefix {wrapper}",
+        )
 
 
 def _dtype_notes(weights: Mapping[str, TensorMeta], config: Mapping[str, object]) -> list[str]:
