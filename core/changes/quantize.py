@@ -5,27 +5,26 @@ Both return a catalog in which some tensors are computed while they are copied
 
 Scales of a tensor ``X``, by name:
 
-=====================
-====================================================================================
- ``X_scale_inv``        DeepSeek-V3 and others: float32, one for each block of 128 × 128, row, or
- tensor
- ``X_scale``            compressed-tensors and others (``….weight_scale``): one for each row, or
- tensor
-=====================
-====================================================================================
+==================  ===============================================================================
+``X_scale_inv``     DeepSeek-V3 and others: float32, one for each block of 128 × 128, row, or tensor
+``X_scale``         compressed-tensors and others (``….weight_scale``): one for each row, or tensor
+==================  ===============================================================================
 
-Both multiply. By shape, for a tensor whose last two axes are r × c: ``()`` or all extents 1: one
-for all; ``(…, r, 1)``: one for each row; ``(…, ⌈r / block rows⌉, ⌈c / block columns⌉)``: one for
-each block.
+Both are factors. The shape of the scales determines what each scale applies to, for a tensor whose
+last two axes are r × c:
+
+- ``()`` or all extents 1: the complete tensor;
+- ``(…, r, 1)``: a row;
+- ``(…, ⌈r / block rows⌉, ⌈c / block columns⌉)``: a block.
 
 bitsandbytes' int8: ``….weight`` times the row's number in ``….SCB``, over 127. compressed-tensors'
-int8, where ``config.json`` states that scheme: ``….weight_scale``, one for each row or tensor.
+int8, if ``config.json`` declares that scheme: ``….weight_scale``, one for each row or tensor.
 
 Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale per tensor,
 ``()``.
 
-Tensors of more than two axes (stacked layers, experts) are many matrices, each with scales of its
-own.
+Tensors with more than two axes (stacked layers, experts) are many matrices, each with its own
+scales.
 
 Not supported, refused by the scheme's name (``core.quantize.schemes``): scales that divide, zero
 points, groups, packed types.
@@ -54,10 +53,10 @@ from core.quantize.source import source_of
 from core.quantize.to_float8 import BLOCK, Quantized, Scales, Weight
 
 KINDS = ("block", "tensor", "none")
-"""The kinds of scales that a rule of ``quantize`` may ask for."""
+"""The kinds of scales that a rule of ``quantize`` may request."""
 
 Rule = tuple[str | None, str]
-"""(glob, or None for the weights that are quantised by default; one of ``KINDS``)."""
+"""(glob, or None for the weights that are quantized by default; one of ``KINDS``)."""
 
 _SUFFIXES = ("_scale_inv", "_scale")
 _BITSANDBYTES, _INT8 = "bitsandbytes int8", "int8 scales"
@@ -80,8 +79,8 @@ class QuantizedCatalog:
         catalog: the changed catalog.
         keys: the tensors that changed, in order.
         remaining: float8 tensors that were not dequantized, or float matrices that were not
-        quantized.
-        notes: what the user should know.
+            quantized.
+        notes: messages for the user.
     """
 
     catalog: Catalog
@@ -98,7 +97,7 @@ def companion(meta: TensorMeta, keys: Container[str]) -> str | None:
 
 
 def is_float8(dtype: str) -> bool:
-    """Return whether a dtype is a float8 type with a mantissa, so not one of exponents alone."""
+    """Return whether a dtype is a float8 type with a mantissa (e8m0fnu has only an exponent)."""
     facts = dtype_of(dtype)
     return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
 
@@ -122,25 +121,29 @@ def dequantize(
         CorruptError: scales have a shape or dtype that does not fit, or belong to no tensor.
         UnsupportedError: ``dtype`` is not known, or the scheme of a weight cannot be dequantized.
     """
-    wanted = dtype_of(dtype)
-    if wanted.kind != "float" or wanted.itemsize < 2:
+    target = dtype_of(dtype)
+    if target.kind != "float" or target.itemsize < 2:
         raise UsageError(
             f"--dequantize: {dtype!r} is not a float type of 16 bits or more",
             hint="use bf16, fp16 or fp32",
         )
-    integers = _integer_weights(catalog, config)
-    float8_scales, bare = _float8_scales(catalog, block)
+
+    # Find the scales and check them all now, so that no error comes in the middle of copying.
+    integers = _find_integer_weights(catalog, config)
+    float8_scales, bare = _find_float8_scales(catalog, block)
     scales_of = {key: weight.scales[0] for key, weight in integers.items()} | float8_scales
     if not scales_of:
         raise UsageError(
             "--dequantize: no float8 or int8 tensor has scales",
             hint="if the float8 numbers are the values, cast with --dtype"
             if bare
-            else "leave --dequantize out",
+            else "omit --dequantize",
         )
+    # The scales are applied, and bitsandbytes' notes describe numbers that are gone: neither is
+    # kept.
     removed = {
         *scales_of.values(),
-        *(key for weight in integers.values() for key in _row_format(weight)),
+        *(key for weight in integers.values() for key in _row_formats(weight)),
     }
 
     @lru_cache(maxsize=_CACHED)
@@ -148,25 +151,27 @@ def dequantize(
         weight, scales = source_of(catalog, key), source_of(catalog, scales_of[key])
         if (integer := integers.get(key)) is None:
             shape = _block_of(catalog.tensors[key], catalog.tensors[scales_of[key]], block)
-            encoding = Dequantized(weight, scales, shape, wanted.name)
+            encoding = Dequantized(weight, scales, shape, target.name)
         else:
+            # bitsandbytes stores the largest absolute value of a row, so its scale is that over
+            # 127.
             shape = (1, max(1, weight.shape[-1])) if scales.shape[:1] == weight.shape[:1] else None
             factor = _OVER_127 if integer.scheme.dequantize == _BITSANDBYTES else None
-            note = next((source_of(catalog, note) for note in _row_format(integer)), None)
-            encoding = Dequantized(weight, scales, shape, wanted.name, factor, note)
-        return _one_array(key, wanted.name, weight.shape, Extent(weight.file, 0, encoding=encoding))
+            note = next((source_of(catalog, note) for note in _row_formats(integer)), None)
+            encoding = Dequantized(weight, scales, shape, target.name, factor, note)
+        return _one_array(key, target.name, weight.shape, Extent(weight.file, 0, encoding=encoding))
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         return computed(key) if key in scales_of else catalog.fragments(key)
 
-    # Remove the scales, and give their tensors the new dtype.
+    # Remove the scales, and give the dequantized tensors the new dtype.
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = map_leaves(
             skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
         )
     tensors = {
-        key: replace(meta, dtype=wanted.name) if key in scales_of else meta
+        key: replace(meta, dtype=target.name) if key in scales_of else meta
         for key, meta in catalog.tensors.items()
         if key not in removed
     }
@@ -177,17 +182,19 @@ def dequantize(
         skeleton=skeleton,
         aliases=_aliases_with_equal_scales(catalog, scales_of, tensors),
     )
-    notes = [f"{some_of(bare)}: float8 without scales, left as they are"] if bare else []
+
+    # Note the float8 tensors and scales that were not used.
+    notes = [f"{some_of(bare)}: float8 without scales, unchanged"] if bare else []
     activations = [
         key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)
     ]
-    notes += (
-        [f"{some_of(activations)}: scales of activations, left as they are"] if activations else []
-    )
+    notes += [f"{some_of(activations)}: scales of activations, unchanged"] if activations else []
     return QuantizedCatalog(result, tuple(scales_of), tuple(bare), tuple(notes))
 
 
-def _float8_scales(catalog: Catalog, block: tuple[int, int]) -> tuple[dict[str, str], list[str]]:
+def _find_float8_scales(
+    catalog: Catalog, block: tuple[int, int]
+) -> tuple[dict[str, str], list[str]]:
     """Find the scales of the float8 tensors, and check that they fit.
 
     Returns:
@@ -209,15 +216,16 @@ def _float8_scales(catalog: Catalog, block: tuple[int, int]) -> tuple[dict[str, 
             raise CorruptError(
                 "the tensor of these scales is missing",
                 key=key,
-                hint="copy the checkpoint again, or leave the scales out with --exclude if they are not needed",
+                hint="copy the checkpoint again, or drop the scales with --exclude if they are not "
+                "needed",
             )
     return scales_of, bare
 
 
-def _integer_weights(
+def _find_integer_weights(
     catalog: Catalog, config: Mapping[str, object] | None
 ) -> dict[str, QuantizedWeight]:
-    """Return the int8 weights with scales by key, and check that the scales fit.
+    """Find the int8 weights with scales by key, and check that the scales fit.
 
     Raises:
         UnsupportedError: the scheme of a weight cannot be dequantized.
@@ -229,10 +237,11 @@ def _integer_weights(
         scheme = weight.scheme
         if scheme.dequantize == "scales":
             continue  # float8
-        # More tensors than the scales would be zero points or an order of columns.
+        # Further scales or notes would be zero points or an order of columns.
         is_plain = scheme.dequantize == _BITSANDBYTES or len(weight.scales) == 1
         if scheme.dequantize is None or not is_plain:
             raise refused_scheme(weight)
+        # One scale per row or, except in bitsandbytes, per tensor.
         meta, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
         rows = meta.shape[0] if len(meta.shape) == 2 else None
         fits = {(rows,)} if scheme.dequantize == _BITSANDBYTES else {(rows, 1), (1,), (), (1, 1)}
@@ -243,26 +252,26 @@ def _integer_weights(
             and scales.shape[:1] == (rows,)
             and scales.shape not in fits
         ):
-            raise refused_scheme(weight)  # scales of groups
+            raise refused_scheme(weight)  # several scales per row: one for each group of columns
         if rows is None or scales.shape not in fits or kind.kind != "float" or kind.itemsize < 2:
             raise CorruptError(
-                f"scales of {scales.dtype} and shape {scales.shape} do not fit the {scheme.name} weight {weight.key!r} "
-                f"of shape {meta.shape}",
+                f"scales of {scales.dtype} and shape {scales.shape} do not fit "
+                f"the {scheme.name} weight {weight.key!r} of shape {meta.shape}",
                 key=scales.key,
             )
         weights[weight.key] = weight
     return weights
 
 
-def _row_format(weight: QuantizedWeight) -> tuple[str, ...]:
-    """Return the key of bitsandbytes' note on the order of the numbers, if there is one."""
+def _row_formats(weight: QuantizedWeight) -> tuple[str, ...]:
+    """Return the key of bitsandbytes' ``weight_format`` (order of the numbers), if it exists."""
     return weight.others if weight.scheme.dequantize == _BITSANDBYTES else ()
 
 
 def _block_of(
     meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]
 ) -> tuple[int, int] | None:
-    """Return rows and columns of a block, or None where one scale is for the whole tensor.
+    """Return rows and columns of a block, or None if one scale applies to the complete tensor.
 
     Raises:
         CorruptError: the scales do not fit the tensor.
@@ -270,8 +279,10 @@ def _block_of(
     facts = dtype_of(scales.dtype)
     if facts.kind != "float" or (facts.itemsize == 1 and facts.name != "float8_e8m0fnu"):
         raise CorruptError(
-            f"scales of {meta.key!r} are {scales.dtype}, which scales cannot be", key=scales.key
+            f"scales of {meta.key!r} are {scales.dtype}, not a float type for scales",
+            key=scales.key,
         )
+    # A row is a block as well: one of height 1, over all columns.
     shape = meta.shape
     if scales.n_elements == 1:
         return None
@@ -282,16 +293,17 @@ def _block_of(
         if scales.shape == (*lead, -(-rows // block[0]), -(-columns // block[1])):
             return block
     raise CorruptError(
-        f"scales of shape {scales.shape} do not fit {meta.key!r} of shape {shape} in blocks of {block[0]} × {block[1]}",
+        f"scales of shape {scales.shape} do not fit {meta.key!r} of shape {shape} "
+        f"in blocks of {block[0]} × {block[1]}",
         key=scales.key,
-        hint="check the block size, which is quantization_config.weight_block_size in config.json",
+        hint="check the block size: quantization_config.weight_block_size in config.json",
     )
 
 
 def _aliases_with_equal_scales(
     catalog: Catalog, scales_of: Mapping[str, str], tensors: Mapping[str, TensorMeta]
 ) -> dict[str, str]:
-    """Return the aliases, without float8 tensors that share their bytes but not their scales."""
+    """Return the aliases that have equal scales too: other float8 tensors become different ones."""
     first_of = aliases_among(catalog.aliases, catalog.tensors)
 
     def first(key: str | None) -> str | None:
@@ -307,16 +319,16 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     """Quantize the float matrices that the rules choose to float8_e4m3fn with scales.
 
     Args:
-        rules: later ones win. ``None`` as glob stands for the matrices called ``….weight`` that
-            DeepSeek-V3 has in
-            float8: no embeddings, output layers, norms, routers, and nothing of the optimizer; of
-            tensors with more than two axes only stacked layers and experts. A glob chooses among
-            all tensors of at least two axes and 16 bits.
+        rules: later rules win. ``None`` as glob stands for the matrices called ``….weight`` that
+            DeepSeek-V3 stores in float8: no embeddings, output layers, norms, routers or optimizer
+            state, and of the tensors with more than two axes only stacked layers and experts. A
+            glob chooses among all tensors with at least two axes and 16 bits.
 
     Raises:
-        UsageError: a rule asks for something else than ``KINDS``, a glob matches no matrix, or
+        UsageError: a rule requests a kind that is not in ``KINDS``, a glob matches no matrix, or
             scales exist already.
     """
+    # Choose the matrices, and name their scales.
     matrices = [
         key
         for key, meta in catalog.tensors.items()
@@ -324,7 +336,7 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
         and dtype_of(meta.dtype).kind == "float"
         and itemsize(meta.dtype) >= 2
     ]
-    kinds = _chosen_kinds(catalog, matrices, rules)
+    kinds = _choose_kinds(catalog, matrices, rules)
     scales_of = {key: f"{key}{_SUFFIXES[0]}" for key in kinds}
     taken = next(
         (new for new in scales_of.values() if new in catalog.tensors or new in catalog.objects),
@@ -333,7 +345,7 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     if taken is not None:
         raise UsageError("--quantize: scales exist already", key=taken)
 
-    # Each chosen tensor is followed by its scales.
+    # Add the scales, each right after its tensor.
     tensors: dict[str, TensorMeta] = {}
     for key, meta in catalog.tensors.items():
         tensors[key] = replace(meta, dtype="float8_e4m3fn") if key in kinds else meta
@@ -346,6 +358,9 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
                 else ()
             )
             tensors[new] = TensorMeta(new, "float32", blocks)
+
+    # Compute the numbers and their scales while they are copied. Both read the same Weight, so that
+    # the scales are computed once for both.
     weight_of_scales = {new: key for key, new in scales_of.items()}
 
     @lru_cache(maxsize=2 * _CACHED)
@@ -373,25 +388,26 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     return QuantizedCatalog(result, tuple(kinds), tuple(remaining), ())
 
 
-def _chosen_kinds(
+def _choose_kinds(
     catalog: Catalog, matrices: Sequence[str], rules: Sequence[Rule]
 ) -> dict[str, str]:
     """Return the kind of scales of each matrix that the rules choose, in the order of ``matrices``.
 
     Raises:
-        UsageError: a rule asks for an unknown kind, or its glob matches no matrix.
+        UsageError: a rule requests an unknown kind, or its glob matches no matrix.
     """
     kind_of: dict[str, str] = {}
     for glob, kind in rules:
         if kind not in KINDS:
-            raise UsageError(f"--quantize: {kind!r} is none of: {', '.join(KINDS)}")
+            raise UsageError(f"--quantize: {kind!r} is not one of {', '.join(KINDS)}")
         if glob is None:
             chosen = [key for key in matrices if _is_default(catalog.tensors[key])]
         else:
             chosen = list(filter(matcher(glob), matrices))
         if not chosen:
             raise UsageError(
-                f"--quantize: no matrix {'is a linear weight' if glob is None else f'matches {glob!r}'}",
+                "--quantize: no matrix "
+                + ("is a linear weight" if glob is None else f"matches {glob!r}"),
                 hint=LIST_THEM,
             )
         kind_of.update(dict.fromkeys(chosen, kind))
@@ -406,6 +422,7 @@ def _is_default(meta: TensorMeta) -> bool:
 
 
 def _one_array(key: str, dtype: str, shape: Shape, extent: Extent) -> Sequence[Fragment]:
+    """Return the single fragment of a tensor that is computed."""
     return (whole_fragment(key, StoredArray(key, dtype, shape, extent)),)
 
 
@@ -416,6 +433,7 @@ def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:
         leaves[entry.path] = entry.leaf
         new = scales_of.get(entry.key) if isinstance(entry.leaf, TensorLeaf) else None
         if new is not None:
+            # A list has no place for a name: such scales go to the root, under their full key.
             name = entry.path[-1]
             path = (
                 (new,)

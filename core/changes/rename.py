@@ -2,10 +2,10 @@
 
 The optimizer's entries follow their parameters: ``optimizer.state.model.w.exp_avg`` becomes
 ``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``, and so do Megatron's
-(``optimizer.state.exp_avg.w``). An optimizer may name parameters as they are called inside of the
-model's container (``optimizer.state.w.exp_avg`` beside ``model.w``). Regular expressions see the
-optimizer's keys too; an entry that they change themselves does not follow. The lists of names in
-parameter groups (``optimizer.param_groups.0.params``) do.
+(``optimizer.state.exp_avg.w``). An optimizer may use the names that parameters have inside the
+model's container (``optimizer.state.w.exp_avg`` next to ``model.w``). Regular expressions apply to
+the optimizer's keys too; an entry that they change directly does not follow its parameter. The
+lists of names in parameter groups (``optimizer.param_groups.0.params``) always follow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from core.pickle.nesting import LeafEntry, entries, join_path, nest_leaves
 
 _OPTIMIZER = re.compile(
     r"(^|\.)(optimizer|optimizers|optim|optimizer_states?)\.|^(optimizer|optim)$"
-    r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)(\.|$)"
+    r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)"
+    r"(\.|$)"
 )
 _OF_PARAMETER = re.compile(
     r"(?P<before>(?:.*?\.)??(?:state|param_groups)\.)(?P<parameter>.+)(?P<after>\.[^.]+)", re.DOTALL
@@ -51,7 +52,7 @@ class RenamedCatalog:
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Return whether a key names optimizer state such as moments, masters and steps."""
+    """Return whether a key names optimizer state such as moments, master weights and steps."""
     return _OPTIMIZER.search(key) is not None
 
 
@@ -64,6 +65,7 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog
     Raises:
         UsageError: a pattern is not a regular expression, matches nothing, or two keys become one.
     """
+    # Compile the rules.
     compiled = []
     for pattern, replacement in rules:
         try:
@@ -72,6 +74,8 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog
             raise UsageError(f"--rename: {pattern!r} is not a regular expression: {err}") from err
     if not compiled:
         return RenamedCatalog(catalog)
+
+    # Apply them to every key, each to the result of the one before.
     new_of: dict[str, str] = {}
     used = [False] * len(compiled)
     for key in (*catalog.tensors, *catalog.objects):
@@ -79,13 +83,15 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog
         for number, (expression, replacement) in enumerate(compiled):
             try:
                 substituted = expression.sub(replacement, new)
-            except (re.error, IndexError) as err:
+            except (re.error, IndexError) as err:  # a group that the expression does not have
                 raise UsageError(
                     f"--rename: {replacement!r} does not fit {expression.pattern!r}: {err}"
                 ) from err
             used[number] |= substituted != new
             new = substituted
         new_of[key] = new
+
+    # A rule that matches nothing is a typing error.
     for (expression, _), was_used in zip(compiled, used, strict=True):
         if not was_used:
             raise UsageError(f"--rename: {expression.pattern!r} matches no key", hint=LIST_THEM)
@@ -103,6 +109,8 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> RenamedCatalog:
     """
     new_of = {key: key for key in (*catalog.tensors, *catalog.objects)}
     for prefix in prefixes:
+        # Refuse a prefix that no key begins with. It may be one inside the keys: name the option
+        # for that.
         prefixed = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
         if not prefixed:
             inner = next((new for new in new_of.values() if prefix and f".{prefix}" in new), None)
@@ -112,12 +120,13 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> RenamedCatalog:
                 else f"{inner!r} contains it: use --rename '{re.escape(prefix)}='"
             )
             raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=hint)
+        # Refuse "model" for "model.": every key would begin with a dot.
         dotted = next((key for key in prefixed if new_of[key].startswith(f"{prefix}.")), None)
         if dotted is not None:
             raise UsageError(
-                f"--strip-prefix: {prefix!r} leaves a dot in front",
+                f"--strip-prefix: without {prefix!r} the key begins with a dot",
                 key=dotted,
-                hint=f"use {prefix}. with the dot",
+                hint=f"include the dot: --strip-prefix {prefix}.",
             )
         new_of = {
             key: new[len(prefix) :] if key in prefixed else new for key, new in new_of.items()
@@ -139,6 +148,8 @@ def add_prefix(catalog: Catalog, prefix: str) -> RenamedCatalog:
     """
     if not prefix:
         raise UsageError("--add-prefix: the prefix is empty")
+    # Objects have no mark of the model: those of its modules are extra states, others are
+    # schedulers, random states and the like.
     model = {key for key in catalog.tensors if not is_optimizer_key(key)}
     modules = {key.partition(".")[0] for key in model if "." in key}
     model |= {
@@ -158,8 +169,8 @@ class OwnedEntry:
 
     Args:
         before, parameter, after: the parts of its key: ``optimizer.state.``, ``w``, ``.exp_avg``,
-        or Megatron's ``optimizer.state.exp_avg.``, ``w`` and nothing.
-        tensor: the key of the parameter's tensor, which may stand in a container (``model.w``).
+            or Megatron's ``optimizer.state.exp_avg.``, ``w`` and the empty string.
+        tensor: the key of the parameter's tensor, which may be in a container (``model.w``).
     """
 
     before: str
@@ -185,8 +196,10 @@ def owned_entries(catalog: Catalog) -> dict[str, OwnedEntry]:
     """Return the optimizer's entries that belong to a parameter of the catalog, by key.
 
     Parameter names that are not keys are looked up below the first names of the model's keys;
-    either all or none of them must be there.
+    all of them must be keys there, or none is assigned a parameter.
     """
+    # Split the keys, and look up their parameters. torch numbers the parameters of a state dict;
+    # such entries belong to no key.
     matches = {
         key: match
         for key in (*catalog.tensors, *catalog.objects)
@@ -194,18 +207,18 @@ def owned_entries(catalog: Catalog) -> dict[str, OwnedEntry]:
     }
     names = {match["parameter"] for match in matches.values() if not match["parameter"].isdecimal()}
     tensor_of = {name: name for name in names if name in catalog.tensors}
-    rest = names - tensor_of.keys()
-    if rest:
-        # Find the container, such as ``model.``, in which all the other names are keys.
-        first = min(rest)
+    unresolved = names - tensor_of.keys()
+    if unresolved:
+        # Find the shortest container, such as ``model.``, in which all the other names are keys.
+        first = min(unresolved)
         tensors = [
             key
             for key in catalog.tensors
             if key.endswith(f".{first}") and not is_optimizer_key(key)
         ]
         for container in sorted((key[: -len(first)] for key in tensors), key=len):
-            if all(container + name in catalog.tensors for name in rest):
-                tensor_of |= {name: container + name for name in rest}
+            if all(container + name in catalog.tensors for name in unresolved):
+                tensor_of |= {name: container + name for name in unresolved}
                 break
     return {
         key: OwnedEntry(
@@ -217,7 +230,7 @@ def owned_entries(catalog: Catalog) -> dict[str, OwnedEntry]:
 
 
 def _with_states(catalog: Catalog, new_of: Mapping[str, str]) -> dict[str, str]:
-    """Return the new keys, with those of the optimizer's entries following their parameters."""
+    """Add new keys for the optimizer's entries of the parameters that get a new one."""
     result = dict(new_of)
     for key, entry in owned_entries(catalog).items():
         if new_of[key] == key and new_of[entry.tensor] != entry.tensor:
@@ -230,7 +243,7 @@ def _under(catalog: Catalog, new_of: Mapping[str, str], *, option: str) -> Renam
 
     Args:
         new_of: old key → new key, for every tensor and object.
-        option: the option that asked for it, for errors.
+        option: name of the option, for errors.
 
     Raises:
         UsageError: a new key is empty, or two keys become one.
@@ -238,7 +251,7 @@ def _under(catalog: Catalog, new_of: Mapping[str, str], *, option: str) -> Renam
     old_of: dict[str, str] = {}
     for old, new in new_of.items():
         if not new:
-            raise UsageError(f"{option} leaves an empty key", key=old)
+            raise UsageError(f"{option} results in an empty key", key=old)
         if new in old_of:
             raise UsageError(f"{option} gives {old_of[new]!r} and {old!r} the same key", key=new)
         old_of[new] = old
@@ -248,16 +261,17 @@ def _under(catalog: Catalog, new_of: Mapping[str, str], *, option: str) -> Renam
 
 
 def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:
-    """Return the catalog whose parameter groups list the new names of parameters.
+    """Replace the names of parameters in the parameter groups.
 
-    A group names its parameters as the optimizer's entries do, which need not be as the model's
-    keys do (``optimizer.state.w.exp_avg`` beside ``model.w``).
+    A group uses the names of the optimizer's entries, which may differ from the model's keys
+    (``optimizer.state.w.exp_avg`` next to ``model.w``).
 
     Args:
-        new_of: old key → new keys, of the keys that change: several where a tensor is taken apart,
-            none where it is left out.
+        new_of: old key → new keys, of the keys that change: several if a tensor is split, none if
+            it is dropped.
     """
-    # Find the names by which the optimizer's entries call the parameters.
+    # Add the names of the parameters in the optimizer's entries. A parameter whose entries moved
+    # elsewhere keeps its name; one whose entries were dropped loses it.
     names = dict(new_of)
     for key, new_keys in new_of.items():
         old, matches = _of_parameter(key), [_of_parameter(new) for new in new_keys]
@@ -276,7 +290,7 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
         ]
         return list(dict.fromkeys(result))
 
-    # Rename in the groups that are objects, and in those of Megatron's optimizer.
+    # Replace them in the groups that are objects, and in those of Megatron's optimizer.
     objects = {
         key: replace(item, value=with_new_names(item.value))
         if _PARAMETERS.fullmatch(key) is not None and isinstance(item.value, list)
@@ -296,7 +310,7 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
 
 
 def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
-    """Return the catalog under new keys.
+    """Replace the keys of a catalog wherever it refers to a tensor or object.
 
     Args:
         new_of: old key → new key, for every tensor and object; the new keys are unique.
@@ -306,6 +320,7 @@ def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
     def fragments_of(key: str) -> list[Fragment]:
         return [replace(fragment, key=key) for fragment in catalog.fragments(old_of.get(key, key))]
 
+    # Facets refer to keys as well: the order in rank files, and facts by tensor.
     model, torch_dist = catalog.facet(MegatronModel), catalog.facet(TorchDistFacts)
     if model is not None and model.order is not None:
         catalog = catalog.with_facet(
@@ -330,11 +345,11 @@ def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
 
 
 def move_leaves(skeleton: object, new_of: Mapping[str, str]) -> object:
-    """Return a skeleton under new keys.
+    """Move the leaves of a skeleton to the paths of their new keys.
 
-    A leaf whose new key begins with the path of its old container stays in it, and so do the
-    containers around its name that the new key still names; any other leaf goes to the root, under
-    its whole new key. Leaves that get the same key become one leaf, where the first of them was.
+    A leaf stays in its container if its new key begins with the container's path, and containers
+    within it remain as far as the new key names them. Any other leaf goes to the root, under its
+    complete new key. Leaves that get the same key become one leaf, at the position of the first.
 
     Args:
         new_of: old key → new key; keys that are missing do not change.
@@ -377,19 +392,23 @@ def new_path(entry: LeafEntry, new: str) -> tuple[object, ...]:
     path = entry.path
     if new == entry.key:
         return path
+    # The innermost container that the new key still begins with.
     for depth in range(len(path) - 1, 0, -1):
         prefix = join_path(path[:depth]) + "."
         if new.startswith(prefix) and len(new) > len(prefix):
-            return (*path[:depth], *_below(path[depth + 1 :], new[len(prefix) :]))
+            return (*path[:depth], *_split_below(path[depth + 1 :], new[len(prefix) :]))
     return (new,)
 
 
-def _below(names: tuple[object, ...], rest: str) -> tuple[object, ...]:
-    """Return ``rest`` of a key as a path that ends with as many of ``names`` as it still has."""
+def _split_below(names: tuple[object, ...], key: str) -> tuple[object, ...]:
+    """Split the end of a key into a path that ends with as many of ``names`` as it still has.
+
+    Names may contain dots, so that the key alone does not determine the path.
+    """
     for first in range(len(names)):
         tail = join_path(names[first:])
-        if rest == tail:
+        if key == tail:
             return names[first:]
-        if rest.endswith(f".{tail}") and len(rest) > len(tail) + 1:
-            return (rest[: -len(tail) - 1], *names[first:])
-    return (rest,)
+        if key.endswith(f".{tail}") and len(key) > len(tail) + 1:
+            return (key[: -len(tail) - 1], *names[first:])
+    return (key,)

@@ -1,17 +1,17 @@
-"""Stack the layers' tensors along a new first axis, or take them apart.
+"""Stack the layers' tensors along a new first axis, or unstack them.
 
 ::
 
     model.layers.0.mlp.up_proj.weight (rows, cols) ┐
-    model.layers.1.mlp.up_proj.weight (rows, cols) ├─ stack ─▶  model.layers.mlp.up_proj.weight (3,
-    rows, cols)
-    model.layers.2.mlp.up_proj.weight (rows, cols) ┘ ◀ unstack ─
+    model.layers.1.mlp.up_proj.weight (rows, cols) ├─ stack ─▶   model.layers.mlp.up_proj.weight
+    model.layers.2.mlp.up_proj.weight (rows, cols) ┘ ◀─ unstack  (3, rows, cols)
 
-The number that is removed or added is the one behind the first name of ``LAYERS`` in the key. So
-numbers of experts stay, and the optimizer's entries (``optimizer.state.model.layers.0.….exp_avg``)
-follow their parameters. A scalar (the optimizer's step) becomes one number per layer.
+The number that is removed or added is the one after the first name of ``LAYERS`` in the key. So
+numbers of experts remain, and the optimizer's entries
+(``optimizer.state.model.layers.0.….exp_avg``) follow their parameters. A scalar (the optimizer's
+step) becomes one number per layer.
 
-Only fragments change: a layer of a stacked tensor lies where it lay.
+Only fragments change: the layers of a stacked tensor refer to the same arrays as before.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _ALL = re.compile(rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<tail>(?!\d+\.).+)", 
 _USUAL = re.compile(rf"(?:.*?\.)??{LAYERS[0]}\.(?!\d+\.).+", re.DOTALL)
 _NUMBERED = re.compile(r"(^|\.)state\.\d+\.[^.]+$")
 MAX_LAYERS = 10_000
-"""A tensor with a longer first axis is not taken for stacked layers."""
+"""Maximum length of a first axis of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestackedCatalog:
-    """A catalog with its layers stacked or taken apart.
+    """A catalog with its layers stacked or unstacked.
 
     Args:
         catalog: the changed catalog.
-        n_groups: how many stacked tensors were made or taken apart.
-        notes: layers that stayed as they were, and why.
+        n_groups: number of stacked tensors that were created or split.
+        notes: layers that are unchanged, and why.
     """
 
     catalog: Catalog
@@ -63,9 +63,9 @@ class RestackedCatalog:
 def stack_layers(catalog: Catalog) -> RestackedCatalog:
     """Stack the tensors that every layer has, in one dtype and shape.
 
-    The highest number behind the same first names (``model.layers``) determines how many layers
-    there are. Tensors that some layers lack, or have in another shape (the first layers of many
-    mixture-of-experts models), stay one per layer.
+    The highest number after the same first names (``model.layers``) gives the number of layers.
+    Tensors that some layers lack, or have in another shape (as in the first layers of many
+    mixture-of-experts models), remain one per layer.
 
     Raises:
         UsageError: no tensor's key has a layer's number, or a stacked key exists already.
@@ -82,53 +82,51 @@ def stack_layers(catalog: Catalog) -> RestackedCatalog:
     if not groups:
         raise UsageError(
             "--stack-layers: no key has a layer number",
-            hint=f"it must follow one of the names {', '.join(LAYERS)}",
+            hint=f"the number must follow one of the names {', '.join(LAYERS)}",
         )
 
-    # Stack the groups that have the same tensor in every layer, and say why the others cannot be stacked.
+    # Choose the groups with the same tensor in every layer; note why the others cannot be stacked.
     parts: dict[str, list[str]] = {}
     unstacked: dict[str, list[str]] = {}
     for (head, tail), members in groups.items():
-        reason = _reason_against_stacking(members, n_layers[head])
-        if reason is None:
-            parts[f"{head}.{tail}"] = [members[number].key for number in range(n_layers[head])]
+        if len(members) != n_layers[head]:
+            reason = f"not all of the {n_layers[head]} layers have them"
+        elif len({(meta.dtype, meta.shape) for meta in members.values()}) > 1:
+            reason = "their shapes or dtypes differ between layers"
         else:
-            unstacked.setdefault(reason, []).append(f"{head}.[{ranges(members)}].{tail}")
+            parts[f"{head}.{tail}"] = [members[number].key for number in range(n_layers[head])]
+            continue
+        unstacked.setdefault(reason, []).append(f"{head}.[{ranges(members)}].{tail}")
     taken = next((key for key in parts if key in catalog.tensors or key in catalog.objects), None)
     if taken is not None:
         raise UsageError("--stack-layers: an entry with this name exists already", key=taken)
     notes = [
-        f"{some_of(keys)} stay one tensor per layer: {reason}" for reason, keys in unstacked.items()
+        f"{some_of(keys)} remain one tensor per layer: {reason}"
+        for reason, keys in unstacked.items()
     ]
     return RestackedCatalog(
-        _with_stacked(catalog, parts), len(parts), (*notes, *_numbered_state_notes(catalog))
+        _replace_by_stacks(catalog, parts), len(parts), (*notes, *_numbered_state_notes(catalog))
     )
 
 
 def _numbered_state_notes(catalog: Catalog) -> list[str]:
-    """Return a note if the optimizer counts the parameters, whose number has changed."""
+    """Return a note if the optimizer refers to parameters by number, as their numbers changed."""
     if not any(_NUMBERED.search(key) and is_optimizer_key(key) for key in catalog.tensors):
         return []
-    return [
-        "the optimizer state refers to parameters by number and is unchanged, so it no longer matches the model"
-    ]
+    note = (
+        "the optimizer state refers to parameters by number and is unchanged, "
+        "so it no longer matches the model"
+    )
+    return [note]
 
 
-def _reason_against_stacking(members: Mapping[int, TensorMeta], n_layers: int) -> str | None:
-    """Return why a group of tensors cannot be stacked, or None if it can."""
-    if len(members) != n_layers:
-        return f"not all of the {n_layers} layers have them"
-    if len({(meta.dtype, meta.shape) for meta in members.values()}) > 1:
-        return "their shapes or dtypes differ between layers"
-    return None
-
-
-def _with_stacked(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> Catalog:
-    """Return the catalog with groups of tensors stacked.
+def _replace_by_stacks(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> Catalog:
+    """Replace groups of tensors by stacked tensors.
 
     Args:
         parts: key of each stacked tensor → keys of its layers in order.
     """
+    # A stacked tensor takes the position of its first layer.
     new_of = {key: new for new, keys in parts.items() for key in keys}
     tensors: dict[str, TensorMeta] = {}
     for key, meta in catalog.tensors.items():
@@ -158,17 +156,17 @@ def _with_stacked(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> Catal
 
 
 def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedCatalog:
-    """Take stacked tensors apart, into one tensor per layer.
+    """Split stacked tensors into one tensor per layer.
 
     Args:
-        patterns: globs of ``core.catalog.key_patterns`` over the keys of stacked tensors. Without
-            any: every tensor with ``layers`` in its key, and no number behind it.
+        patterns: globs of ``core.catalog.key_patterns`` over the keys of stacked tensors. Empty for
+            every tensor with ``layers`` in its key and no number after it.
 
     Raises:
         UsageError: a pattern matches nothing, a key has no position for a number, the first axes of
-            tensors behind the same names differ, or a layer's key exists already.
+            tensors after the same names differ, or a layer's key exists already.
     """
-    # Find where in each key the layer's number goes.
+    # Find the position of the layer's number in each key.
     heads: dict[str, list[TensorMeta]] = {}
     halves: dict[str, tuple[str, str]] = {}
     for key in _stacked_keys(catalog, patterns):
@@ -181,6 +179,7 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
             )
         halves[key] = match["head"], match["tail"]
         heads.setdefault(match["head"], []).append(catalog.tensors[key])
+    # Tensors after the same names belong to the same layers.
     for metas in heads.values():
         _check_first_axes(metas)
 
@@ -193,7 +192,7 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
         )
         if taken is not None:
             raise UsageError("--unstack-layers: an entry with this name exists already", key=taken)
-    result = _with_unstacked(catalog, parts, {key: head for key, (head, _) in halves.items()})
+    result = _replace_by_layers(catalog, parts, {key: head for key, (head, _) in halves.items()})
     return RestackedCatalog(result, len(parts), tuple(_numbered_state_notes(catalog)))
 
 
@@ -201,11 +200,12 @@ def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
     """Return the keys of the stacked tensors that the patterns choose, in order.
 
     Args:
-        patterns: globs; none choose every key with ``layers`` and no number behind it.
+        patterns: globs; empty for every key with ``layers`` and no number after it.
 
     Raises:
         UsageError: a pattern matches no stacked tensor.
     """
+    # A key that has a number already is a layer, not a stack.
     candidates = [key for key in catalog.tensors if _ONE.fullmatch(key) is None]
     if not patterns:
         keys = [key for key in candidates if _USUAL.fullmatch(key) is not None]
@@ -218,17 +218,17 @@ def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
     chosen: set[str] = set()
     for pattern in patterns:
         matches = matcher(pattern)
-        hits = [key for key in candidates if matches(key)]
-        if not hits:
+        matching = [key for key in candidates if matches(key)]
+        if not matching:
             raise UsageError(
                 f"--unstack-layers: no stacked tensor matches {pattern!r}", hint=LIST_THEM
             )
-        chosen.update(hits)
+        chosen.update(matching)
     return [key for key in candidates if key in chosen]
 
 
 def _check_first_axes(metas: Sequence[TensorMeta]) -> None:
-    """Raise unless all tensors behind the same names have the same number of layers.
+    """Raise unless all tensors after the same names have the same number of layers.
 
     Raises:
         UsageError: the numbers differ, are too large, or a tensor is a scalar.
@@ -237,14 +237,15 @@ def _check_first_axes(metas: Sequence[TensorMeta]) -> None:
     for meta in metas:
         if not meta.shape or meta.shape[0] > MAX_LAYERS:
             reason = (
-                f"{meta.shape[0]} layers are too many"
+                f"{meta.shape[0]:,} layers are too many (maximum {MAX_LAYERS:,})"
                 if meta.shape
                 else "a scalar has no layer axis"
             )
             raise UsageError(f"--unstack-layers: {reason}", key=meta.key, hint=_CHOOSE_TENSORS)
         if meta.shape[0] != first.shape[0]:
             raise UsageError(
-                f"--unstack-layers: {first.key!r} has {first.shape[0]} layers, but this tensor {meta.shape[0]}",
+                f"--unstack-layers: {first.key!r} has {first.shape[0]} layers, "
+                f"but this tensor has {meta.shape[0]}",
                 key=meta.key,
                 hint=_CHOOSE_TENSORS,
             )
@@ -253,16 +254,16 @@ def _check_first_axes(metas: Sequence[TensorMeta]) -> None:
 _CHOOSE_TENSORS = "choose the stacked tensors with a glob: --unstack-layers GLOB"
 
 
-def _with_unstacked(
+def _replace_by_layers(
     catalog: Catalog, parts: Mapping[str, Sequence[str]], head_of: Mapping[str, str]
 ) -> Catalog:
-    """Return the catalog with stacked tensors taken apart.
+    """Replace stacked tensors by one tensor per layer.
 
     Args:
         parts: key of each stacked tensor → keys of its layers in order.
         head_of: key of each stacked tensor → the names before the layer's number.
     """
-    # All tensors behind the same names come layer by layer, where the first of them was.
+    # Order all tensors after the same names layer by layer, at the position of the first of them.
     tensors: dict[str, TensorMeta] = {}
     for key, meta in catalog.tensors.items():
         if key not in parts:
@@ -274,13 +275,14 @@ def _with_unstacked(
                     new, stacked = parts[sibling][number], catalog.tensors[sibling]
                     tensors[new] = replace(stacked, key=new, shape=stacked.shape[1:])
 
+    # Cut the fragments of a stack into layers. One pass serves all layers, hence the cache.
     @lru_cache(maxsize=64)
     def layers_of(key: str) -> Sequence[Sequence[Fragment]]:
         layers: list[list[Fragment]] = [[] for _ in parts[key]]
         for fragment in catalog.fragments(key):
             first = fragment.box.offset[0]
             for number in range(first, min(first + fragment.box.shape[0], len(layers))):
-                layers[number].append(_layer(fragment, parts[key][number], number))
+                layers[number].append(_cut_layer(fragment, parts[key][number], number))
         return layers
 
     stack_of = {
@@ -298,12 +300,12 @@ def _with_unstacked(
         _without_replaced(with_parameters(catalog, parts), parts),
         tensors=tensors,
         fragments_of=fragments_of,
-        skeleton=None if skeleton is None else _with_layers(skeleton, parts),
+        skeleton=None if skeleton is None else _split_leaves(skeleton, parts),
     )
 
 
-def _layer(fragment: Fragment, key: str, number: int) -> Fragment:
-    """Return one layer of a fragment of a stacked tensor."""
+def _cut_layer(fragment: Fragment, key: str, number: int) -> Fragment:
+    """Cut one layer out of a fragment of a stacked tensor."""
     box, at = fragment.box, fragment.at
     axis = len(at) - box.rank
     if fragment.array is not None and axis >= 0:  # the array has the axis of layers too
@@ -311,8 +313,8 @@ def _layer(fragment: Fragment, key: str, number: int) -> Fragment:
     return Fragment(key, Box(box.offset[1:], box.shape[1:]), fragment.array, at)
 
 
-def _with_layers(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object:
-    """Return a skeleton in which each stacked leaf is replaced by a leaf for every layer."""
+def _split_leaves(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object:
+    """Replace each stacked leaf of a skeleton by one leaf per layer."""
     leaves: dict[tuple[object, ...], object] = {}
     for entry in entries(skeleton):
         if not isinstance(entry.leaf, TensorLeaf) or entry.key not in parts:
@@ -320,7 +322,7 @@ def _with_layers(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object
             continue
         for new in parts[entry.key]:
             match = _ONE.fullmatch(new)
-            assert match is not None, "the key was made with a number"
+            assert match is not None, "the key was built with a number"
             leaves[_layer_path(entry.path, match["head"], match["number"])] = replace(
                 entry.leaf, key=new
             )
@@ -328,10 +330,13 @@ def _with_layers(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object
 
 
 def _layer_path(path: tuple[object, ...], head: str, number: str) -> tuple[object, ...]:
-    """Return the path of a stacked leaf with a layer's number behind ``head``."""
+    """Return the path of a stacked leaf with a layer's number after ``head``."""
+    # Nested containers: the number becomes a container of its own.
     for depth in range(1, len(path)):
         if join_path(path[:depth]) == head:
             return (*path[:depth], number, *path[depth:])
+    # Names with dots, as in a flat state dict: the number goes into the name that contains the end
+    # of ``head``.
     so_far = ""
     for depth, name in enumerate(path):
         inner = head.removeprefix(so_far)
@@ -342,7 +347,7 @@ def _layer_path(path: tuple[object, ...], head: str, number: str) -> tuple[objec
 
 
 def _without_replaced(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:
-    """Return the catalog without the aliases, order and torch_dist facts of replaced tensors."""
+    """Remove replaced tensors from the aliases, the order and the torch_dist facts of a catalog."""
     model, torch_dist = catalog.facet(MegatronModel), catalog.facet(TorchDistFacts)
     if model is not None and model.order is not None:
         order = tuple(dict.fromkeys(new for key in model.order for new in new_of.get(key, (key,))))

@@ -34,11 +34,11 @@ from core.pickle.nesting import REMOVED, map_leaves
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The entries of a catalog that were chosen, and those that were left out.
+    """The chosen entries of a catalog, and the keys of the dropped ones.
 
     Args:
-        catalog: the remaining entries.
-        left_out: keys of tensors and objects that were left out, in order.
+        catalog: the chosen entries.
+        left_out: keys of the tensors and objects that were dropped, in order.
     """
 
     catalog: Catalog
@@ -50,7 +50,7 @@ def select(
 ) -> Selection:
     """Keep the entries that match an ``include`` glob, if any is given, and no ``exclude`` glob.
 
-    Where ``exclude`` takes out a parameter, the optimizer's entries for it go too.
+    If ``exclude`` drops a parameter, the optimizer's entries for it are dropped too.
 
     Args:
         include, exclude: patterns of ``core.catalog.key_patterns`` over whole keys, of tensors and
@@ -61,6 +61,8 @@ def select(
     """
     if not include and not exclude:
         return Selection(catalog, ())
+
+    # Every glob must match: one that does not is a typing error.
     keys = [*catalog.tensors, *catalog.objects]
     wanted = [matcher(glob) for glob in include]
     unwanted = [matcher(glob) for glob in exclude]
@@ -68,7 +70,7 @@ def select(
         if not any(map(matches, keys)):
             raise UsageError(f"no tensor or object matches {glob!r}", hint=LIST_THEM)
 
-    # Take out what the optimizer has for the excluded parameters.
+    # Exclude the optimizer's entries for the excluded parameters as well.
     excluded = {key for key in keys if any(matches(key) for matches in unwanted)}
     parameters = {key for key in excluded if key in catalog.tensors and not is_optimizer_key(key)}
     if parameters:
@@ -88,10 +90,10 @@ def select(
 
 
 def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
-    """Return the entries whose keys are kept, with what belongs to them.
+    """Keep the entries with these keys, and the hidden tensors that they refer to.
 
     Args:
-        is_kept: returns whether a key of a tensor or object is kept.
+        is_kept: predicate for the keys of tensors and objects.
 
     Raises:
         UsageError: no tensor remains.
@@ -99,13 +101,13 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     keys = [*catalog.tensors, *catalog.objects]
     tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
     if not tensors:
-        raise UsageError("the globs leave no tensors", hint=LIST_THEM)
+        raise UsageError("no tensor is left after applying the globs", hint=LIST_THEM)
     objects = {key: item for key, item in catalog.objects.items() if is_kept(key)}
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = map_leaves(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
 
-    # Hidden tensors stay if an entry that remains refers to them.
+    # Aliases and the optimizer's facts remain only as far as their tensors do.
     remaining = replace(
         catalog,
         tensors=tensors,
@@ -114,6 +116,8 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
         aliases=aliases_among(catalog.aliases, tensors),
         optimizer=catalog.optimizer if any(map(state_of, tensors)) else None,
     )
+
+    # Hidden tensors remain if an entry that remains, or a carried file, refers to them.
     hidden_keys = _referenced_tensors(remaining)
     hidden = {key: meta for key, meta in catalog.hidden.items() if key in hidden_keys}
     return Selection(
@@ -122,7 +126,7 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
 
 
 def _referenced_tensors(catalog: Catalog) -> set[str]:
-    """Return the keys of the tensors that a catalog's other entries and carried files hold."""
+    """Return the keys of the hidden tensors that other entries and carried files refer to."""
     model, optimizer = catalog.facet(MegatronModel), catalog.optimizer
     values = [
         catalog.common,
@@ -149,32 +153,33 @@ def without_optimizer(catalog: Catalog) -> Selection:
 
 
 _KEPT_PRECISION = re.compile(
-    r"(^|\.)(expert_bias|e_score_correction_bias|A_log|D|inv_freq|(weight|input|output|activation)_scale)$"
+    r"(^|\.)(expert_bias|e_score_correction_bias|A_log|D|inv_freq"
+    r"|(weight|input|output|activation)_scale)$"
     r"|_scale_inv$|_amax$"
 )
-
+"""Tensors that models keep in float32 on purpose."""
 
 _NAMES_STATES = re.compile(
     rf"optim|(^|[^a-z])state(s?)\.|{'|'.join(sorted(MOMENTS | MASTERS - {'param', 'fp32'}))}"
 )
 
 
-def _casts(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]:
-    """Return a function that tells whether a cast with a glob reaches a tensor.
+def _reaches(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]:
+    """Build the predicate for the keys of the tensors that a cast with a glob applies to.
 
-    It reaches tensors of the optimizer only if the glob names them, and those of quantized weights
+    It applies to optimizer state only if the glob names it, and to tensors of quantized weights
     only if the glob ends with the last part of their names.
     """
     matches = matcher(glob)
     names_states = _NAMES_STATES.search(glob) is not None
     last = glob.rpartition(".")[2]
 
-    def casts(key: str) -> bool:
+    def reaches(key: str) -> bool:
         if not matches(key) or (key in quantized and key.rpartition(".")[2] != last):
             return False
         return names_states or not is_optimizer_key(key)
 
-    return casts
+    return reaches
 
 
 def cast_of(
@@ -183,29 +188,31 @@ def cast_of(
     *,
     quantized: Container[str] = (),
 ) -> Callable[[TensorMeta], str]:
-    """Return a function that gives the dtype each tensor is to have.
+    """Build the function that maps each tensor to its dtype after casting.
 
     Args:
         rules: ``(glob, dtype)`` pairs, later ones win; a glob of None means the model's
-        floating-point tensors of at least 16 bits, without optimizer state, router biases, scales
-        and others that are kept in their precision on purpose, which only a glob reaches. Optimizer
-        state is reached by globs that name it (``optim``, ``state.``, ``exp_avg`` …), not by globs
-        such as ``*.weight``. A cast to float8 rounds and saturates, and makes no scales.
-        keys: the keys of all tensors; None does not check that every glob matches one.
+            floating-point tensors of at least 16 bits, without optimizer state, router biases,
+            scales and others that are kept in their precision on purpose, which only a glob
+            reaches. Optimizer state is reached by globs that name it (``optim``, ``state.``,
+            ``exp_avg`` …), not by globs such as ``*.weight``. A cast to float8 rounds and
+            saturates, and creates no scales.
+        keys: the keys of all tensors; None skips the check that every glob matches one.
         quantized: tensors of quantized weights (``core.quantize.schemes``); only a glob that ends
-        with the last part of their name reaches them.
+            with the last part of their name reaches them.
 
     Raises:
-        UnsupportedError: a dtype is not known.
-        UsageError: a glob matches nothing; and, from the function, that a float8 tensor with scales
-        would be cast.
+        UnsupportedError: a dtype is unknown.
+        UsageError: a glob matches nothing, or a rule without a glob casts to 8 bits; raised by the
+            returned function if a float8 tensor with scales would be cast.
     """
+    # Parse the rules before anything is read.
     present = None if keys is None else dict.fromkeys(keys)
     for glob, _ in rules:
-        if glob is not None and present is not None and not any(map(_casts(glob), present)):
+        if glob is not None and present is not None and not any(map(_reaches(glob), present)):
             raise UsageError(f"--dtype: no tensor matches {glob!r}", hint=LIST_THEM)
     parsed = [
-        (None if glob is None else _casts(glob, quantized), dtype_of(name).name)
+        (None if glob is None else _reaches(glob, quantized), dtype_of(name).name)
         for glob, name in rules
     ]
     if any(matches is None and dtype_of(name).itemsize == 1 for matches, name in parsed):
@@ -215,6 +222,7 @@ def cast_of(
         )
 
     def dtype_for(meta: TensorMeta) -> str:
+        # The last rule that reaches the tensor wins.
         chosen = meta.dtype
         for matches, dtype in parsed:
             if matches is not None:
@@ -227,7 +235,8 @@ def cast_of(
                 raise UsageError(
                     f"--dtype: {meta.dtype} tensors that have scales ({scales!r}) cannot be cast",
                     key=meta.key,
-                    hint="apply the scales with --dequantize DTYPE, or cast the other tensors with GLOB=DTYPE",
+                    hint="apply the scales with --dequantize DTYPE, "
+                    "or cast the other tensors with GLOB=DTYPE",
                 )
             is_weight = facts.kind == "float" and facts.itemsize >= 2 and meta.key not in quantized
             if (
@@ -236,13 +245,14 @@ def cast_of(
                 and not _KEPT_PRECISION.search(meta.key)
             ):
                 chosen = dtype
+        # Without its scales a float8 number is not the weight, whichever rule reached it.
         scales = companion(meta, present) if present is not None and chosen != meta.dtype else None
         if scales is not None:
             raise UsageError(
-                f"--dtype: casting {meta.dtype} to {chosen} without applying the scales {scales!r} would change the "
-                "weights",
+                f"--dtype: casting {meta.dtype} to {chosen} without applying the scales {scales!r} "
+                "would change the weights",
                 key=meta.key,
-                hint="apply the scales with --dequantize, or leave this tensor out of --dtype",
+                hint="apply the scales with --dequantize, or exclude this tensor from --dtype",
             )
         return chosen
 

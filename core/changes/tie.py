@@ -1,12 +1,12 @@
-"""Leave out one of two equal tensors, or write a tensor twice.
+"""Drop one of two equal tensors, or write a tensor twice.
 
-``tie`` takes nothing on trust: the fragments of the tensor that is left out become replicas of the
-original, so the engine compares every byte of both while it copies, and a difference is a
+``tie`` proves that the tensors are equal: the fragments of the dropped tensor become replicas of
+the original, so the engine compares every byte of both while it copies, and a difference is a
 ``ReplicaMismatchError``.
 
-The optimizer's entries follow: those of the alias are left out (its moments are sums over another
-use of the parameter, and equal to nothing), and a new alias gets copies of the original's, in its
-groups too.
+The optimizer's entries follow. Those of a dropped alias are dropped too, without a comparison: its
+moments come from another use of the parameter and differ from the original's. A new alias gets
+copies of the original's entries, and is added to the same groups.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ INPUT = re.compile(r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte)\.weight$"
 """Names of the output layer and the input embedding of a language model in transformers."""
 
 Pair = tuple[str, str]
-"""(alias, original): the tensor that is left out or added, and the tensor it equals."""
+"""(alias, original): the tensor that is dropped or added, and the tensor that it equals."""
 
 
 def tie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
-    """Leave out the first tensor of each pair, to be proven equal to the second while copying.
+    """Drop the first tensor of each pair; copying then proves that it equals the second.
 
-    The optimizer's states of the first tensor are left out too.
+    The optimizer's state of the first tensor is dropped too.
 
     Raises:
         UsageError: a tensor is missing, both are the same, or their shapes or dtypes differ.
@@ -48,7 +48,8 @@ def tie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
 
 
 def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
-    """Return the catalog without a tensor, whose fragments become replicas of the original's."""
+    """Drop a tensor and make its fragments replicas of the original's."""
+    # Shapes and dtypes can be compared now, the bytes only while copying.
     first, second = (_required_tensor(catalog, key, option="--tie") for key in (alias, original))
     if alias == original:
         raise UsageError("--tie: a tensor cannot be tied to itself", key=alias)
@@ -69,7 +70,7 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
         copies = [replace(fragment, key=original) for fragment in catalog.fragments(alias)]
         return (*catalog.fragments(original), *copies)
 
-    # Leave out the tensor, with what the optimizer has for it.
+    # Drop the tensor, with the optimizer's entries for it.
     owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == alias}
     removed = {alias, *owned}
     followed = with_parameters(
@@ -91,10 +92,10 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
 
 
 def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
-    """Give the first tensor of each pair bytes of its own, equal to the second's.
+    """Store the first tensor of each pair separately, as a copy of the second.
 
-    The first may already be an alias of the second (in torch files, tensors that share their
-    bytes).
+    The first may exist already if it is an alias of the second (in torch files, tensors that share
+    their bytes).
 
     Raises:
         UsageError: the second tensor is missing, or the first exists and is not its alias.
@@ -105,19 +106,20 @@ def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
 
 
 def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
-    """Return the catalog with a copy of a tensor and of its optimizer entries under another key."""
+    """Add a copy of a tensor and of its optimizer entries under another key."""
     _required_tensor(catalog, original, option="--untie")
+    # An existing tensor only stops being an alias.
     aliases = catalog.aliases
     if added in catalog.tensors or added in catalog.objects:
         if added == original or aliases.get(added, added) != aliases.get(original, original):
             raise UsageError(
-                "--untie: this entry exists already, and it does not share the other's bytes",
+                "--untie: this entry exists already and does not share the bytes of the other",
                 key=added,
-                hint="leave --untie out",
+                hint="omit --untie",
             )
         return replace(catalog, aliases=_aliases_without(catalog, added))
 
-    # The optimizer's entries of the original are copied too.
+    # Name the copies: of the tensor and of the optimizer's entries for it.
     owned = {
         key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == original
     }
@@ -125,7 +127,7 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
     taken = next((new for new in old_of if new in catalog.tensors or new in catalog.objects), None)
     if taken is not None:
         raise UsageError(
-            "--untie: the optimizer already has this entry", key=taken, hint="leave --untie out"
+            "--untie: the optimizer already has this entry", key=taken, hint="omit --untie"
         )
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -133,9 +135,10 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
         return (
             catalog.fragments(key)
             if old is None
-            else [replace(piece, key=key) for piece in catalog.fragments(old)]
+            else [replace(fragment, key=key) for fragment in catalog.fragments(old)]
         )
 
+    # Add them to the parameter groups and to the catalog.
     names = {original: (original, added)}
     names |= {entry.parameter: (entry.parameter, entry.name_of(added)) for entry in owned.values()}
     followed = with_parameters(catalog, names)
@@ -154,14 +157,15 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
         tensors={**catalog.tensors, **tensors},
         objects={**followed.objects, **objects},
         fragments_of=fragments_of,
-        skeleton=None if catalog.skeleton is None else _with_leaves(catalog.skeleton, old_of),
+        skeleton=None if catalog.skeleton is None else _copy_leaves(catalog.skeleton, old_of),
     )
 
 
-def _with_leaves(skeleton: object, old_of: Mapping[str, str]) -> object:
-    """Return the skeleton with copies of leaves.
+def _copy_leaves(skeleton: object, old_of: Mapping[str, str]) -> object:
+    """Add copies of leaves to a skeleton.
 
-    A copy goes into the container of its original if its key says so, else to the root.
+    A copy goes into the container of its original if its key begins with that path, else to the
+    root.
 
     Args:
         old_of: key of each copy → key of its original.
@@ -174,12 +178,17 @@ def _with_leaves(skeleton: object, old_of: Mapping[str, str]) -> object:
         new = new_of.get(entry.key)
         if new is not None:
             is_leaf = isinstance(entry.leaf, (TensorLeaf, ObjectLeaf))
-            added[new_path(entry, new)] = replace(entry.leaf, key=new) if is_leaf else entry.leaf  # type: ignore[type-var]
+            copy = replace(entry.leaf, key=new) if is_leaf else entry.leaf  # type: ignore[type-var]
+            added[new_path(entry, new)] = copy
     return nest_again({**leaves, **added})
 
 
 def _required_tensor(catalog: Catalog, key: str, *, option: str) -> TensorMeta:
-    """Return a tensor that an option names, or raise a usage error if it is missing."""
+    """Return a tensor that an option names.
+
+    Raises:
+        UsageError: the catalog has no such tensor.
+    """
     meta = catalog.tensors.get(key)
     if meta is None:
         raise UsageError(f"{option}: tensor not found", key=key, hint=LIST_THEM)
@@ -187,15 +196,15 @@ def _required_tensor(catalog: Catalog, key: str, *, option: str) -> TensorMeta:
 
 
 def keep_recordable_ties(catalog: Catalog, config: Mapping[str, object] | None) -> Catalog:
-    """Return the catalog with only those aliases that a file may record by name, without bytes.
+    """Keep only the aliases that a file may record by name, without bytes.
 
-    transformers makes an output layer from the input embedding where the configuration says that
-    they are tied, and looks for every other tensor in the files, so those are written with bytes of
-    their own.
+    transformers shares the input embedding with the output layer if the configuration declares them
+    tied. It looks for every other tensor in the files, so these are written separately.
 
     Args:
         config: the model's ``config.json``, or None if the destination has none.
     """
+    # The first tensor of a group is its original: the output layer must not be the first.
     outputs_last = sorted(catalog.tensors, key=lambda key: OUTPUT.search(key) is not None)
     aliases = aliases_among(catalog.aliases, outputs_last)
     if config is None:
@@ -207,7 +216,10 @@ def keep_recordable_ties(catalog: Catalog, config: Mapping[str, object] | None) 
         if is_tied and OUTPUT.search(key) and INPUT.search(first)
     }
     separate = [f"{key} ({first})" for key, first in aliases.items() if key not in ties]
-    note = f"tied tensors are written separately, because transformers loads each by name: {', '.join(separate)}"
+    note = (
+        "tied tensors are written separately, because transformers loads each by name: "
+        f"{', '.join(separate)}"
+    )
     return replace(catalog, aliases=ties).noted([note] if separate else [])
 
 
@@ -217,8 +229,8 @@ def find_recorded_ties(target: TargetCatalog, images: Iterable[FileImage]) -> di
 
     def is_placed(key: str) -> bool:
         return any(
-            piece.array is not None and piece.array.name in placed
-            for piece in target.fragments(key)
+            fragment.array is not None and fragment.array.name in placed
+            for fragment in target.fragments(key)
         )
 
     return {
@@ -246,5 +258,5 @@ def aliases_among(aliases: Mapping[str, str], keys: Iterable[str]) -> dict[str, 
 
 
 def _aliases_without(catalog: Catalog, alias: str) -> dict[str, str]:
-    """Return the aliases among all tensors but one."""
+    """Return the aliases among all tensors except one."""
     return aliases_among(catalog.aliases, [key for key in catalog.tensors if key != alias])

@@ -2,15 +2,15 @@
 
 ::
 
-    safetensors, .bin ──▶ flat keys + config.json ── to_megatron ──▶ global per-layer form ──▶ shard, stack
-                                                  ◀── to_hf ──
+    safetensors, .bin ─▶ flat keys + config.json ─ to_megatron ─▶ global per-layer form ─▶ shard …
+                                                 ◀─ to_hf ─
 
 The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.name_tables``). Sizes and
 features of a model come from the training arguments (``core.hf.traits``), which ``core.hf.config``
-converts from and to a ``config.json``. Fused tensors are made of boxes (``core.hf.fuse``).
+converts from and to a ``config.json``. Fused tensors consist of boxes (``core.hf.fuse``).
 
 Families: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3. Not supported: optimizer state,
-quantized weights (they are dequantised first), LoRA adapters, models with other heads than the
+quantized weights (they are dequantized first), LoRA adapters, models with another head than the
 language model's.
 Imports: arrays, catalog, changes, errors, megatron.extras, megatron.model, pickle, quantize.
 """
@@ -31,8 +31,8 @@ __all__ = ["check_model", "is_hf", "model_types", "to_hf", "to_megatron"]
 def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
     """Return whether a catalog has Hugging Face names.
 
-    That is if there is a configuration with a ``model_type``, and no layer has Megatron's name. The
-    family need not be supported; ``to_megatron`` refuses others by name.
+    It has if the configuration contains a ``model_type`` and no layer has a Megatron name. The
+    family may be an unsupported one, which ``to_megatron`` refuses by name.
     """
     if config is None or not isinstance(config.get("model_type"), str) or catalog.is_rank_local:
         return False
@@ -40,5 +40,5 @@ def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
 
 
 def model_types() -> tuple[str, ...]:
-    """Return the supported families."""
+    """Return the model types of the supported families."""
     return tuple(families())

@@ -1,15 +1,15 @@
 """Convert between ``config.json`` and Megatron's training arguments.
 
-Arguments made from a configuration are those that Megatron needs to build the model, to recognise
-its checkpoint's layout and to start from it (``--use-checkpoint-args``). How the model was or will
-be trained (batch sizes, learning rates, dropout, loss coefficients) is left to the arguments of the
-run.
+Arguments derived from a configuration are those that Megatron needs to build the model, to
+recognise its checkpoint's layout and to start from it (``--use-checkpoint-args``). Arguments of
+training (batch sizes, learning rates, dropout, loss coefficients) are not set: those of the run
+apply.
 
-A configuration made from arguments holds what transformers 4 and 5 need to load the model. Values
-that the arguments do not contain are null (``bos_token_id``, ``eos_token_id``) or left to
-transformers' defaults.
+A configuration derived from arguments contains the values that transformers 4 and 5 need to load
+the model. Values that the arguments do not contain are null (``bos_token_id``, ``eos_token_id``) or
+missing, so that transformers' defaults apply.
 
-Not supported: values that the other side cannot express; each is refused by its name.
+Not supported: values that the other side cannot express; each is refused by name.
 
 Source: transformers 5.23.0 ``models/*/configuration_*.py``; Megatron-LM d98e8a64
 ``training/arguments.py``, ``training/checkpointing.py`` ``load_args_from_checkpoint``; arguments of
@@ -30,7 +30,7 @@ from core.pickle.inert import Global
 
 CONFIG = "config.json"
 _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
-"""Arguments with another name in some versions of Megatron."""
+"""Argument → its name in other versions of Megatron."""
 
 _INITIAL_ARGUMENTS: Mapping[str, object] = {
     **dict.fromkeys(
@@ -121,7 +121,7 @@ def arguments_of(
         transformer_impl: ``local`` or ``transformer_engine``; None for one that can build the
             model.
         divisible_by: the padded vocabulary is a multiple of this times TP.
-        iteration: iteration that the checkpoint gets.
+        iteration: iteration to record in the checkpoint.
         n_mtp: number of multi-token prediction layers with tensors.
 
     Raises:
@@ -130,12 +130,14 @@ def arguments_of(
     """
     config = {**family.defaults, **config}
     _check_fixed(config, family)
-    is_latent = "latent" in family.requires
     # Start with fixed arguments and those that only have another name in config.json.
     args: dict[str, object] = dict(_INITIAL_ARGUMENTS)
     args |= family.fixed_args
     args |= {name: _value(config, names) for name, names in family.config.items()}
-    # Add those that are computed.
+    # Add those that are computed. The head size is optional in config.json and then follows from
+    # the hidden size. Megatron's latent attention has no key groups, and its kv_channels is the
+    # size of a value head.
+    is_latent = "latent" in family.requires
     heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
     groups = count_of(config, "num_key_value_heads", default=heads)
     n_rows = count_of(config, "vocab_size")
@@ -165,6 +167,7 @@ def arguments_of(
     args |= rope_arguments(config, is_latent=is_latent)
     if "moe" in family.requires:
         args |= _moe_arguments(config, family, n_layers=count_of(config, "num_hidden_layers"))
+        # Only Transformer Engine's experts are grouped, and that decides their parameter names.
         args["moe_grouped_gemm"] = impl == "transformer_engine"
     if is_latent:
         args["q_lora_rank"] = (
@@ -179,12 +182,13 @@ def arguments_of(
 
 
 def _check_fixed(config: Mapping[str, object], family: Family) -> None:
-    """Raise if the configuration has values for which the family's models are not supported."""
+    """Raise UnsupportedError for values that Megatron's models of the family do not have."""
     for name, supported in family.fixed_config.items():
         value = config.get(name)
         if value is not None and value != supported:
             raise UnsupportedError(
-                f"{name} is {value!r}; {family.model_type} models are only supported with {supported!r}",
+                f"{name} is {value!r}; {family.model_type} models are only supported "
+                f"with {supported!r}",
                 file=CONFIG,
             )
     for name in family.absent:
@@ -195,13 +199,18 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
 
 
 def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
-    """Return whether all linear layers have a bias; raise if only some do."""
+    """Return whether all linear layers have a bias.
+
+    Raises:
+        UnsupportedError: only those of the attention or of the MLP have one.
+    """
     if "linear_bias" not in family.allows:
         return False
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if attention != mlp:
         raise UnsupportedError(
-            f"attention_bias is {attention} and mlp_bias is {mlp}; Megatron has one argument for both, add_bias_linear",
+            f"attention_bias is {attention} and mlp_bias is {mlp}; "
+            "Megatron has one argument for both, add_bias_linear",
             file=CONFIG,
         )
     return attention
@@ -210,17 +219,19 @@ def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
 def _moe_arguments(
     config: Mapping[str, object], family: Family, *, n_layers: int
 ) -> dict[str, object]:
-    """Return the arguments of a model with experts that are not just renamed."""
+    """Return the arguments for experts, except those that only have another name in config.json."""
     args: dict[str, object] = {}
+    if "pre_softmax" in family.allows or "sigmoid" in family.requires:
+        # 1 for each layer with experts and 0 for a dense one, or just 1 if all have experts.
+        dense = dense_layers(config, family, n_layers=n_layers)
+        args["moe_layer_freq"] = (
+            [int(layer not in dense) for layer in range(n_layers)] if dense else 1
+        )
     if "pre_softmax" in family.allows:
+        # transformers normalises the top-k probabilities, Megatron instead takes the softmax of the
+        # top-k logits; both give the same weights.
         args["moe_router_pre_softmax"] = not config.get("norm_topk_prob", False)
-        args["moe_layer_freq"] = _frequency(
-            dense_layers(config, family, n_layers=n_layers), n_layers
-        )
     if "sigmoid" in family.requires:
-        args["moe_layer_freq"] = _frequency(
-            dense_layers(config, family, n_layers=n_layers), n_layers
-        )
         shared, inner = (
             count_of(config, "n_shared_experts"),
             count_of(config, "moe_intermediate_size"),
@@ -238,8 +249,8 @@ def _moe_arguments(
 def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int) -> frozenset[int]:
     """Return the numbers of the layers without experts in a family with experts.
 
-    DeepSeek-V3 has them first. Qwen3-MoE lists some, and every layer but each n-th, counted from
-    the n-th, is dense.
+    In DeepSeek-V3 they are the first layers. In Qwen3-MoE they are the listed ones, and all layers
+    except each n-th, starting with the n-th.
 
     Raises:
         CorruptError: the configuration is malformed.
@@ -261,21 +272,15 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
     )
 
 
-def _frequency(dense: frozenset[int], n_layers: int) -> object:
-    """Return the argument ``moe_layer_freq``: 1 for each layer with experts, or just 1 if all have
-    some.
-    """
-    return [int(layer not in dense) for layer in range(n_layers)] if dense else 1
-
-
 def _value(config: Mapping[str, object], names: tuple[str, ...]) -> object:
-    """Return the number stated under one of the names; an epsilon may be less than 1."""
+    """Return the number recorded under the first of the names that has a value."""
+    # An epsilon is the only value that may be a fraction.
     value = next((value for name in names if (value := config.get(name)) is not None), None)
     return value if isinstance(value, float) and 0 < value < 1 else number_of(config, names)
 
 
 def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
-    """Return the positive number stated under the first of the names that has a value.
+    """Return the positive integer recorded under the first of the names that has a value.
 
     Raises:
         CorruptError: no name has a value, or it is not a positive integer.
@@ -288,7 +293,7 @@ def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
 def count_of(
     config: Mapping[str, object], name: str, *, default: int | None = None, least: int = 1
 ) -> int:
-    """Return a number that the configuration states.
+    """Return an integer of the configuration.
 
     Raises:
         CorruptError: the number is missing without a default, or is not an integer >= ``least``.
@@ -308,7 +313,7 @@ def count_of(
 def config_of(
     fields: Mapping[str, object], family: Family, model: Model, *, dtype: str
 ) -> dict[str, object]:
-    """Return the configuration of a model.
+    """Return the content of ``config.json`` for a model.
 
     Args:
         fields: training arguments by name.
@@ -319,6 +324,7 @@ def config_of(
     Raises:
         UnsupportedError: transformers has no counterpart of an argument, or an argument is missing.
     """
+    # Values of every family. transformers 4 reads torch_dtype, transformers 5 reads dtype.
     config: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -340,10 +346,16 @@ def config_of(
             value = fields.get("ffn_hidden_size")
         if value is None:
             raise UnsupportedError(
-                f"the training argument {arg} is missing, which is {names[0]} in config.json"
+                f"the training argument {arg} is missing (config.json: {names[0]})"
             )
         if config.setdefault(names[0], value) != value:
-            _merge_sizes(config, fields, names[0], model)
+            # Two arguments become one value: Mixtral's intermediate_size, for dense MLPs and
+            # experts. If all layers have experts, the size of the dense MLPs does not matter.
+            if model.dense is None or model.dense:
+                raise UnsupportedError(
+                    f"two training arguments that both become {names[0]} in config.json differ"
+                )
+            config[names[0]] = fields.get("moe_ffn_hidden_size", config[names[0]])
     # Values that only some families have.
     if "latent" not in model.features:
         config["head_dim"] = model.sizes["head"]
@@ -358,23 +370,13 @@ def config_of(
     return config
 
 
-def _merge_sizes(
-    config: dict[str, object], fields: Mapping[str, object], name: str, model: Model
-) -> None:
-    """Set a size in config.json that two arguments state (Mixtral's intermediate_size).
+def _deepseek_config(fields: Mapping[str, object], model: Model) -> dict[str, object]:
+    """Return the values that only the configuration of DeepSeek-V3 has.
 
     Raises:
-        UnsupportedError: a layer is dense, so that both arguments matter.
+        UnsupportedError: dense layers or shared experts that the configuration cannot express.
     """
-    if model.dense is None or model.dense:
-        raise UnsupportedError(
-            f"two training arguments that both become {name} in config.json differ"
-        )
-    config[name] = fields.get("moe_ffn_hidden_size", config[name])
-
-
-def _deepseek_config(fields: Mapping[str, object], model: Model) -> dict[str, object]:
-    """Return the values that only the configuration of DeepSeek-V3 has."""
+    # The configuration counts dense layers from the first, and shared experts of one size.
     dense, sizes = model.dense or frozenset(), model.sizes
     if dense != frozenset(range(len(dense))):
         raise UnsupportedError(
@@ -382,8 +384,8 @@ def _deepseek_config(fields: Mapping[str, object], model: Model) -> dict[str, ob
         )
     if sizes["shared_ffn"] % sizes["moe_ffn"]:
         raise UnsupportedError(
-            f"moe_shared_expert_intermediate_size is {sizes['shared_ffn']}; deepseek_v3 requires a multiple of the "
-            f"{sizes['moe_ffn']} channels of an expert"
+            f"moe_shared_expert_intermediate_size is {sizes['shared_ffn']}; deepseek_v3 requires "
+            f"a multiple of the {sizes['moe_ffn']} channels of an expert"
         )
     groups = fields.get("moe_router_num_groups") or 1
     return {

@@ -1,12 +1,13 @@
-"""Fuse and take apart tensors that Megatron holds as one and Hugging Face as several.
+"""Fuse and split tensors that Megatron stores as one and Hugging Face as several.
 
 Rows of a fused tensor of H heads in G groups, each of which shares one key and one value head::
 
-    qkv     [ q0 … | k0 | v0 ][ q … | k1 | v1 ] …     per group: H / G query heads, a key head, a value head
+    qkv     [ q0 … | k0 | v0 ][ q … | k1 | v1 ] …     per group: H / G query heads, one key head,
+                                                      one value head
     gated   [ gate rows ][ up rows ]
 
-Both are lists of ``Strip``: rows of a part that are rows of the fused tensor, which can be read in
-both directions. Everything stays a box; no element changes its place within a row.
+Both are lists of ``Strip``, which map rows of a part to rows of the fused tensor and work in both
+directions. Every strip is a box: the order of the elements within a row does not change.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from core.arrays.box import Box, Shape
+from core.arrays.box import Box
 from core.catalog.catalog import Fragment
 
 
@@ -38,11 +39,11 @@ class Strip:
 def interleave_by_group(extents: Sequence[int], n_groups: int) -> list[Strip]:
     """Return the strips of parts that are interleaved by group.
 
-    The first group's rows of every part come first, then the second's …; with one group, the parts
-    follow each other.
+    The rows of all parts in the first group come first, then those in the second group, and so on.
+    With one group, the parts are simply concatenated.
 
     Args:
-        extents: rows of each part, multiples of ``n_groups``.
+        extents: number of rows of each part, multiples of ``n_groups``.
 
     Raises:
         ValueError: an extent is not a multiple of ``n_groups``.
@@ -71,73 +72,70 @@ def fuse_parts(
     return [
         moved
         for strip in strips
-        for piece in parts[strip.part]
-        if (moved := _moved(piece, key, start=strip.part_row, n_rows=strip.n_rows, to=strip.row))
+        for fragment in parts[strip.part]
+        if (moved := _moved(fragment, key, start=strip.part_row, n_rows=strip.n_rows, to=strip.row))
         is not None
     ]
 
 
 def take_apart(
-    key: str, strips: Iterable[Strip], part: int, pieces: Sequence[Fragment]
+    key: str, strips: Iterable[Strip], part: int, fragments: Sequence[Fragment]
 ) -> list[Fragment]:
     """Return the fragments of one part of a fused tensor.
 
     Args:
         key: name of the part.
         part: number of the part.
-        pieces: fragments of the fused tensor.
+        fragments: the fragments of the fused tensor.
     """
     return [
         moved
         for strip in strips
         if strip.part == part
-        for piece in pieces
-        if (moved := _moved(piece, key, start=strip.row, n_rows=strip.n_rows, to=strip.part_row))
+        for fragment in fragments
+        if (moved := _moved(fragment, key, start=strip.row, n_rows=strip.n_rows, to=strip.part_row))
         is not None
     ]
 
 
-def first_rows(key: str, pieces: Iterable[Fragment], n_rows: int) -> list[Fragment]:
+def first_rows(key: str, fragments: Iterable[Fragment], n_rows: int) -> list[Fragment]:
     """Return the fragments of the first rows of a tensor."""
     return [
         moved
-        for piece in pieces
-        if (moved := _moved(piece, key, start=0, n_rows=n_rows, to=0)) is not None
+        for fragment in fragments
+        if (moved := _moved(fragment, key, start=0, n_rows=n_rows, to=0)) is not None
     ]
 
 
-def take_from_stack(key: str, pieces: Iterable[Fragment], index: int) -> Iterator[Fragment]:
-    """Yield the fragments of entry ``index`` of a tensor that stacks entries on its first axis."""
-    for piece in pieces:
-        moved = _moved(piece, key, start=index, n_rows=1, to=0)
+def take_from_stack(key: str, fragments: Iterable[Fragment], index: int) -> Iterator[Fragment]:
+    """Yield the fragments of entry ``index`` of a tensor stacked along its first axis."""
+    for fragment in fragments:
+        moved = _moved(fragment, key, start=index, n_rows=1, to=0)
         if moved is not None:
             yield replace(moved, box=Box(moved.box.offset[1:], moved.box.shape[1:]))
 
 
-def _moved(piece: Fragment, key: str, *, start: int, n_rows: int, to: int) -> Fragment | None:
-    """Return the rows ``[start, start + n_rows)`` of a fragment, moved to row ``to``.
+def _moved(fragment: Fragment, key: str, *, start: int, n_rows: int, to: int) -> Fragment | None:
+    """Cut rows ``[start, start + n_rows)`` out of a fragment and move them to row ``to``.
 
     Returns:
-        None if it has no such rows.
+        The part of the fragment in these rows; None if it has none of them.
     """
-    box = piece.box
+    box = fragment.box
     first = max(start, box.offset[0])
     stop = min(start + n_rows, box.end[0])
     if stop <= first:
         return None
+    # An array may have more axes than its fragment, which are aligned at the last one: a matrix in
+    # a stack has one less. If the array has fewer axes, it has no axis of rows to move along.
+    at = fragment.at
+    row_axis = len(at) - box.rank
+    n_skipped = first - box.offset[0]
+    if n_skipped and row_axis >= 0:
+        at = (*at[:row_axis], at[row_axis] + n_skipped, *at[row_axis + 1 :])
     return Fragment(
         key,
         Box((first - start + to, *box.offset[1:]), (stop - first, *box.shape[1:])),
-        piece.array,
-        _later(piece, first - box.offset[0]),
+        fragment.array,
+        at,
     )
-
-
-def _later(piece: Fragment, rows: int) -> Shape:
-    """Return where in its array a fragment begins without its first ``rows`` rows."""
-    axis = (
-        len(piece.at) - piece.box.rank
-    )  # axis of the rows in the array; both are aligned at the last axis
-    if not rows or axis < 0:
-        return piece.at
-    return (*piece.at[:axis], piece.at[axis] + rows, *piece.at[axis + 1 :])

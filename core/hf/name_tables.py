@@ -1,6 +1,6 @@
 """Read ``hf/tables``: the tensor names of Hugging Face and Megatron, by family.
 
-A family's rows, with the sizes and traits of a model (``core.hf.traits``), become ``Pair``s: one
+A family's rules, with the sizes and traits of a model (``core.hf.traits``), become ``Pair``s: one
 tensor of the global Megatron form and the Hugging Face tensors that it consists of.
 ``hf/tables/llama.toml`` explains the fields.
 """
@@ -28,7 +28,7 @@ _EXPERT = "{expert}"
 
 @dataclass(frozen=True, slots=True)
 class NameRow:
-    """One row of a table; ``hf/tables/llama.toml`` explains the fields."""
+    """One rule of a table; ``hf/tables/llama.toml`` explains the fields."""
 
     megatron: str
     fused: str | None
@@ -45,7 +45,7 @@ class NameRow:
 
     @property
     def is_of_expert(self) -> bool:
-        """There is one such tensor for every expert."""
+        """Whether every expert has such a tensor."""
         return _EXPERT in self.megatron
 
 
@@ -100,10 +100,10 @@ class Pair:
         parts: tensors that it consists of; a single part is the tensor itself.
         n_groups: number of groups by which parts are interleaved
             (``core.hf.fuse.interleave_by_group``).
-        stack: (tensor, index, extent) if it may be one entry of a tensor with a leading axis; or
-            None.
-        copies: tensors that may hold the same values again.
-        twins: copies that are written as well.
+        stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
+            first axis; or None.
+        copies: tensors that may repeat its values; read, never written.
+        twins: tensors that repeat its values; read and written.
     """
 
     names: tuple[str, ...]
@@ -127,7 +127,9 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     def make_pair(
         row: NameRow, megatron: tuple[str, ...], hf: str, expert: int | None = None
     ) -> Pair:
-        """Return one row with the prefixes of both sides."""
+        """Apply a rule with the prefixes of both sides and return its pair."""
+        # Transformer Engine fuses a norm into the linear module behind it; that name goes first
+        # where the model uses it, as the first name is the one that is written.
         names = [row.megatron, *row.also]
         if row.fused is not None:
             names.insert(0 if not model.is_local else 1, row.fused)
@@ -153,7 +155,9 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         )
 
     def layer_pairs(kind: str, megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
-        """Yield the rows of one layer, those of experts for each expert."""
+        """Apply the rules of one layer and yield its pairs, for experts once per expert."""
+        # Consecutive rules of experts are applied together, expert by expert: the order in which
+        # torch saves the modules.
         rows_of_kind = [row for row in family.layer if row.when <= model.traits | {kind}]
         for is_of_expert, rows in groupby(rows_of_kind, key=lambda row: row.is_of_expert):
             group = list(rows)
@@ -161,7 +165,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
                 for row in group:
                     yield make_pair(row, megatron, hf, expert)
 
-    # The embedding, the decoder layers, the final norm, multi-token prediction, and the output layer.
+    # The embedding and the decoder layers.
     for row in family.first:
         if row.when <= model.traits:
             yield make_pair(row, ("",), "")
@@ -169,6 +173,8 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         yield from layer_pairs(
             model.kind_of(number), (f"{LAYERS}{number}.",), f"model.layers.{number}."
         )
+    # The final norm; the layers of multi-token prediction, whose last rule is their own norm; and
+    # the output layer, which Megatron saves after them.
     yield from (make_pair(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
     for number, hf in enumerate(mtp_layers):
         start = f"{MTP}{number}."
@@ -183,7 +189,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
 
 
 def _numbered(name: str, expert: int | None) -> str:
-    """Return a name of the tables with the number of the expert filled in."""
+    """Fill the number of the expert into a name of the tables."""
     return name if expert is None else name.replace(_EXPERT, str(expert))
 
 
@@ -192,7 +198,7 @@ def families() -> Mapping[str, Family]:
     """Return every supported family by its ``model_type``."""
     items = sorted(files("core.hf").joinpath("tables").iterdir(), key=lambda item: item.name)
     texts = (item.read_text(encoding="utf-8") for item in items if item.name.endswith(".toml"))
-    parsed = (_family(tomllib.loads(text)) for text in texts)
+    parsed = (_parse_family(tomllib.loads(text)) for text in texts)
     return {family.model_type: family for family in parsed}
 
 
@@ -211,11 +217,11 @@ def family_of(model_type: object) -> Family:
     )
 
 
-def _family(table: Mapping[str, Any]) -> Family:
-    """Return the family of a parsed table."""
+def _parse_family(table: Mapping[str, Any]) -> Family:
+    """Build the family from a table."""
 
     def rows(name: str) -> tuple[NameRow, ...]:
-        return tuple(map(_row, table.get(name, ())))
+        return tuple(map(_parse_row, table.get(name, ())))
 
     return Family(
         model_type=table["model_type"],
@@ -236,10 +242,11 @@ def _family(table: Mapping[str, Any]) -> Family:
     )
 
 
-def _row(row: Mapping[str, Any]) -> NameRow:
-    """Return a parsed row.
+def _parse_row(row: Mapping[str, Any]) -> NameRow:
+    """Build a rule from an entry of a table.
 
-    Raise ValueError if it is malformed, which only an edited package can cause.
+    Raises:
+        ValueError: the entry is malformed, which only an edited package can cause.
     """
     unknown = set(row) - set(NameRow.__slots__)
     if unknown:
@@ -265,4 +272,6 @@ def _row(row: Mapping[str, Any]) -> NameRow:
 
 def _texts(value: object) -> tuple[str, ...]:
     """Return a string or a list of strings as a tuple."""
-    return (value,) if isinstance(value, str) else tuple(str(item) for item in value)  # type: ignore[attr-defined]
+    if isinstance(value, str):
+        return (value,)
+    return tuple(str(item) for item in value)  # type: ignore[attr-defined]

@@ -1,16 +1,13 @@
 """Convert between the rotary position embeddings of ``config.json`` and Megatron's arguments.
 
-=============
-==========================================================================================
- rope_type      arguments
-=============
-==========================================================================================
- (none)         ``rotary_base``
- ``linear``     and ``rotary_seq_len_interpolation_factor``
- ``llama3``     and ``use_rope_scaling``, ``rope_scaling_factor``; the other three numbers are fixed in Megatron
- ``yarn``       latent attention only: ``rope_type`` "yarn", ``rotary_scaling_factor``, ``mscale`` …
-=============
-==========================================================================================
+==========  ========================================================================================
+rope_type   arguments
+==========  ========================================================================================
+(none)      ``rotary_base``
+``linear``  also ``rotary_seq_len_interpolation_factor``
+``llama3``  also ``use_rope_scaling``, ``rope_scaling_factor``; Megatron fixes the others
+``yarn``    latent attention only: ``rope_type`` "yarn", ``rotary_scaling_factor``, ``mscale`` …
+==========  ========================================================================================
 
 Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read;
 all three are written, so that both versions can read them.
@@ -45,7 +42,10 @@ _YARN: Mapping[str, tuple[str, float | int | None]] = {
 }
 """YaRN parameter → (training argument, default value; None if it is required)."""
 
-_HINT = "remove the scaling from config.json if the weights were not trained with it, and restore it for inference"
+_HINT = (
+    "remove the scaling from config.json if the weights were not trained with it, "
+    "and restore it for inference"
+)
 
 
 def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str, object]:
@@ -55,17 +55,19 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
         UnsupportedError: Megatron has no arguments for them.
         CorruptError: a number is missing or invalid.
     """
-    given = _parameters(config)
-    kind = given.pop("rope_type", given.pop("type", None)) or "default"
-    given.pop("type", None)
-    base = _number(given, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
-    given.pop("rope_theta", None)
-    partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    # Read the parameters under the names of both versions of transformers. Older files call the
+    # type "type" and keep rope_theta next to the scaling.
+    parameters = _shared_parameters(config)
+    kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
+    parameters.pop("type", None)
+    base = _number(parameters, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
+    parameters.pop("rope_theta", None)
+    partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise UnsupportedError(
             f"partial rotary embeddings ({partial!r}) are not supported", file="config.json"
         )
-    # Arguments without scaling.
+    # Set the arguments of embeddings without scaling.
     args: dict[str, object] = {
         "position_embedding_type": "rope",
         "rotary_base": _as_int(base),
@@ -82,15 +84,17 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
             "mscale": 1.0,
             "mscale_all_dim": 0.0,
         }
-    # Arguments of each type of scaling.
+    # Add the arguments of each type of scaling.
     if kind == "default":
         return args
     if kind == "linear" and not is_latent:
-        return args | {"rotary_seq_len_interpolation_factor": _as_int(_number(given, "factor"))}
+        return args | {
+            "rotary_seq_len_interpolation_factor": _as_int(_number(parameters, "factor"))
+        }
     if kind == "llama3" and not is_latent:
-        return args | _llama3_arguments(given)
+        return args | _llama3_arguments(parameters)
     if kind == "yarn" and is_latent:
-        return args | _yarn_arguments(given)
+        return args | _yarn_arguments(parameters)
     raise UnsupportedError(
         f"rotary scaling of type {kind!r} has no counterpart in Megatron's arguments",
         file="config.json",
@@ -98,29 +102,31 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     )
 
 
-def _llama3_arguments(given: Mapping[str, object]) -> dict[str, object]:
+def _llama3_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments for the scaling of Llama 3; Megatron fixes three of its numbers."""
     for name, fixed in _LLAMA3.items():
-        if _number(given, name) != fixed:
+        if _number(parameters, name) != fixed:
             raise UnsupportedError(
-                f"{name} of the rotary scaling is {given[name]!r}; Megatron always uses {fixed}",
+                f"{name} of the rotary scaling is {parameters[name]!r}; "
+                f"Megatron always uses {fixed}",
                 file="config.json",
                 hint=_HINT,
             )
-    return {"use_rope_scaling": True, "rope_scaling_factor": _number(given, "factor")}
+    return {"use_rope_scaling": True, "rope_scaling_factor": _number(parameters, "factor")}
 
 
-def _yarn_arguments(given: Mapping[str, object]) -> dict[str, object]:
+def _yarn_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments for YaRN scaling in latent attention."""
-    extra = sorted(set(given) - set(_YARN) - {"truncate"})
-    if extra or given.get("truncate", True) is not True:
+    # ``truncate`` (round the borders of the ranges) is always on in Megatron.
+    extra = sorted(set(parameters) - set(_YARN) - {"truncate"})
+    if extra or parameters.get("truncate", True) is not True:
         raise UnsupportedError(
             f"YaRN scaling with {', '.join(extra or ['truncate'])} is not supported",
             file="config.json",
             hint=_HINT,
         )
     numbers = {
-        arg: _as_int(_number(given, name, default=default))
+        arg: _as_int(_number(parameters, name, default=default))
         for name, (arg, default) in _YARN.items()
     }
     _check_mscale(numbers["mscale"], numbers["mscale_all_dim"])
@@ -172,19 +178,22 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _check_mscale(mscale: float, mscale_all_dim: float) -> None:
-    """Raise if only ``mscale`` is set: Megatron uses it alone, transformers only with
-    ``mscale_all_dim``.
+    """Raise if only ``mscale`` is set.
+
+    Megatron applies it even then, transformers only together with ``mscale_all_dim``.
     """
     if mscale != 1 and not mscale_all_dim:
         raise UnsupportedError(
-            f"YaRN scaling with mscale {mscale} and no mscale_all_dim means something else in the other software"
+            f"YaRN scaling with mscale {mscale} but without mscale_all_dim: "
+            "Megatron and transformers interpret it differently"
         )
 
 
-def _parameters(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the single set of rotary parameters of a configuration.
+def _shared_parameters(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the rotary parameters that all layers of a configuration share.
 
-    Raise if layers have their own.
+    Raises:
+        UnsupportedError: layers have parameters of their own.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping) or any(
@@ -197,7 +206,11 @@ def _parameters(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _number(values: Mapping[str, object], name: str, *, default: float | None = None) -> float:
-    """Return a number of the rotary embeddings."""
+    """Return a non-negative number of the rotary embeddings.
+
+    Raises:
+        CorruptError: it is missing without a default, or not such a number.
+    """
     value = values.get(name)
     if value is None:
         value = default
@@ -207,5 +220,5 @@ def _number(values: Mapping[str, object], name: str, *, default: float | None = 
 
 
 def _as_int(number: float) -> float:
-    """Return an integral number as int, the type that Megatron's command line gives it."""
+    """Return an integral number as int, the type that Megatron's command line parses it to."""
     return int(number) if number == int(number) else number

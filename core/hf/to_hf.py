@@ -1,8 +1,8 @@
 """Convert the global Megatron form to Hugging Face names: flat keys and a ``config.json``.
 
 The result has ``documents`` (``config.json``), ``notes``, ``dropped`` and the facet
-``HuggingFaceModel``. A Hugging Face directory can store nothing else of a Megatron checkpoint:
-random states, schedulers, optimizer state and arguments are dropped, and listed.
+``HuggingFaceModel``. A Hugging Face directory stores weights and a configuration only: random
+states, schedulers, optimizer state and arguments are dropped, and listed in ``dropped``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.changes.select import is_optimizer_key
@@ -30,7 +29,7 @@ _VOCAB = ("embedding.word_embeddings.", "output_layer.")
 
 @dataclass(frozen=True, slots=True)
 class _HfTensor:
-    """A tensor under its Hugging Face name, with a function that makes its fragments."""
+    """A tensor under its Hugging Face name, with a function that returns its fragments."""
 
     meta: TensorMeta
     fragments: Callable[[], list[Fragment]]
@@ -42,14 +41,15 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
     Args:
         catalog: the global Megatron form (``core.megatron.reshard.reshard.unshard``).
         model_type: the family; None for the one that the training arguments describe.
-        has_config: make a ``config.json``; destinations that cannot store one get the names alone.
-            Its dtype is the embedding's.
+        has_config: add a ``config.json`` with the embedding's dtype; False for destinations that
+            cannot store one.
 
     Raises:
-        UnsupportedError: the model belongs to no supported family, or not to the requested one; or
-            the number of vocabulary rows without padding is unknown.
+        UnsupportedError: the model belongs to no supported family, or not to the requested one; it
+            has tensors that the family does not have; or the number of vocabulary rows without
+            padding is unknown.
         MissingShardError: a tensor is missing.
-        CorruptError: shapes and arguments contradict each other.
+        CorruptError: shapes and arguments contradict each other, or an argument is invalid.
     """
     fields = fields_of(catalog.args)
     weights = {
@@ -58,9 +58,11 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         if not is_optimizer_key(key) and _EXTRA not in key
     }
 
-    # Find the family, and convert its tensors one by one.
-    model = model_of(fields, n_rows=_true_rows(catalog), n_tensors=len(weights))
-    family = _family(fields, model.features, model_type)
+    # Derive the model from the arguments and choose its family.
+    model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
+    family = _choose_family(fields, model.features, model_type)
+
+    # Convert the tensors one by one. Every weight must be used, so that none is lost silently.
     tensors: dict[str, _HfTensor] = {}
     used: set[str] = set()
     for pair in pairs_of(family, model):
@@ -69,16 +71,23 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
             raise MissingShardError("the tensor is not in the checkpoint", key=pair.names[0])
         used.add(name)
         tensors |= _hf_tensors(catalog, name, pair)
-    _refuse_leftover([key for key in weights if key not in used], family)
+    unused = [key for key in weights if key not in used]
+    if unused:
+        suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
+        raise UnsupportedError(
+            f"{family.model_type} models of transformers do not have this tensor{suffix}",
+            key=unused[0],
+            hint="drop it with --exclude if the model does not need it",
+        )
 
-    # Add what describes the model, and list what cannot be stored.
+    # Describe the model in config.json, and list the entries that cannot be stored.
     documents: dict[str, bytes] = {}
     notes = [*catalog.notes]
     if has_config:
         documents[CONFIG] = document(
             config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         )
-        notes.append(f"{CONFIG} was made from the training arguments; add the tokenizer's files")
+        notes.append(f"{CONFIG} was created from the training arguments; add the tokenizer's files")
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         tensor = tensors.get(key)
@@ -96,31 +105,35 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
     ).with_facet(HuggingFaceModel(family.model_type))
 
 
-def _true_rows(catalog: Catalog) -> int:
+def _true_vocab_size(catalog: Catalog) -> int:
     """Return the number of vocabulary rows without padding.
 
-    Raise UnsupportedError if it is unknown.
+    Raises:
+        UnsupportedError: the number is unknown. Guessing could keep padding rows as tokens.
     """
     model = catalog.facet(MegatronModel)
     if model is not None and model.vocab_size is not None and model.vocab_size > 0:
         return model.vocab_size
     stored = catalog.tensors[_EMBEDDING].shape[:1] if _EMBEDDING in catalog.tensors else ()
     raise UnsupportedError(
-        f"unknown vocabulary size: some of the {stored[0] if stored else 'stored'} rows may be padding",
+        "unknown vocabulary size: some of the "
+        f"{stored[0] if stored else 'stored'} rows may be padding",
         key=_EMBEDDING,
-        hint="give the true vocabulary size with --vocab-size, or --keep-padded-vocab to keep every row",
+        hint="give the true vocabulary size with --vocab-size, "
+        "or --keep-padded-vocab to keep every row",
     )
 
 
-def _family(
+def _choose_family(
     fields: Mapping[str, object], features: frozenset[str], model_type: str | None
 ) -> Family:
-    """Return the family of a model.
+    """Return the requested family, or the one that fits a model's features.
 
     Raises:
         UnsupportedError: no family, or not the requested one, has these features; the message names
-            the arguments.
+            the arguments. Also: the requested family is unknown.
     """
+    # The family that fits best is also the one to name in the error, if none fits.
     if model_type is None:
         family = min(families().values(), key=lambda family: len(family.misfits(features)))
     else:
@@ -138,62 +151,48 @@ def _family(
 
 
 def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]:
-    """Return the Hugging Face tensors that one of Megatron's becomes."""
+    """Return the Hugging Face tensors that a Megatron tensor is split into."""
     meta = catalog.tensors[name]
     check_numbers(meta)
     is_vocab = name.startswith(_VOCAB)
-    _check_shape(meta, pair.shape, has_padding=is_vocab)
-    is_padded = is_vocab and meta.shape != pair.shape
+    # Only the tensors of the vocabulary may have more rows than the arguments imply: padding.
+    is_padded = (
+        is_vocab
+        and len(meta.shape) == len(pair.shape)
+        and meta.shape[1:] == pair.shape[1:]
+        and meta.shape[0] > pair.shape[0]
+    )
+    if meta.shape != pair.shape and not is_padded:
+        raise CorruptError(
+            f"shape {meta.shape}, but the training arguments imply {pair.shape} (elements)",
+            key=meta.key,
+        )
 
-    def pieces() -> Sequence[Fragment]:
+    def true_fragments() -> Sequence[Fragment]:
         fragments = catalog.fragments(name)
         return fuse.first_rows(name, fragments, pair.shape[0]) if is_padded else fragments
 
     strips = fuse.interleave_by_group([part.shape[0] for part in pair.parts], pair.n_groups)
 
-    def maker(key: str, part: int) -> Callable[[], list[Fragment]]:
-        return lambda: fuse.take_apart(key, strips, part, pieces())
+    # Bound to its arguments by a function of its own: a lambda in the loop would see the last ones.
+    def take(key: str, part: int) -> Callable[[], list[Fragment]]:
+        return lambda: fuse.take_apart(key, strips, part, true_fragments())
 
+    # Copies that transformers expects under a second name are written as part 0, which is all of
+    # it.
     keys = [(part.names[0], number, part.shape) for number, part in enumerate(pair.parts)]
     keys += [(key, 0, pair.shape) for key in pair.twins]
     return {
-        key: _HfTensor(TensorMeta(key, meta.dtype, shape), maker(key, number))
+        key: _HfTensor(TensorMeta(key, meta.dtype, shape), take(key, number))
         for key, number, shape in keys
     }
 
 
-def _check_shape(meta: TensorMeta, shape: Shape, *, has_padding: bool) -> None:
-    """Raise CorruptError unless a tensor has a shape, or with padding more rows."""
-    actual = meta.shape
-    if actual == shape:
-        return
-    if (
-        has_padding
-        and len(actual) == len(shape)
-        and actual[1:] == shape[1:]
-        and actual[0] > shape[0]
-    ):
-        return
-    raise CorruptError(
-        f"shape {actual}, but the training arguments imply {shape} (elements)", key=meta.key
-    )
-
-
-def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
-    """Raise UnsupportedError if there are tensors that the family does not have."""
-    if keys:
-        suffix = f", nor {len(keys) - 1} others" if len(keys) > 1 else ""
-        raise UnsupportedError(
-            f"{family.model_type} models of transformers do not have this tensor{suffix}",
-            key=keys[0],
-            hint="drop it with --exclude if the model does not need it",
-        )
-
-
 def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
-    """Return what Hugging Face directories cannot store, as ``entries (reason)``."""
+    """List the entries that Hugging Face directories cannot store, as ``entries (reason)``."""
     dropped = [*catalog.dropped]
-    # Details of an optimizer that was dropped before mean nothing outside Megatron.
+    # Details of an optimizer that was dropped before mean nothing outside Megatron: one line for
+    # all.
     if any(text.startswith("optimizer") for text in dropped):
         dropped = [
             "optimizer (dropped)",
@@ -214,13 +213,14 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
 
 
 def _other_entries(catalog: Catalog) -> list[str]:
-    """Return the names of everything that is neither a weight nor optimizer state."""
+    """Return the names of all entries that are neither a weight nor optimizer state."""
+    # The local implementation saves extra states without content; they are not worth a line.
     empty = (None, [None])
     extra_states = [key for key in catalog.tensors if _EXTRA in key and not is_optimizer_key(key)]
     extra_states += [
         key for key, item in catalog.objects.items() if _EXTRA in key and item.value not in empty
     ]
-    # Objects may be stored in shards, which have one name.
+    # The shards of one object share the name before the slash.
     objects = dict.fromkeys(key.partition("/")[0] for key in catalog.objects if _EXTRA not in key)
     names = [*extra_states, *objects]
     return names + [str(name) for name in common_of(catalog) if name not in names]

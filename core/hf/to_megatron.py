@@ -1,7 +1,7 @@
 """Convert Hugging Face names to the global Megatron form.
 
 Fused tensors are fragments that point into the arrays of their parts; nothing is read or copied.
-Every tensor of the source must be used: a name without a row in the family's table is an error, and
+Every tensor of the source must be used: a name that is not in the family's table is an error, and
 so is a missing tensor.
 
 The result has the fields and facets of ``core.megatron.reshard.from_ranks``: one rank,
@@ -36,7 +36,7 @@ from core.quantize.schemes import check_numbers, quantized_weights
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _ITERATION = 1
-"""Megatron does not load a checkpoint of iteration 0."""
+"""Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = "layer_norm_weight"
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj)\.weight$")
@@ -49,8 +49,8 @@ class _GlobalTensor:
     Args:
         meta: name, dtype and shape.
         used: tensors of the source that it consists of.
-        fragments: makes its fragments.
-        copies: tensors of the source among ``used`` that only repeat it.
+        fragments: function that returns its fragments.
+        copies: tensors among ``used`` that are redundant copies of it.
     """
 
     meta: TensorMeta
@@ -72,8 +72,8 @@ def to_megatron(
         catalog: flat keys, such as ``model.layers.0.self_attn.q_proj.weight``.
         config: parsed ``config.json``.
         transformer_impl: implementation whose parameter names to use, ``local`` or
-            ``transformer_engine``; None for ``local``, unless Megatron can only build the model
-            with the other (latent attention).
+            ``transformer_engine``; None for ``local``, except for latent attention, which Megatron
+            can only build with ``transformer_engine``.
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this times TP.
 
     Raises:
@@ -91,7 +91,8 @@ def to_megatron(
     family = family_of(config.get("model_type"))
     _refuse_quantized(catalog, config)
 
-    # Describe the model by training arguments.
+    # Describe the model by training arguments. The number of multi-token prediction layers comes
+    # from the tensors, as config.json may declare layers that the files do not contain.
     n_mtp = len(_extra_layers(catalog, config)) if "mtp" in family.allows else 0
     fields = arguments_of(
         config,
@@ -106,7 +107,7 @@ def to_megatron(
     assert isinstance(n_rows, int)
     model = model_of(fields, n_rows=n_rows, n_tensors=len(catalog.tensors))
 
-    # Convert its tensors; every tensor of the source must be used or be known to be redundant.
+    # Convert the tensors. Every tensor of the source must be used or be known to be redundant.
     tensors = {pair.names[0]: _global_tensor(catalog, pair) for pair in pairs_of(family, model)}
     ignored = {
         key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
@@ -115,17 +116,22 @@ def to_megatron(
     _refuse_leftover([key for key in catalog.tensors if key not in used], family)
     objects, order = _extra_states(tensors, is_local=model.is_local)
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        tensor = tensors.get(key)
-        return catalog.fragments(key) if tensor is None else tuple(tensor.fragments())
-
+    # Collect the facts that the writer needs and the notes for the user.
     args = make_namespace(fields)
     facts = MegatronModel(
         vocab_size=n_rows,
         expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
         order=tuple(order),
     )
-    stated_mtp = config.get("num_nextn_predict_layers") or 0
+    declared_mtp = (
+        (config.get("num_nextn_predict_layers") or 0) if "mtp" in family.allows else n_mtp
+    )
+    notes = _notes(tensors, ignored, declared_mtp=declared_mtp, n_mtp=n_mtp)
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        tensor = tensors.get(key)
+        return catalog.fragments(key) if tensor is None else tuple(tensor.fragments())
+
     return Catalog(
         format=catalog.format,
         version=None,
@@ -136,41 +142,40 @@ def to_megatron(
         iteration=_ITERATION,
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": _ITERATION},
-        notes=(
-            *catalog.notes,
-            *_notes(
-                tensors,
-                ignored,
-                stated_mtp=stated_mtp if "mtp" in family.allows else n_mtp,
-                n_mtp=n_mtp,
-            ),
-        ),
+        notes=(*catalog.notes, *notes),
         dropped=tuple(_dropped(catalog)),
         facets={MegatronModel: facts, Topology: Topology()},
     )
 
 
 def _notes(
-    tensors: Mapping[str, _GlobalTensor], ignored: Set[str], *, stated_mtp: object, n_mtp: int
+    tensors: Mapping[str, _GlobalTensor], ignored: Set[str], *, declared_mtp: object, n_mtp: int
 ) -> Iterator[str]:
-    """Yield what the user should know of the conversion.
+    """Yield the notes about a conversion for the user.
 
     Args:
-        ignored: tensors that follow from the configuration.
-        stated_mtp, n_mtp: multi-token prediction layers by the configuration, and those with
-            tensors.
+        ignored: tensors that can be computed from the configuration.
+        declared_mtp, n_mtp: number of multi-token prediction layers in the configuration, and
+            number of those with tensors.
     """
     if ignored:
-        yield f"{min(ignored)} and similar tensors ({len(ignored)}) are dropped: they follow from {CONFIG}"
-    if stated_mtp != n_mtp:
-        yield f"{CONFIG} states {stated_mtp} multi-token prediction layers, but {n_mtp} have tensors and are used"
+        yield (
+            f"{min(ignored)} and similar tensors ({len(ignored)}) are dropped: "
+            f"they follow from {CONFIG}"
+        )
+    if declared_mtp != n_mtp:
+        yield (
+            f"{CONFIG} declares {declared_mtp} multi-token prediction layers, "
+            f"but {n_mtp} have tensors and are used"
+        )
     copies = [key for tensor in tensors.values() for key in tensor.copies]
     if copies:
-        yield f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}: redundant copies, compared with the originals"
+        names = f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}"
+        yield f"{names}: redundant copies, compared with the originals"
 
 
 def _dropped(catalog: Catalog) -> list[str]:
-    """Return what Megatron checkpoints cannot store, as ``entries (reason)``."""
+    """List the entries that Megatron checkpoints cannot store, as ``entries (reason)``."""
     dropped = [
         *catalog.dropped,
         *(f"{key} (Megatron checkpoints cannot store it)" for key in catalog.objects),
@@ -180,30 +185,35 @@ def _dropped(catalog: Catalog) -> list[str]:
 
 
 def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
-    """Raise if a weight is quantized: Megatron would take the stored numbers for weights.
+    """Raise if a weight is quantized: Megatron would use the stored numbers as weights.
 
     Raises:
         UnsupportedError: a weight is quantized, or there is a scale; the message names the scheme.
     """
     for weight in quantized_weights(catalog.tensors, config):
         raise UnsupportedError(
-            f"the weights are quantized ({weight.scheme.name}), and Megatron cannot store their scales",
+            f"the weights are quantized ({weight.scheme.name}), "
+            "and Megatron cannot store their scales",
             key=weight.key,
             hint="apply the scales with --dequantize bf16"
             if weight.scheme.dequantize is not None
-            else "dequantize the model with the library that quantized it, save it, and convert that",
+            else "dequantize the model with the library that quantized it, save it, and "
+            "convert that copy",
         )
+    # Scales without a quantized weight next to them: the weight is missing or has an unknown
+    # scheme.
     for key in catalog.tensors:
         if key.endswith(("_scale_inv", ".weight_scale", ".input_scale")):
             raise UnsupportedError(
                 "a scale of a quantized weight, which Megatron cannot store",
                 key=key,
-                hint="apply the scales with --dequantize bf16; drop those of activations with --exclude",
+                hint="apply the scales with --dequantize bf16; "
+                "drop those of activations with --exclude",
             )
 
 
 def _extra_layers(catalog: Catalog, config: Mapping[str, object]) -> set[int]:
-    """Return the layers that the configuration does not count: multi-token prediction."""
+    """Return the numbers of the layers beyond ``num_hidden_layers``: multi-token prediction."""
     n_layers = config.get("num_hidden_layers")
     if type(n_layers) is not int:
         return set()
@@ -212,7 +222,7 @@ def _extra_layers(catalog: Catalog, config: Mapping[str, object]) -> set[int]:
 
 
 def _dtype_of(catalog: Catalog, family: Family) -> str:
-    """Return the element type of the embedding."""
+    """Return the dtype of the embedding, which becomes ``params_dtype``."""
     key = family.first[0].hf[0]
     if key not in catalog.tensors:
         raise MissingShardError("the tensor is not in the checkpoint", key=key)
@@ -220,9 +230,9 @@ def _dtype_of(catalog: Catalog, family: Family) -> str:
 
 
 def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
-    """Return one tensor of the global form, after checking the shapes and types of its parts."""
+    """Check the shapes and dtypes of a tensor's parts and return the tensor of the global form."""
     name = pair.names[0]
-    # An expert may be one entry of a stacked tensor.
+    # An expert may be one entry of a tensor that stacks all experts of its layer.
     if pair.stack is not None and pair.stack[0] in catalog.tensors:
         stack_key, index, extent = pair.stack
         _check_shape(catalog, stack_key, (extent, *pair.shape))
@@ -234,37 +244,42 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
             lambda: list(fuse.take_from_stack(name, catalog.fragments(stack_key), index)),
         )
     # Otherwise it consists of parts, and other tensors may repeat it.
-    keys = [_require(catalog, part.names, pair) for part in pair.parts]
+    keys = [_find_part(catalog, part.names, pair) for part in pair.parts]
     copies = [key for key in (*pair.copies, *pair.twins) if key in catalog.tensors]
     for key, part in zip(keys, pair.parts, strict=True):
         _check_shape(catalog, key, part.shape)
+    # One tensor has one dtype. Reversed, so that the error names the first key with each dtype.
     dtypes = {catalog.tensors[key].dtype: key for key in reversed((*keys, *copies))}
     if len(dtypes) > 1:
         (other, other_key), (first, first_key) = list(dtypes.items())[-2:]
         raise CorruptError(
-            f"{first_key} is {first} and {other_key} is {other}, but they are one tensor in Megatron",
+            f"{first_key} is {first} and {other_key} is {other}, "
+            "but they are one tensor in Megatron",
             key=name,
         )
     for key in (*keys, *copies):
         check_numbers(catalog.tensors[key])
     for key in copies:
         _check_shape(catalog, key, pair.shape)
+
+    # Copies are fragments of the same box, so that the planner compares their bytes.
     strips = fuse.interleave_by_group([part.shape[0] for part in pair.parts], pair.n_groups)
 
     def fragments() -> list[Fragment]:
-        pieces = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
-        return pieces + [
-            replace(piece, key=name) for key in copies for piece in catalog.fragments(key)
+        fused = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
+        return fused + [
+            replace(fragment, key=name) for key in copies for fragment in catalog.fragments(key)
         ]
 
     meta = TensorMeta(name, next(iter(dtypes)), pair.shape)
     return _GlobalTensor(meta, (*keys, *copies), fragments, tuple(copies))
 
 
-def _require(catalog: Catalog, names: Sequence[str], pair: Pair) -> str:
-    """Return the first of some names that the source has.
+def _find_part(catalog: Catalog, names: Sequence[str], pair: Pair) -> str:
+    """Return the first of a part's names that the source has.
 
-    Raise MissingShardError if it has none.
+    Raises:
+        MissingShardError: the source has none of the names.
     """
     for key in names:
         if key in catalog.tensors:
@@ -274,7 +289,7 @@ def _require(catalog: Catalog, names: Sequence[str], pair: Pair) -> str:
 
 
 def _check_shape(catalog: Catalog, key: str, shape: Shape) -> None:
-    """Raise CorruptError unless a tensor has a shape."""
+    """Raise CorruptError unless a tensor has the expected shape."""
     actual = catalog.tensors[key].shape
     if actual != shape:
         raise CorruptError(
@@ -285,7 +300,12 @@ def _check_shape(catalog: Catalog, key: str, shape: Shape) -> None:
 
 
 def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
-    """Raise if there are tensors that the family does not have."""
+    """Raise for tensors that the family does not have.
+
+    Raises:
+        UnsupportedError: the first tensor is optimizer state.
+        UnknownTensorError: it is any other tensor.
+    """
     if not keys:
         return
     if is_optimizer_key(keys[0]):
@@ -307,8 +327,8 @@ def _extra_states(
 ) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
     """Return the extra states of linear modules, and the order of entries in a rank file.
 
-    Modules of the local implementation save None. Those of Transformer Engine save more, but load
-    without it.
+    Modules of the local implementation save None as extra state. Modules of Transformer Engine save
+    more, but also load without it, so that they get none here.
     """
     objects: dict[str, StoredObject] = {}
     order: dict[str, None] = {}
@@ -319,6 +339,7 @@ def _extra_states(
         if f"{module}.{_FUSED_NORM}" in tensors:
             order[f"{module}.{_FUSED_NORM}"] = None
         order[name] = None
+        # torch writes a module's extra state after all of its parameters: the bias moves up.
         if is_local and _LINEAR.search(name):
             bias = name.removesuffix("weight") + "bias"
             if bias in tensors:

@@ -1,25 +1,23 @@
-"""Derive the sizes, features and traits of a model, in the terms of the tables ``hf/tables``.
+"""Derive the sizes, features and traits of a model that the tables ``hf/tables`` refer to.
 
 All are read from Megatron's training arguments in both directions (``core.hf.config`` first
 converts a ``config.json`` to arguments), so that the two directions agree.
 
-==================
-======================================================================================
- size                meaning
-==================
-======================================================================================
- vocab, hidden       rows of the embedding without padding; channels of the residual stream
- q, kv, head         channels of all query heads; of all key heads; of one head
- o                   channels of all value heads where attention is latent
- ffn                 inner channels of a dense MLP
- experts, moe_ffn    experts of a layer; inner channels of one
- shared_ffn          inner channels of the shared experts together
- q_lora, q_b         channels that queries are compressed to; channels of all query heads (latent attention)
- kv_lora, kv_a       channels that keys and values are compressed to; the same and the rotated key's
- kv_b                channels of all keys, without the rotated ones, and all values
- hidden2             twice ``hidden``
-==================
-======================================================================================
+=============  ====================================================================================
+size           meaning
+=============  ====================================================================================
+vocab, hidden  rows of the embedding without padding; channels of the residual stream
+q, kv, head    channels of all query heads; of all key heads; of one head
+o              channels of all value heads, for latent attention
+ffn            inner channels of a dense MLP
+experts        number of experts in a layer
+moe_ffn        inner channels of one expert
+shared_ffn     inner channels of all shared experts together
+q_lora, q_b    channels that queries are compressed to; channels of all query heads (both latent)
+kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
+kv_b           channels of all keys, without the rotated ones, and all values
+hidden2        twice ``hidden``
+=============  ====================================================================================
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ _DEFAULTS: Mapping[str, object] = {
     "position_embedding_type": "learned_absolute",
     "moe_router_score_function": "softmax",
 }
-"""Megatron's defaults for missing arguments, where they are none of the values above."""
+"""Megatron's defaults for missing arguments, where they differ from all values above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +111,14 @@ class Model:
     Args:
         n_layers: number of decoder layers.
         n_mtp: number of multi-token prediction layers.
-        n_experts: number of experts in a layer that has some.
+        n_experts: number of experts in a layer with experts.
         n_groups: number of query groups.
         dense: numbers of the layers without experts; None if no layer has experts.
         sizes: extents by name, see the module's table.
         features: names of ``FEATURES`` that the model has; they distinguish families.
-        traits: conditions for the existence of tensors, except ``dense`` and ``moe``, which belong
-            to layers.
-        is_local: parameters have the names of the local implementation, not of Transformer Engine.
+        traits: conditions under which tensors exist, except ``dense`` and ``moe``, which depend on
+            the layer.
+        is_local: parameters have the names of the local implementation, not Transformer Engine's.
     """
 
     n_layers: int
@@ -152,6 +150,9 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         CorruptError: an argument is invalid.
     """
     _check_values(fields)
+
+    # Count heads, layers and experts. The limit on layers bounds the work that a damaged argument
+    # can cause: every layer has at least one tensor.
     heads, hidden = size_of(fields, "num_attention_heads"), size_of(fields, "hidden_size")
     groups = size_of(fields, "num_query_groups") if fields.get("group_query_attention") else heads
     if heads % groups:
@@ -169,7 +170,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         fields, has_experts=n_experts > 0, has_dense_layers=bool(dense), has_mtp=n_mtp > 0
     )
 
-    # Sizes of the layers that the model has.
+    # Derive the sizes of the layers that the model has.
     ffn = size_of(fields, "ffn_hidden_size")
     sizes = {"vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
     sizes |= {"head": head, "q": heads * head, "kv": groups * head}
@@ -183,7 +184,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     if "shared_expert" in features:
         sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
 
-    # Traits: the features, and what follows from them.
+    # Derive the traits: the features, and the conditions that follow from them.
     traits = features - {"moe"} | {"tied" if "tied" in features else "untied"}
     if "linear_bias" in features:
         traits |= {"attention_bias", "mlp_bias"}
@@ -203,7 +204,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
 
 
 def _check_values(fields: Mapping[str, object]) -> None:
-    """Raise if an argument has a value that no supported family has."""
+    """Raise UnsupportedError if an argument has a value that no supported family has."""
+    # Types are compared too, as True == 1 in Python.
     for name, allowed in _PLAIN.items():
         value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
         if not any(
@@ -250,7 +252,7 @@ def _latent_sizes(fields: Mapping[str, object], heads: int) -> dict[str, int]:
 
 
 def _moe_features(fields: Mapping[str, object]) -> set[str]:
-    """Return the features of a model with experts that concern the experts and their router."""
+    """Return the features of the experts and their router."""
     is_sigmoid = fields.get("moe_router_score_function") == "sigmoid"
     conditions = {
         "shared_expert": fields.get("moe_shared_expert_intermediate_size"),
@@ -267,7 +269,10 @@ def _dense_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     """Return the numbers of the layers without experts.
 
     ``moe_layer_freq`` is a number n (every n-th layer has experts, beginning with the first), or a
-    list with a 1 for each layer with experts.
+    list with a 1 for each layer with experts and a 0 for each other layer.
+
+    Raises:
+        CorruptError: the argument is neither.
     """
     pattern = fields.get("moe_layer_freq", 1)
     if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
@@ -275,7 +280,8 @@ def _dense_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     if isinstance(pattern, list) and len(pattern) == n_layers and set(pattern) <= {0, 1}:
         return frozenset(layer for layer, has_experts in enumerate(pattern) if not has_experts)
     raise CorruptError(
-        f"argument moe_layer_freq is {repr(pattern)[:80]}, neither a positive number nor {n_layers} zeros and ones"
+        f"argument moe_layer_freq is {repr(pattern)[:80]}, "
+        f"neither a positive number nor {n_layers} zeros and ones"
     )
 
 

@@ -1,8 +1,6 @@
-"""Quantize to float8 and dequantize float8 and int8 weights, as encodings.
+"""Recognise quantized weights, quantize to float8, and dequantize float8 and int8, as encodings.
 
-Recognise quantized weights.
-
-Start at ``to_float8`` and ``from_float8``; ``schemes`` reads ``schemes.toml``, the names of GPTQ,
-AWQ and others. ``core.changes.quantize`` applies them to a catalog.
+Start at ``to_float8`` and ``from_float8``; ``schemes`` reads ``schemes.toml``, the rules
+for GPTQ, AWQ and others. ``core.changes.quantize`` applies them to a catalog.
 Imports: arrays, catalog, device, errors, files.
 """

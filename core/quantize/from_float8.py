@@ -2,7 +2,8 @@
 
 For the element in row r and column c of the last two axes::
 
-    value = round_to_dtype( float32(w[…, r, c]) × float32(scale[…, r // block_rows, c // block_columns]) )
+    scale = scales[…, r // block_rows, c // block_columns]
+    value = round_to_dtype(float32(w[…, r, c]) × float32(scale))
 
 The product is computed in float32 and rounded to nearest even (to infinity above the range), like
 torch's ``(w.float() * scale).to(dtype)``. bitsandbytes' int8 has one scale per row, and the product
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 UNIT_BYTES = 4 << 20
+"""Target size of a unit, decoded."""
 _AT_ONCE = 1 << 18
 """Number of elements to multiply at a time."""
 
@@ -46,8 +48,8 @@ class Dequantized:
         scales: one element, or one per block of the last two axes; with a single axis, one per row.
         block: rows and columns of a block; None for a single scale.
         dtype: element type of the result.
-        factor: the product is multiplied by this; None for no factor.
-        row_format: bitsandbytes' tensor that states the order of the numbers, 0 for rows; or None.
+        factor: factor for the products; None for no factor.
+        row_format: bitsandbytes' tensor with the order of the numbers, 0 for row by row; or None.
     """
 
     weight: SourceTensor
@@ -59,11 +61,12 @@ class Dequantized:
 
     @property
     def name(self) -> str:
-        """The name of the encoding, for users."""
+        """Name of the encoding, for users."""
         return f"{self.weight.dtype} × {self.scales.dtype} scales"
 
     @property
     def _columns(self) -> int:
+        """Number of columns; 1 for a scalar."""
         return self.weight.shape[-1] if self.weight.shape else 1
 
     @property
@@ -98,23 +101,27 @@ class Dequantized:
 
         Raises:
             UnsupportedError: the numbers are not stored row by row.
+            ReplicaMismatchError, TruncatedError, MissingShardError, StorageError, CorruptError: a
+                tensor cannot be read.
         """
         import numpy as np
 
+        # Older versions of bitsandbytes stored the numbers in the order of a GPU's tiles.
         note = self.row_format
         if note is not None and any(note.read(store, full_box(note.shape))):
             raise UnsupportedError(
-                "bitsandbytes' weight_format states an order other than by rows",
+                "bitsandbytes' weight_format declares an order other than row by row",
                 key=note.key,
                 hint="save the model again with bitsandbytes 0.45 or later",
             )
-        # A unit is some whole rows, counted through all leading axes.
+        # A unit consists of complete rows, counted through all leading axes.
         n_rows = prod(self.weight.shape[:-1])
         rows = self.unit_bytes // max(1, self._columns * itemsize(self.dtype))
         first, last = unit * rows, min((unit + 1) * rows, n_rows)
         out: Any = np.empty((last - first, self._columns), number_type(self.dtype))
         multiply = self._multiplier(device_of(store))
-        # The rows are a few boxes; each is read at once, and multiplied in pieces.
+        # The rows form a few boxes. Each is read in one go and multiplied part by part, so that the
+        # float32 products stay small.
         done = 0
         for box in boxes_of_flat_range(
             self.weight.shape, first * self._columns, last * self._columns
@@ -130,10 +137,11 @@ class Dequantized:
 
     @property
     def _row_bytes(self) -> int:
+        """Size of a row of stored numbers."""
         return self._columns * itemsize(self.weight.dtype)
 
     def _multiplier(self, device: Device | None) -> Callable[[memoryview, Any, Any], None]:
-        """Return the function that multiplies rows by their scales into an array."""
+        """Choose the function that multiplies rows by their scales into an array."""
         import numpy as np
 
         is_float8 = dtype_of(self.weight.dtype).kind == "float" and itemsize(self.weight.dtype) == 1
@@ -157,9 +165,10 @@ class Dequantized:
         return on_device
 
     def _in_numpy(self, weight: memoryview, scales: Any, out: Any) -> None:
-        """Multiply some rows by their scales on the CPU and write the result to ``out``."""
+        """Multiply rows by their scales on the CPU and write the products to ``out``."""
         import numpy as np
 
+        # Repeat each scale over the columns of its block; the last block may be narrower.
         if self.block is not None and self.block[1] < self._columns:
             scales = np.repeat(scales, self.block[1], axis=1)[:, : self._columns]
         elif self.block is None:
@@ -171,12 +180,13 @@ class Dequantized:
             cast_of(self.weight.dtype, "float32")(
                 weight, memoryview(numbers.reshape(-1).view(np.uint8))
             )
+        # Values above the range become infinite, as in torch, without numpy's warning.
         with np.errstate(all="ignore"):
             product = numbers * scales
             out[:] = product if self.factor is None else product * np.float32(self.factor)
 
     def _scales(self, store: ReadStore, box: Box) -> Iterator[tuple[int, Any]]:
-        """Yield (number of rows, their scales) for a box of whole rows, in order.
+        """Yield (number of rows, their scales) for a box of complete rows, in order.
 
         The scales are float32: a single one, or for each row one per block.
         """
@@ -192,7 +202,8 @@ class Dequantized:
                 (min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once)
             )
             return
-        # Each matrix of the leading axes has its own scales; read those of the blocks that the rows lie in.
+        # Each matrix along the leading axes has its own scales; read those of the blocks of its
+        # rows.
         rows, _ = self.block
         n_blocks = 1 if len(self.scales.shape) == 1 else self.scales.shape[-1]
         for lead in product(
@@ -202,6 +213,7 @@ class Dequantized:
             top = start // rows
             height = -(-stop // rows) - top
             part = Box((*lead, top, 0), (*(1,) * len(lead), height, n_blocks))
+            # Scales of rows may have one axis instead of a second one of extent 1.
             if len(self.scales.shape) == 1:
                 part = Box((top,), (height,))
             block_scales: Any = (

@@ -1,6 +1,6 @@
-"""Parts of a matrix to be quantized, and what is computed from them.
+"""Compute the largest values and the float8 numbers of part of a matrix.
 
-numpy does it on the CPU; ``core.device.scales`` does the same on a device.
+numpy computes them on the CPU; ``core.device.scales`` does the same on a device.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 LARGEST = 448.0
+"""The largest finite float8_e4m3fn."""
 
 
 class Part(Protocol):
-    """Some rows and columns of a matrix; the columns are whole blocks, except the last one."""
+    """Rows and columns of a matrix; the columns form full blocks, except possibly the last one."""
 
     @property
     def n_columns(self) -> int:
-        """The number of columns."""
+        """Number of columns."""
 
     def largest(self) -> Any:
         """Return the largest absolute value of each block of columns, as float32.
 
-        Not finite if an element is not.
+        Not finite for a block with an element that is not.
         """
 
     def over(self, scales: Any) -> Any:
-        """Divide by the scales of the blocks, or by a single scale.
+        """Divide by the scales of the blocks, or by a single scale, and return float8_e4m3fn bytes.
 
-        Return float8_e4m3fn bytes. Call only once.
+        Call it only once: it may overwrite the elements.
         """
 
 
 def part_of(
     store: ReadStore, data: Any, *, source: str, dtype: str, shape: Shape, block: int
 ) -> Part:
-    """Return stored elements as a part, on the device of the store if that quantizes.
+    """Wrap stored elements as a part, on the store's device if the device quantizes.
 
     Args:
         data: bytes of the elements.
@@ -54,6 +55,7 @@ def part_of(
         shape: (rows, columns).
         block: number of columns in a block.
     """
+    # The device's kernel reads 16 and 32 bits only.
     device = device_of(store)
     if device is None or not device.does(QUANTIZE) or min(itemsize(source), itemsize(dtype)) < 2:
         return _NumpyPart(data, source=source, dtype=dtype, shape=shape, block=block)
@@ -61,7 +63,7 @@ def part_of(
 
 
 class _NumpyPart:
-    """A part in memory; the arguments are those of ``part_of``."""
+    """A part in memory; ``part_of`` explains the arguments."""
 
     def __init__(self, data: Any, *, source: str, dtype: str, shape: Shape, block: int) -> None:
         import numpy as np
@@ -70,13 +72,14 @@ class _NumpyPart:
         stored: Any = np.frombuffer(data, number_type(source))
         with np.errstate(all="ignore"):
             values = stored.astype(np.float32).reshape(shape)
+            # A cast that comes first is rounded like one without quantization.
             if itemsize(dtype) < 4 and dtype != source:
                 values = values.astype(number_type(dtype)).astype(np.float32)
         self._values = values
 
     @property
     def n_columns(self) -> int:
-        """The number of columns."""
+        """Number of columns."""
         return int(self._values.shape[1])
 
     def largest(self) -> Any:
@@ -94,6 +97,7 @@ class _NumpyPart:
         divisor = np.repeat(scales, self._block)[: self.n_columns] if len(scales) > 1 else scales
         with np.errstate(all="ignore"):
             np.divide(values, divisor, out=values)
+        # float8_e4m3fn has no infinity: rounding in the division may exceed its range.
         np.clip(values, np.float32(-LARGEST), np.float32(LARGEST), out=values)
         out: Any = np.empty(values.shape, np.uint8)
         cast_of("float32", "float8_e4m3fn")(

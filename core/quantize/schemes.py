@@ -1,10 +1,8 @@
-"""Recognise quantized weights of other software; ``quantize/schemes.toml`` has the rules.
+"""Recognise weights that other software quantized, by the rules of ``quantize/schemes.toml``.
 
-The rules are the rows of ``quantize/schemes.toml``.
-
-A weight consists of its stored numbers, the scales that give them meaning, and other tensors that
-belong to them. Such tensors are moved unchanged. They are not cast: scales of another type give
-other weights, and numbers without their scales are not weights.
+A quantized weight consists of its stored numbers, the scales to multiply them by, and further
+tensors such as zero points. These tensors are moved unchanged. They are never cast: scales of
+another dtype result in different weights, and numbers without their scales are not weights.
 
 Not supported, and not recognised: parameters that are instances of torchao's classes (objects that
 are not read), GGUF files.
@@ -28,7 +26,7 @@ _TABLE = "schemes.toml"
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A row of the table, whose comment explains the fields."""
+    """A rule of the table; the comment in ``schemes.toml`` explains the fields."""
 
     name: str
     mark: str
@@ -48,9 +46,9 @@ class QuantizedWeight:
     """A quantized weight of a catalog.
 
     Args:
-        scheme: how the weight is stored.
+        scheme: rule by which the weight was recognised.
         key: name of the tensor with the stored numbers.
-        scales: names of the tensors that give the numbers meaning.
+        scales: names of the tensors with its scales.
         others: names of other tensors that belong to the weight.
     """
 
@@ -67,7 +65,7 @@ class QuantizedWeight:
 
 @cache
 def schemes() -> tuple[Scheme, ...]:
-    """Return the rows of the table."""
+    """Read the rules of the table."""
     table = tomllib.loads(files("core.quantize").joinpath(_TABLE).read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = [
         {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
@@ -97,14 +95,17 @@ def quantized_weights(
     """
     method = method_of(config)
     rows = sorted(schemes(), key=lambda row: method not in row.methods)
+    # Try the rules for the declared method first, as the first rule that matches wins. A tensor
+    # belongs to one weight only, so tensors of recognised weights mark nothing.
     marks = tuple({row.mark for row in rows})
     claimed: set[str] = set()
     weights: list[QuantizedWeight] = []
     for key in tensors:
         if not key.endswith(marks) or key in claimed:
             continue
-        # Rows for the stated method come first; the first match wins.
-        candidates = (_weight(row, key, tensors, is_stated=method in row.methods) for row in rows)
+        candidates = (
+            _match_rule(row, key, tensors, is_declared=method in row.methods) for row in rows
+        )
         weight = next(
             (
                 candidate
@@ -119,17 +120,17 @@ def quantized_weights(
     return tuple(weights)
 
 
-def _weight(
-    row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_stated: bool
+def _match_rule(
+    row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_declared: bool
 ) -> QuantizedWeight | None:
-    """Return the weight that a tensor marks by the rule of a row; None if it does not."""
+    """Return the weight that a tensor marks by a rule; None if the rule does not match."""
     base = mark.removesuffix(row.mark)
     key = base + row.weight
-    if not mark.endswith(row.mark) or key not in tensors or (row.needs_config and not is_stated):
+    if not mark.endswith(row.mark) or key not in tensors or (row.needs_config and not is_declared):
         return None
     if row.weight_dtypes and tensors[key].dtype not in row.weight_dtypes:
         return None
-    if not is_stated and not all(base + suffix in tensors for suffix in row.also):
+    if not is_declared and not all(base + suffix in tensors for suffix in row.also):
         return None
 
     def present(suffixes: Iterable[str]) -> tuple[str, ...]:
@@ -145,12 +146,13 @@ def refused_scheme(weight: QuantizedWeight) -> UnsupportedError:
     return UnsupportedError(
         f"--dequantize: {weight.scheme.name} weights cannot be dequantized by ckpt",
         key=weight.key,
-        hint="dequantize the model with the library that quantized it, save it, and convert that",
+        hint="dequantize the model with the library that quantized it, save it, "
+        "and convert that copy",
     )
 
 
 def check_numbers(meta: TensorMeta) -> None:
-    """Raise if a tensor that the destination would take for a weight holds quantized numbers.
+    """Raise if a tensor that the destination would use as a weight holds quantized numbers.
 
     Raises:
         UnsupportedError: the tensor holds integers or float8 numbers.
@@ -158,18 +160,19 @@ def check_numbers(meta: TensorMeta) -> None:
     kind = dtype_of(meta.dtype)
     if kind.kind != "float" or kind.itemsize < 2:
         raise UnsupportedError(
-            f"the tensor holds {kind.name} numbers of a quantized weight, which are meaningless without their scales",
+            f"the tensor holds {kind.name} numbers of a quantized weight, "
+            "which are meaningless without their scales",
             key=meta.key,
-            hint="keep the scales and apply them with --dequantize bf16; cast float8 numbers that need no scales with "
-            "--dtype GLOB=bf16",
+            hint="keep the scales and apply them with --dequantize bf16; "
+            "cast float8 numbers that need no scales with --dtype GLOB=bf16",
         )
 
 
 def check_scheme(config: Mapping[str, object] | None, *, doing: str) -> None:
-    """Raise if a configuration states a quantization method that is not in the table.
+    """Raise if a configuration declares a quantization method that is not in the table.
 
     Args:
-        doing: the requested option, as the user wrote it: ``--dtype``.
+        doing: name of the requested option, such as ``--dtype``.
 
     Raises:
         UnsupportedError: the method is unknown, so the scales cannot be recognised.
@@ -177,6 +180,7 @@ def check_scheme(config: Mapping[str, object] | None, *, doing: str) -> None:
     method = method_of(config)
     if method is not None and not any(method in row.methods for row in schemes()):
         raise UnsupportedError(
-            f"{doing}: config.json states the quantization method {method[:40]!r}, which is not supported",
-            hint="save the model without quantization, with the library that quantized it, and convert that",
+            f"{doing}: the quantization method {method[:40]!r} of config.json is not supported",
+            hint="save the model without quantization, with the library that quantized it, "
+            "and convert that copy",
         )

@@ -1,7 +1,7 @@
 """Read tensors of the source box by box, for encodings that compute one tensor from others.
 
-Tensors that are computed with get the same proofs as those that are moved: the fragments lie in
-their arrays, cover the tensor and have one dtype, and replicas are compared where they are read.
+The input of a computation is checked like a tensor that is moved: its fragments are within their
+arrays, cover the tensor and have one dtype, and replicas are compared when they are read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SourceTensor:
 
     @property
     def file(self) -> str:
-        """Name of a file that holds part of the tensor."""
+        """Name of a file with part of the tensor; empty if all of its elements are zero."""
         for fragment in self.fragments:
             if fragment.array is not None:
                 return fragment.array.extent.file
@@ -52,7 +52,7 @@ class SourceTensor:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files that hold the tensor, sorted."""
+        """Names of the files with the tensor, sorted."""
         arrays = (fragment.array for fragment in self.fragments)
         return tuple(sorted({array.extent.file for array in arrays if array is not None}))
 
@@ -78,6 +78,7 @@ class SourceTensor:
             if common is None:
                 continue
             # The first fragment with an element is read in place; later ones are compared with it.
+            # ``fresh`` is the part of this fragment that no earlier one had.
             fresh = [part for old in unread if (part := old.intersect(common)) is not None]
             if fresh == [common]:
                 self._fill(store, fragment, common, out, _within(common, box, size))
@@ -85,7 +86,7 @@ class SourceTensor:
                 replica = memoryview(bytearray(common.n_elements * size))
                 self._fill(store, fragment, common, replica, dense_layout(common.shape, size))
                 self._merge(fragment, common, replica, fresh, box, out)
-            unread = [piece for old in unread for piece in old.subtract(common)]
+            unread = [part for old in unread for part in old.subtract(common)]
         return data
 
     def _merge(
@@ -97,7 +98,12 @@ class SourceTensor:
         box: Box,
         out: memoryview,
     ) -> None:
-        """Copy what is new in a replica, and compare the rest with what was read before."""
+        """Copy the new elements of a replica, and compare all others with those read before.
+
+        Raises:
+            ReplicaMismatchError: they differ.
+        """
+        # After the copy, the new elements are equal anyway: one comparison covers the rest.
         size = itemsize(self.dtype)
         for part in fresh:
             copy_box(
@@ -135,6 +141,7 @@ class SourceTensor:
         """
         if fragment.array is None:
             return
+        # Find the array's position in its file, which some formats only know after opening it.
         array = fragment.array
         if array.extent.is_late:
             array = self.bind(store, array)
@@ -150,13 +157,14 @@ class SourceTensor:
             raise CorruptError(
                 f"strides {extent.strides} are negative", key=self.key, file=extent.file
             )
+        # Array and box are aligned at the last axis; a missing array axis has extent 1 in the box.
         extra = len(steps) - box.rank
         strides = steps[extra:] if extra >= 0 else (0,) * -extra + steps
         start = extent.offset + _dot(fragment.at, steps)
         start += _dot(
             [a - b for a, b in zip(box.offset, fragment.box.offset, strict=True)], strides
         )
-        # A contiguous box needs no copy.
+        # A contiguous box is read in place, any other through a buffer.
         if is_dense(box.shape, size, strides) and is_dense(box.shape, size, to.strides):
             decoded_store.read_into(
                 extent.file, start, out[to.start : to.start + box.n_elements * size]
@@ -174,13 +182,13 @@ class SourceTensor:
 
 
 def source_of(catalog: Catalog, key: str) -> SourceTensor:
-    """Return a tensor of the catalog for reading, after checking its fragments.
+    """Check the fragments of a tensor of the catalog and return it for reading.
 
     Raises:
-        CorruptError: a fragment lies outside the tensor or its array, or the arrays differ in
-            dtype.
+        CorruptError: a fragment exceeds the tensor or its array, or the arrays differ in dtype.
         MissingShardError: the fragments do not cover the tensor.
     """
+    # The same fragment of the same array is no second replica to compare.
     meta = catalog.meta(key)
     distinct = {
         (fragment.box, fragment.array, fragment.at): fragment
@@ -192,7 +200,7 @@ def source_of(catalog: Catalog, key: str) -> SourceTensor:
     if len(dtypes) > 1:
         raise CorruptError(f"stored partly as {' and partly as '.join(sorted(dtypes))}", key=key)
     for fragment in fragments:
-        _check(fragment, meta.shape)
+        _check_bounds(fragment, meta.shape)
     hole = first_hole(full_box(meta.shape), [fragment.box for fragment in fragments])
     if hole is not None:
         raise MissingShardError(
@@ -205,8 +213,8 @@ def source_of(catalog: Catalog, key: str) -> SourceTensor:
     )
 
 
-def _check(fragment: Fragment, shape: Shape) -> None:
-    """Raise CorruptError unless a fragment lies in its tensor and in its array."""
+def _check_bounds(fragment: Fragment, shape: Shape) -> None:
+    """Raise CorruptError unless a fragment is within its tensor and its array."""
     box, array = fragment.box, fragment.array
     fits = box.rank == len(shape) and all(stop <= n for stop, n in zip(box.end, shape, strict=True))
     if fits and array is not None:
@@ -219,7 +227,8 @@ def _check(fragment: Fragment, shape: Shape) -> None:
     if not fits:
         file = None if array is None else array.extent.file
         raise CorruptError(
-            f"the box at {box.offset} of shape {box.shape} does not fit in the tensor of shape {shape} or its array",
+            f"the box at {box.offset} of shape {box.shape} does not fit in the tensor "
+            f"of shape {shape} or its array",
             key=fragment.key,
             file=file,
         )
@@ -234,7 +243,7 @@ def _within(box: Box, outer: Box, size: int) -> StridedLayout:
 
 
 def _dot(index: Any, strides: Shape) -> int:
-    """Return the offset of an index in bytes."""
+    """Return the offset of an index, in bytes."""
     return sum(i * step for i, step in zip(index, strides, strict=True))
 
 

@@ -7,9 +7,9 @@ in float32::
     scale = max |w| / 448, or 1 where that quotient is 0
     q     = round_to_float8_e4m3fn( min(max(w / scale, -448), 448) ), to nearest even
 
-so that ``q × scale`` is about ``w``; the scale is what DeepSeek calls ``weight_scale_inv``. 448 is
-the largest float8. A tensor of more than two axes (stacked layers, experts) is a stack of matrices;
-blocks lie in the last two axes.
+so that ``q × scale`` is about ``w``; DeepSeek calls the scale ``weight_scale_inv``. 448 is the
+largest finite float8_e4m3fn. A tensor with more than two axes (stacked layers, experts) is a stack
+of matrices; blocks span the last two axes.
 
 Source: DeepSeek-V3's ``inference/kernel.py`` (``weight_dequant``: value = q × scale, blocks of 128
 × 128) and the ``quantization_config`` of its checkpoints.
@@ -54,8 +54,8 @@ class Weight:
     """A matrix to be quantized, or a stack of several along leading axes.
 
     Args:
-        source: the elements.
-        dtype: element type that they are rounded to first, their own or that of a cast.
+        source: tensor with the elements.
+        dtype: element type that they are rounded to first: their own, or that of a cast.
         per_block: one scale per block; otherwise a single scale.
     """
 
@@ -66,36 +66,37 @@ class Weight:
 
     @property
     def n_rows(self) -> int:
-        """The number of rows of one matrix."""
+        """Number of rows of one matrix."""
         return self.source.shape[-2]
 
     @property
     def n_columns(self) -> int:
-        """The number of columns."""
+        """Number of columns."""
         return self.source.shape[-1]
 
     @property
     def _stripes_per_matrix(self) -> int:
+        """Number of stripes (rows of blocks) of one matrix."""
         return -(-self.n_rows // BLOCK)
 
     @property
     def n_stripes(self) -> int:
-        """The number of stripes (rows of blocks) of all matrices.
+        """Number of stripes (rows of blocks) of all matrices.
 
-        The last of each matrix may be lower.
+        The last one of each matrix may have fewer rows.
         """
         return self._stripes_per_matrix * prod(self.source.shape[:-2])
 
     @property
     def n_blocks(self) -> int:
-        """The number of blocks in a stripe."""
+        """Number of blocks in a stripe."""
         return -(-self.n_columns // BLOCK)
 
     @property
     def stripes_per_unit(self) -> int:
-        """The number of stripes whose scales form a unit.
+        """Number of stripes whose scales form a unit.
 
-        A unit of numbers has the rows of as many full stripes.
+        A unit of numbers has as many rows as this number of full stripes.
         """
         return max(1, UNIT_BYTES // max(1, BLOCK * self.n_columns))
 
@@ -121,7 +122,7 @@ class Weight:
         return matrix * self.n_rows + inside * BLOCK
 
     def parts(self, store: ReadStore, stripe: int) -> Iterator[tuple[int, Part]]:
-        """Yield (first column, elements) of the parts of a stripe, which are whole blocks."""
+        """Yield (first column, elements) of the parts of a stripe, which consist of full blocks."""
         matrix, row = divmod(stripe, self._stripes_per_matrix)
         outer = self.source.shape[:-2]
         lead = tuple(matrix // step % n for step, n in zip(c_strides(outer), outer, strict=True))
@@ -159,7 +160,8 @@ class Weight:
         return scales
 
     def _one_scale(self, store: ReadStore) -> Any:
-        """Return the single scale of the tensor, reading all of it the first time."""
+        """Return the single scale of the tensor; the first call reads all of the tensor."""
+        # Several threads ask for it at the same time; only one of them should read the tensor.
         with self._known.lock:
             if 0 not in self._known.of_stripe:
                 import numpy as np
@@ -183,8 +185,8 @@ class Weight:
         largest = part.largest()
         if not np.isfinite(largest).all():
             raise UnsupportedError(
-                f"a number in block row {stripe}, columns {first_column}–{first_column + part.n_columns}, is not "
-                f"finite in {self.dtype}",
+                f"a number in block row {stripe}, columns {first_column}–"
+                f"{first_column + part.n_columns}, is not finite in {self.dtype}",
                 key=self.source.key,
                 hint="keep the tensor unquantized: --quantize 'KEY=none'",
             )
@@ -197,12 +199,12 @@ class Weight:
         rows = []
         single_scale = self._one_scale(store) if not self.per_block else None
         for first_column, part in self.parts(store, stripe):
-            largest = self._largest(
-                first_column, part, stripe
-            )  # raises for non-finite numbers, whatever the scale
+            # Needed even with a single scale: it raises for non-finite numbers.
+            largest = self._largest(first_column, part, stripe)
             scales = _scales_of(largest) if single_scale is None else single_scale
             rows.append(scales)
             out[:, first_column : first_column + part.n_columns] = part.over(scales)
+        # Keep the scales for the tensor that stores them.
         if single_scale is None and rows:
             self._known.of_stripe[stripe] = np.concatenate(rows)
 
@@ -212,7 +214,7 @@ def _scales_of(largest: Any) -> Any:
     import numpy as np
 
     scales = largest / np.float32(LARGEST)
-    scales[scales == 0] = 1
+    scales[scales == 0] = 1  # also a quotient that underflows; a scale of 0 cannot divide
     return scales
 
 
@@ -224,7 +226,7 @@ class Quantized:
 
     @property
     def name(self) -> str:
-        """The name of the encoding, for users."""
+        """Name of the encoding, for users."""
         return "float8 blocks" if self.weight.per_block else "float8"
 
     @property
@@ -250,11 +252,14 @@ class Quantized:
         rows = weight.stripes_per_unit * BLOCK
         first, last = unit * rows, min((unit + 1) * rows, prod(weight.source.shape[:-1]))
         out: Any = np.empty((last - first, weight.n_columns), np.uint8)
+        # Units have a fixed number of rows, but the last stripe of a matrix may be lower. After it,
+        # a stripe may cross the end of a unit: compute it completely, and copy the rows of the
+        # unit.
         for stripe in range(weight.stripe_at(first), weight.stripe_at(last - 1) + 1):
             top, height = weight.top(stripe), weight.height(stripe)
             if first <= top and top + height <= last:
                 weight.write_float8(store, stripe, out[top - first : top + height - first])
-            else:  # after a lower stripe, stripes may cross the end of a unit
+            else:
                 complete: Any = np.empty((height, weight.n_columns), out.dtype)
                 weight.write_float8(store, stripe, complete)
                 start, stop = max(first, top), min(last, top + height)
@@ -270,7 +275,7 @@ class Scales:
 
     @property
     def name(self) -> str:
-        """The name of the encoding, for users."""
+        """Name of the encoding, for users."""
         return "scales"
 
     @property

@@ -542,7 +542,7 @@ def test_numbers_in_another_order_than_rows_are_refused() -> None:
     tensors["model.layers.0.mlp.up.weight_format"] = torch.tensor(2, dtype=U8)
     catalog, store = stored(tensors)
     made = dequantize(catalog).catalog
-    with pytest.raises(UnsupportedError, match="an order other than by rows"):
+    with pytest.raises(UnsupportedError, match="an order other than row by row"):
         content(made, store, "model.layers.0.mlp.up.weight")
 
 
@@ -624,7 +624,9 @@ def test_int8_becomes_megatrons_weights_by_dequantize_only(tmp_path: Path) -> No
         for key, tensor in tensors.items()
         if not key.endswith((".SCB", ".weight_format"))
     }
-    with pytest.raises(CorruptError, match="the elements are int8, but no quantization is stated"):
+    with pytest.raises(
+        CorruptError, match="the elements are int8, but config.json declares no quantization"
+    ):
         run(replace(job, src=folder_of(bare, tmp_path / "bare", LLAMA)))
     assert not (tmp_path / "out").exists()
     run(replace(job, dequantize="bf16"))

@@ -222,7 +222,7 @@ def test_stacks_that_cannot_be_are_usage_errors(keys: list[str], text: str) -> N
     ("shapes", "patterns", "text"),
     [
         ({"model.norm": (2,)}, (), "no key looks"),
-        ({"m.layers.a": (2, 3), "m.layers.b": (3, 3)}, (), "2 layers, but this tensor 3"),
+        ({"m.layers.a": (2, 3), "m.layers.b": (3, 3)}, (), "2 layers, but this tensor has 3"),
         ({"m.layers.a": ()}, (), "scalar"),
         ({"m.layers.a": (2,), "m.layers.1.a": ()}, (), "already"),
         ({"m.layers.a": (2,)}, ("nothing*",), "no stacked tensor"),

@@ -452,9 +452,9 @@ def test_entries_of_parameter_groups_follow_as_states_do() -> None:
 
 
 def test_a_prefix_without_its_dot_is_refused() -> None:
-    with pytest.raises(UsageError, match="leaves a dot in front") as refusal:
+    with pytest.raises(UsageError, match="begins with a dot") as refusal:
         strip_prefix(_prefixed(), ["model"])
-    assert refusal.value.hint == "use model. with the dot"
+    assert refusal.value.hint == "include the dot: --strip-prefix model."
 
 
 def test_a_model_is_not_cast_to_eight_bits_without_scales() -> None:

@@ -2,6 +2,6 @@
 
 Start at ``proof.check_model``, which conversions call; ``comparison`` finds what ``ckpt validate``
 reports. ``expected`` derives names and shapes for a known family, ``common_sizes`` checks sizes
-that every configuration states, and ``quantization`` knows the quantization methods.
+that most configurations contain, and ``quantization`` recognises quantized weights.
 Imports: arrays, catalog, changes, errors, hf.
 """

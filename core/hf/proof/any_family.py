@@ -1,8 +1,8 @@
 """Compare the tensors of a model of an unknown family with its configuration.
 
-* sizes that most configurations state (``core.hf.proof.common_sizes``);
+* sizes that most configurations contain (``core.hf.proof.common_sizes``);
 * layers and experts against each other (``core.hf.proof.sister_layers``);
-* an output layer, if the configuration states that it is not tied to the embedding;
+* an output layer, if the configuration declares it untied from the embedding;
 * quantized weights against ``quantization_config``.
 
 Names are not compared: the names of an unknown family are unknown.
@@ -34,13 +34,18 @@ def find_problems(
         tensors: tensors of the checkpoint, by name.
         config: parsed ``config.json``; one without a ``model_type`` (of other software) is not
             compared.
-        has_own_file: a separate file states how the weights are quantized.
+        has_own_file: a separate file declares how the weights are quantized.
     """
     if not isinstance(config.get("model_type"), str):
         return
     text = config.get("text_config")
     scheme = scheme_of(config) or (scheme_of(text) if isinstance(text, Mapping) else None)
-    narrow = [meta for meta in tensors.values() if _is_narrow(meta)]
+    # Matrices that may contain quantized numbers. Vectors of integers are usually buffers.
+    narrow = [
+        meta
+        for meta in tensors.values()
+        if len(meta.shape) > 1 and (is_float8(meta.dtype) or dtype_of(meta.dtype).kind != "float")
+    ]
     yield from find_size_problems(tensors, config)
     yield from _check_output_layer(tensors, config)
     yield from _check_quantization(tensors, scheme, narrow, has_own_file=has_own_file)
@@ -52,21 +57,24 @@ def find_problems(
 def _check_output_layer(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
 ) -> Iterator[Problem]:
-    """Yield a problem if the configuration requires an output layer and there is none."""
-    stated = config.get("architectures")
-    architecture = str(stated[0]) if isinstance(stated, list) and stated else ""
+    """Yield a problem if the configuration requires an output layer that is missing."""
+    architectures = config.get("architectures")
+    architecture = (
+        str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    )
     embeddings = embeddings_of(tensors)
     if config.get("tie_word_embeddings") is not False or not architecture.endswith(_WITH_OUTPUT):
         return
     if len(embeddings) != 1 or any(map(_OUTPUT.fullmatch, tensors)):
         return
+    # Under whatever name, an output layer has as many rows (or columns) as the embedding.
     (embedding,) = embeddings
     if not any(
         embedding.shape[0] in meta.shape for meta in tensors.values() if meta.key != embedding.key
     ):
         yield Problem(
             kind="ties",
-            message="config.json states untied embeddings, but there is no output layer",
+            message="config.json declares untied embeddings, but the output layer is missing",
             key=embedding.key,
             expected="an output layer, or tie_word_embeddings",
             found="neither",
@@ -86,7 +94,8 @@ def _check_quantization(
     if scheme is None and signs and narrow and not has_own_file:
         yield Problem(
             kind="quantization",
-            message=f"quantized weights ({len(signs):,} tensors), but config.json has no quantization_config",
+            message=f"quantized weights ({len(signs):,} tensors), "
+            "but config.json has no quantization_config",
             key=signs[0],
             expected="quantization_config",
             found="none",
@@ -94,12 +103,8 @@ def _check_quantization(
     if scheme is not None and scheme.is_never_wide and not signs and not narrow:
         yield Problem(
             kind="quantization",
-            message=f"config.json states quantized weights ({scheme.method}), but there are none",
+            message=f"config.json declares quantized weights ({scheme.method}), "
+            "but none are quantized",
             expected=f"weights of {scheme.method}",
             found="weights that are not quantized",
         )
-
-
-def _is_narrow(meta: TensorMeta) -> bool:
-    """Return whether a tensor may hold quantized weights."""
-    return len(meta.shape) > 1 and (is_float8(meta.dtype) or dtype_of(meta.dtype).kind != "float")

@@ -1,13 +1,13 @@
-"""Check sizes that most configurations state: vocabulary, hidden size, layers, experts, heads.
+"""Check sizes that most configurations contain: vocabulary, hidden size, layers, experts, heads.
 
-For families whose names are unknown. Only certain contradictions count:
+Used for families whose tensor names are unknown. Only these contradictions are reported:
 
 * a single token embedding with fewer rows than the vocabulary (more are usual: audio, images,
-  padding), or with a width that the configuration states nowhere;
-* a single stack of layers whose number of layers is stated nowhere, or with gaps in the numbering;
-* experts that are equally many in every layer, but in a number that is stated nowhere;
+  padding), or with a width that is nowhere in the configuration;
+* a single stack of layers whose number of layers is nowhere in it, or with gaps in the numbering;
+* a number of experts that is the same in every layer, but nowhere in the configuration;
 * matrices with usual names (``q_proj``, ``up_proj``) with a number of rows that does not follow
-  from any of the stated heads and sizes.
+  from any of its numbers of heads and sizes.
 
 The layers of a model with several stacks (encoder and decoder, vision and text) or without a
 vocabulary are not checked.
@@ -67,7 +67,7 @@ def embeddings_of(tensors: Mapping[str, TensorMeta]) -> list[TensorMeta]:
 def find_size_problems(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
 ) -> Iterator[Problem]:
-    """Yield contradictions between tensors and the sizes stated in a configuration.
+    """Yield contradictions between tensors and the sizes in a configuration.
 
     Args:
         tensors: tensors of the checkpoint, by name.
@@ -87,15 +87,14 @@ def _check_embedding(
     config: Mapping[str, object],
     parts: tuple[Mapping[str, object], ...],
 ) -> Iterator[Problem]:
-    """Yield a problem if the only embedding has an extent that the configuration states nowhere."""
+    """Yield a problem if the only embedding has an extent that is nowhere in the configuration."""
     embeddings = embeddings_of(tensors)
     if len(embeddings) != 1:
         return
     (meta,) = embeddings
     rows, hidden = _first_number(parts, _VOCABULARY), _first_number(parts, _HIDDEN)
-    is_wide = (
-        dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
-    )  # packed weights have other extents
+    # Packed weights have other extents.
+    is_wide = dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
     if rows is None or hidden is None or len(meta.shape) != 2 or not is_wide:
         return
     numbers = {number for _, number in _all_numbers(config)}
@@ -114,26 +113,25 @@ def _check_layers(
     config: Mapping[str, object],
     parts: tuple[Mapping[str, object], ...],
 ) -> Iterator[Problem]:
-    """Yield a problem if the only stack has a number of layers that is stated nowhere."""
+    """Yield a problem if the number of layers in the only stack is nowhere in the configuration."""
     count = None if _first_number(parts, _VOCABULARY) is None else _first_number(parts, _LAYERS)
     numbers_of: dict[str, set[int]] = {}
     for key in tensors:
         match = _LAYER.match(key)
         if match is not None:
             numbers_of.setdefault(match[1], set()).add(int(match[2]))
-    # With several stacks, the stated number may be that of any.
+    # With several stacks, the number in the configuration may be that of any.
     if count is None or len(numbers_of) != 1:
         return
     ((stack, numbers),) = numbers_of.items()
-    # The number must be stated somewhere, and none may be missing below the last.
+    # The number must be in the configuration, alone or plus that of draft layers, which may follow;
+    # and no layer may be missing below the last.
     last = max(numbers)
-    stated = {number for name, number in _all_numbers(config) if _COUNTS_LAYERS.fullmatch(name)}
-    if last + 1 not in stated | {
-        count + number for number in stated
-    }:  # draft layers may follow the others
+    declared = {number for name, number in _all_numbers(config) if _COUNTS_LAYERS.fullmatch(name)}
+    if last + 1 not in declared | {count + number for number in declared}:
         yield Problem(
             kind="layers",
-            message=f"config.json states {count} layers, but there are tensors of {last + 1}",
+            message=f"config.json declares {count} layers, but there are tensors of {last + 1}",
             key=f"{stack}.{last}",
             expected=f"{count} layers",
             found=f"{last + 1}",
@@ -154,8 +152,8 @@ def _check_layers(
 def _check_experts(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
 ) -> Iterator[Problem]:
-    """Yield problems if the number of experts is stated nowhere, or a layer lacks some."""
-    # Count the experts of each layer, stored as single tensors or stacked in one.
+    """Yield problems if the number of experts is not in the configuration, or some are missing."""
+    # Count the experts of each layer, stored as single tensors or stacked in one tensor.
     numbers_of: dict[str, set[int]] = {}
     n_stacked: dict[str, int] = {}
     for key, meta in tensors.items():
@@ -165,51 +163,56 @@ def _check_experts(
             n_stacked[key] = meta.shape[0]
     count_of = {prefix: max(numbers) + 1 for prefix, numbers in numbers_of.items()}
     counts = Counter((*count_of.values(), *n_stacked.values()))
-    stated = [number for name, number in _all_numbers(config) if name in _EXPERTS]
-    # If a single layer has fewer experts than the stated number, its last experts are missing.
+    declared = [number for name, number in _all_numbers(config) if name in _EXPERTS]
+
+    # Report gaps in the numbering. If a single layer has fewer experts than the declared number,
+    # its last experts are missing.
     if (
         len(counts) == 2
-        and min(counts) < max(counts) in stated
+        and min(counts) < max(counts) in declared
         and counts[min(counts)] == 1 < counts[max(counts)]
     ):
         count_of = {prefix: max(counts) for prefix in count_of}
     for prefix, numbers in numbers_of.items():
         n_experts = count_of[prefix]
         if len(numbers) < n_experts:
+            missing = next(number for number in range(n_experts) if number not in numbers)
             yield Problem(
                 kind="experts",
                 message=f"only {len(numbers)} of {n_experts} experts have tensors",
-                key=f"{prefix}.{next(number for number in range(n_experts) if number not in numbers)}",
+                key=f"{prefix}.{missing}",
                 expected=f"{n_experts} experts",
                 found=f"{len(numbers)}",
                 is_lack=True,
             )
-    if stated and len(counts) == 1 and max(counts) not in _possible_expert_counts(config, stated):
+
+    # Report a number that no setting explains.
+    possible = _possible_expert_counts(config, declared)
+    if declared and len(counts) == 1 and max(counts) not in possible:
         last = next(
             (f"{prefix}.{max(counts) - 1}" for prefix in numbers_of), next(iter(n_stacked), None)
         )
         yield Problem(
             kind="experts",
-            message=f"config.json states {stated[0]} experts, but there are tensors of {max(counts)}",
+            message=f"config.json declares {declared[0]} experts, "
+            f"but there are tensors of {max(counts)}",
             key=last,
-            expected=f"{stated[0]} experts",
+            expected=f"{declared[0]} experts",
             found=f"{max(counts)}",
-            is_lack=max(counts) < stated[0],
+            is_lack=max(counts) < declared[0],
         )
 
 
-def _possible_expert_counts(config: Mapping[str, object], stated: list[int]) -> set[int]:
-    """Return every number of experts that a layer may have.
-
-    Shared experts may be stored with the others.
-    """
+def _possible_expert_counts(config: Mapping[str, object], declared: list[int]) -> set[int]:
+    """Return the possible numbers of experts in a layer, with or without shared experts."""
     numbers = {number for name, number in _all_numbers(config) if "expert" in name.lower()}
-    return numbers | {number + other for number in stated[:_MOST_SIZES] for other in numbers}
+    # Shared experts may be stored with the others.
+    return numbers | {number + shared for number in declared[:_MOST_SIZES] for shared in numbers}
 
 
 @dataclass(frozen=True, slots=True)
 class _HeadSizes:
-    """Every size of attention and MLP that a configuration states for any part of the model.
+    """The sizes of attention and MLP in a configuration, for any part of the model.
 
     Args:
         heads, groups: numbers of query heads, and of key heads.
@@ -226,7 +229,8 @@ class _HeadSizes:
     def of(cls, config: Mapping[str, object]) -> _HeadSizes:
         """Collect the sizes of a configuration."""
         numbers = list(_all_numbers(config))
-        # In latent attention, heads have parts of several widths, so nothing follows from the number of heads.
+        # In latent attention, heads have parts of several widths: nothing follows from their
+        # number.
         is_latent = any("lora_rank" in name for name, _ in numbers)
         heads = {
             number
@@ -240,11 +244,11 @@ class _HeadSizes:
         )
 
     def rows_of(self, name: str, *, may_be_gated: bool) -> set[int]:
-        """Return the numbers of rows that a projection may have; empty if nothing is stated.
+        """Return the possible numbers of rows of a projection; empty if they are unknown.
 
         Args:
             name: last part of the module name, such as ``q_proj``.
-            may_be_gated: ``q_proj`` may hold a gate as well.
+            may_be_gated: ``q_proj`` may contain a gate as well.
         """
         if name == "q_proj":
             rows = {n * width for n in self.heads for width in self.widths}
@@ -262,19 +266,18 @@ class _HeadSizes:
             return (
                 {n * width for n in self.groups for width in self.widths} if self.heads else set()
             )
-        factors = {"gate_up_proj": (2,), "fc1": (1, 2)}.get(
-            name, (1,)
-        )  # a gate may lie in the same matrix
+        # A gate may be in the same matrix.
+        factors = {"gate_up_proj": (2,), "fc1": (1, 2)}.get(name, (1,))
         return {number * factor for number in self.inner for factor in factors}
 
 
 def _check_projections(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
 ) -> Iterator[Problem]:
-    """Yield a problem for projections whose number of rows follows from no stated size.
+    """Yield a problem for projections whose number of rows does not follow from the configuration.
 
-    If layers differ from each other, there are kinds of layers of which the configuration may state
-    nothing.
+    If the number differs between layers, the model has kinds of layers that the configuration may
+    not describe; these are not checked.
     """
     sizes = _HeadSizes.of(config)
     if max(len(sizes.heads), len(sizes.groups), len(sizes.widths)) > _MOST_SIZES:
@@ -284,10 +287,10 @@ def _check_projections(
         # With a gate, q_proj has more rows than the output projection has columns.
         output = tensors.get(first.key.replace("q_proj", "o_proj"))
         may_be_gated = output is None or output.shape[-1:] != first.shape[:1]
-        stated = sizes.rows_of(name, may_be_gated=may_be_gated)
+        possible = sizes.rows_of(name, may_be_gated=may_be_gated)
         is_uniform = {meta.shape[0] for meta in metas} == {first.shape[0]}
-        if stated and is_uniform and first.shape[0] not in stated:
-            choices = [f"{number:,}" for number in sorted(stated)]
+        if possible and is_uniform and first.shape[0] not in possible:
+            choices = [f"{number:,}" for number in sorted(possible)]
             text = " or ".join([*choices[:_MOST_NAMED], *(["…"] if choices[_MOST_NAMED:] else [])])
             yield Problem(
                 kind="shape",
@@ -302,6 +305,7 @@ def _projections(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
 ) -> Iterator[tuple[str, list[TensorMeta]]]:
     """Yield (last part of the module name, matrices of all layers) for each stack of layers."""
+    # With an encoder of images or audio, names such as fc1 may be its own, with sizes of its own.
     has_one_part = not any(
         isinstance(part, Mapping) and "model_type" in part for part in config.values()
     )
@@ -337,7 +341,7 @@ def _head_widths(config: Mapping[str, object]) -> Iterator[int]:
 
 
 def _first_number(parts: tuple[Mapping[str, object], ...], names: tuple[str, ...]) -> int | None:
-    """Return the first positive number stated under one of the names."""
+    """Return the first positive number under one of the names."""
     values = (part.get(name) for part in parts for name in names)
     return next((value for value in values if type(value) is int and value > 0), None)
 

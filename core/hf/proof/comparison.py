@@ -5,12 +5,12 @@ The comparison has two uses: a conversion refuses the first problem (``core.hf.p
 
 * known families (``hf/tables``): every name, shape and element type; the numbers of layers and
   experts; tied embeddings; quantized weights against ``quantization_config``;
-* other families: what can be compared without knowing their names (``core.hf.proof.any_family``).
+* other families: everything that does not depend on their names (``core.hf.proof.any_family``).
 
 These are not problems: a tied head that is stored nevertheless, buffers that follow from the
 configuration, names without the prefix ``model.`` (a model without a head) or with ``transformer.``
 (a question-answering model), tensors of another head than the language model's, multi-token
-prediction layers that were left out.
+prediction layers that were omitted.
 
 Source: transformers 5.23.0 ``modeling_utils.py`` ``from_pretrained``; models that it wrote, in
 tests/hf.
@@ -64,12 +64,12 @@ _BODY_OF_ANSWERS = "transformer."
 def find_differences(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], *, files: Collection[str] = ()
 ) -> tuple[Problem, ...]:
-    """Return every difference between tensors and their configuration, causes before consequences.
+    """Find all differences between tensors and their configuration, causes before consequences.
 
     Args:
         tensors: tensors of a checkpoint, by name.
         config: parsed ``config.json``.
-        files: names of the files in the same directory, one of which may state the quantization.
+        files: names of the files in the same directory, one of which may declare the quantization.
     """
     model = describe_model(config)
     has_own_file = any(name in files for name in OWN_FILES)
@@ -83,12 +83,12 @@ def find_differences(
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Stated and stored numbers of layers and experts of a model.
+    """Declared and stored numbers of layers and experts of a model.
 
     Args:
-        layers, experts: numbers stated by the configuration.
+        layers, experts: numbers that the configuration declares.
         stored_layers, stored_experts: last number with a tensor, plus one.
-        mtp: multi-token prediction layers with tensors, which follow the others.
+        mtp: number of multi-token prediction layers with tensors, which follow the others.
     """
 
     layers: int
@@ -108,9 +108,9 @@ class _Case:
         stored: name in a language model → tensor, which keeps its stored name in ``key``.
         body: prefix of the stored names in place of ``model.``.
         counts: numbers of layers and experts.
-        scheme: stated quantization of the weights; None if none is stated.
-        expected: tensors of the model, up to the smaller of the stated and stored counts.
-        unmatched: names in ``stored`` that no expected tensor has.
+        scheme: declared quantization of the weights, or None.
+        expected: tensors of the model, up to the smaller of the declared and stored counts.
+        unmatched: names in ``stored`` that are not the name of an expected tensor.
         owner_of: name in ``unmatched`` that belongs to a quantized weight → module of the weight.
         quantized: modules with quantized weights.
     """
@@ -127,36 +127,38 @@ class _Case:
     quantized: frozenset[str]
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether a weight is quantized: other tensors replace it or belong to it."""
+        """Return whether a weight is quantized: stored as, or together with, other tensors."""
         return name.removesuffix(".weight") in self.quantized
 
 
 def _prepare_case(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described
 ) -> _Case:
-    """Gather everything that the comparison needs.
+    """Match the stored tensors with those of the described model.
 
     Raises:
-        CorruptError: the configuration does not state a size.
+        CorruptError: the configuration lacks a size.
     """
+    # Give all models the names of a language model, and count their parts.
     body, scheme = _body_of(tensors, model), scheme_of(config)
     stored = {_as_language_model(key, body): meta for key, meta in tensors.items()}
     counts = _count_parts(stored, config, model.family)
-    # Describe the model with the smaller of stated and stored counts: a difference in counts is one problem, not many.
+    # Describe the model with the smaller of the declared and stored counts: a difference in counts
+    # is one problem, not one per tensor.
     routed = {
         meta.shape[0] for key, meta in stored.items() if _ROUTER.fullmatch(key) and meta.shape
     }
-    is_as_stated = counts.stored_experts == counts.experts or counts.experts in routed
+    is_as_declared = counts.stored_experts == counts.experts or counts.experts in routed
     of_family = expected_tensors(
         config,
         model.family,
         n_layers=min(counts.layers, counts.stored_layers),
         n_experts=min(counts.experts, counts.stored_experts),
-        n_rows_router=counts.experts if is_as_stated else counts.stored_experts,
+        n_rows_router=counts.experts if is_as_declared else counts.stored_experts,
         n_mtp=counts.mtp,
     )
     expected = (*of_family, *expected_head(config, model))
-    # Names that no expected tensor has may belong to quantized weights.
+    # Names that remain may belong to quantized weights.
     accepted = {name for item in expected for name in item.names}
     accepted |= {item.stack[0] for item in expected if item.stack is not None}
     unmatched = tuple(key for key in stored if key not in accepted)
@@ -171,12 +173,13 @@ def _prepare_case(
 
 
 def _find_all(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
-    """Yield all problems; only one if no tensor has a name of the family."""
+    """Yield all problems; a single one if no tensor has a name of the family."""
     if not any(name.startswith(BODY) for name in case.stored):
         first = next(iter(case.stored), "there are no tensors")
         yield Problem(
             kind="missing",
-            message=f"no tensor has a name of a {case.model.family.model_type} model; the first name is {first!r}",
+            message=f"no tensor has a name of a {case.model.family.model_type} model; "
+            f"the first name is {first!r}",
             key=case.expected[0].names[0],
             expected=f"{len(case.expected):,} tensors",
             found="none of them",
@@ -191,50 +194,52 @@ def _find_all(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
 
 
 def _check_counts(case: _Case) -> Iterator[Problem]:
-    """Yield a problem if the number of layers or experts differs from the stated one."""
+    """Yield a problem if the number of layers or experts differs from the declared one."""
     counts = case.counts
     kinds: tuple[tuple[Kind, int, int, re.Pattern[str]], ...] = (
         ("layers", counts.layers, counts.stored_layers, _LAYER),
         ("experts", counts.experts, counts.stored_experts, _EXPERT),
     )
-    for kind, stated, stored, pattern in kinds:
-        if stated != stored:
+    for kind, declared, stored, pattern in kinds:
+        if declared != stored:
             matches = ((pattern.match(name), meta.key) for name, meta in case.stored.items())
             yield Problem(
                 kind=kind,
-                message=f"{CONFIG} states {stated:,} {kind}, but there are tensors of {stored:,}",
+                message=f"{CONFIG} declares {declared:,} {kind}, "
+                f"but there are tensors of {stored:,}",
                 key=next(
                     (key for match, key in matches if match and int(match[1]) == stored - 1), None
                 ),
-                expected=f"{stated} {kind}",
+                expected=f"{declared} {kind}",
                 found=str(stored),
-                is_lack=stored < stated,
+                is_lack=stored < declared,
             )
 
 
 def _check_expected(case: _Case, item: Expected) -> Iterator[Problem]:
     """Yield the problems of one tensor that the model should have."""
+    # It is stored under one of its names.
     name = next((name for name in item.names if name in case.stored), None)
     if name is not None:
         yield from _check_stored(case, case.stored[name], name, item.shape)
         return
-    # Experts may be stacked in one tensor, which is checked along with the first expert.
+    # Or it is an expert in a tensor that stacks all of its layer, checked with the first of them. A
+    # wrong number of experts is reported separately.
     if item.stack is not None and item.stack[0] in case.stored:
         if item.names[0].rpartition(".experts.")[2].partition(".")[0] == "0":
             name, (_, *extents) = item.stack
-            shape = (
-                case.counts.stored_experts,
-                *extents,
-            )  # a wrong number of experts is reported separately
+            shape = (case.counts.stored_experts, *extents)
             yield from _check_stored(case, case.stored[name], name, shape)
         return
+    # Otherwise it is missing, which is a problem unless it repeats another tensor, is the output
+    # layer of a model without one, or is replaced by tensors of a quantized weight.
     if item.is_optional:
         return
     if item.names == (HEAD,):
         if case.model.has_head and not case.is_quantized(HEAD):
             yield Problem(
                 kind="ties",
-                message=f"{CONFIG} states untied embeddings, but there is no output layer",
+                message=f"{CONFIG} declares untied embeddings, but the output layer is missing",
                 key=HEAD,
                 expected="the tensor, or tie_word_embeddings",
                 found="neither",
@@ -255,20 +260,21 @@ def _check_expected(case: _Case, item: Expected) -> Iterator[Problem]:
 
 
 def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Iterator[Problem]:
-    """Yield the problems of a tensor that is stored.
+    """Yield the problems of a stored tensor.
 
     Args:
         meta: the tensor.
         name: name of the tensor in a model with a head.
         shape: shape that it should have.
     """
+    # Packed numbers have another shape than the weight, which depends on the method.
     is_packed = dtype_of(meta.dtype).kind != "float"
     if is_packed and (case.scheme is not None or case.is_quantized(name)):
         return
     if is_packed:
         yield Problem(
             kind="dtype",
-            message=f"the elements are {meta.dtype}, but no quantization is stated",
+            message=f"the elements are {meta.dtype}, but {CONFIG} declares no quantization",
             key=meta.key,
             expected="floating-point numbers",
             found=meta.dtype,
@@ -304,7 +310,8 @@ def _check_scales(
     elif key is not None and not scheme.fits(case.stored[key].shape, meta.shape):
         yield Problem(
             kind="quantization",
-            message=f"scales {case.stored[key].shape} for a weight {meta.shape} in blocks of {scheme.block}",
+            message=f"scales of shape {case.stored[key].shape} for a weight of shape {meta.shape} "
+            f"in blocks of {scheme.block}",
             key=case.stored[key].key,
             expected=f"one for each block of {scheme.block}",
             found=str(case.stored[key].shape),
@@ -317,7 +324,8 @@ def _check_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]
     if case.scheme is None and signs and not has_own_file:
         yield Problem(
             kind="quantization",
-            message=f"quantized weights ({len(signs):,} tensors), but {CONFIG} has no quantization_config",
+            message=f"quantized weights ({len(signs):,} tensors), "
+            f"but {CONFIG} has no quantization_config",
             key=case.stored[signs[0]].key,
             expected="quantization_config",
             found="none",
@@ -334,7 +342,8 @@ def _check_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]
     ):
         yield Problem(
             kind="quantization",
-            message=f"{CONFIG} states quantized weights ({case.scheme.method}), but there are none",
+            message=f"{CONFIG} declares quantized weights ({case.scheme.method}), "
+            "but none are quantized",
             expected=f"weights of {case.scheme.method}",
             found="weights that are not quantized",
         )
@@ -344,17 +353,21 @@ def _find_unexpected(case: _Case) -> Iterator[Problem]:
     """Yield the tensors that the model does not have."""
     counts = case.counts
     for name in case.unmatched:
+        # Tensors of quantized weights and buffers are allowed, as are heads that the body does not
+        # have.
         is_known = name in case.owner_of or (case.scheme is not None and is_cache_scale(name))
         is_ignored = any(pattern.search(name) for pattern in case.model.family.ignored)
         if is_known or is_ignored or not (case.model.has_head or name.startswith(BODY)):
             continue
+        # Surplus layers and experts are reported once, as a wrong number.
         layer, expert = _LAYER.match(name), _EXPERT.match(name)
         is_counted = layer is not None and int(layer[1]) >= counts.layers + counts.mtp
         if is_counted or (expert is not None and int(expert[1]) >= counts.experts > 0):
-            continue  # reported as a wrong number of layers or experts
+            continue
         yield Problem(
             kind="unexpected",
-            message=f"{case.model.family.model_type} models as described by {CONFIG} have no such tensor",
+            message=f"{case.model.family.model_type} models as described by {CONFIG} "
+            "have no such tensor",
             key=case.stored[name].key,
             expected="no such tensor",
             found=f"{case.stored[name].dtype} {case.stored[name].shape}",
@@ -362,7 +375,7 @@ def _find_unexpected(case: _Case) -> Iterator[Problem]:
 
 
 def _body_of(tensors: Mapping[str, TensorMeta], model: Described) -> str:
-    """Return the prefix of the tensors of a model's body; models without a head have none."""
+    """Return the prefix of the body's tensors; empty for models that were saved without a head."""
     bodies = (BODY, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (BODY, "")
     return next(
         (body for body in bodies if any(key.startswith(_body_prefixes(body)) for key in tensors)),
@@ -371,12 +384,12 @@ def _body_of(tensors: Mapping[str, TensorMeta], model: Described) -> str:
 
 
 def _body_prefixes(body: str) -> tuple[str, ...]:
-    """Return the beginnings of tensor names in the body of a model."""
+    """Return the prefixes by which names of a model's body are recognised."""
     return (body,) if body == BODY else tuple(body + part for part in _BODY_PARTS)
 
 
 def _as_language_model(key: str, body: str) -> str:
-    """Return the name that a tensor has in a language model."""
+    """Return the name of a tensor in a language model."""
     is_of_body = body != BODY and key.startswith(_body_prefixes(body))
     return BODY + key.removeprefix(body) if is_of_body else key
 
@@ -384,18 +397,21 @@ def _as_language_model(key: str, body: str) -> str:
 def _count_parts(
     stored: Mapping[str, TensorMeta], config: Mapping[str, object], family: Family
 ) -> _Counts:
-    """Count the stated and stored layers and experts.
+    """Count the declared and stored layers and experts.
 
     Raises:
-        CorruptError: the configuration does not state a number.
+        CorruptError: the configuration lacks a number.
     """
     n_layers = count_of(config, "num_hidden_layers")
     layers = {int(match[1]) for name in stored if (match := _LAYER.match(name)) is not None}
-    # Multi-token prediction layers are numbered after the others, and recognised by tensors of their own.
+    # Multi-token prediction layers are numbered after the others, and recognised by tensors that
+    # only they have.
     marks = [row.hf[0] for row in family.mtp]
     n_mtp = 0
     while any(f"model.layers.{n_layers + n_mtp}.{mark}" in stored for mark in marks):
         n_mtp += 1
+    # A checkpoint with more ordinary layers than declared is numbered through: what looks like
+    # layers behind the multi-token prediction layers includes these.
     n_stored = max(
         (layer + 1 for layer in layers if not n_layers <= layer < n_layers + n_mtp), default=0
     )
@@ -403,7 +419,8 @@ def _count_parts(
         n_stored -= n_mtp
     n_experts = stated_experts(config, family)
     if n_experts and len(dense_layers(config, family, n_layers=n_stored)) == n_stored > 0:
-        n_experts = 0  # all layers are dense, whatever number is stated
+        n_experts = 0  # all layers are dense, whatever number is declared
+    # Experts are stored one by one, or stacked.
     experts = [int(match[1]) + 1 for name in stored if (match := _EXPERT.match(name)) is not None]
     experts += [
         meta.shape[0]

@@ -2,11 +2,11 @@
 
 ::
 
-    config.json ── _model_from ──▶ Model ── pairs_of (hf/tables) ──▶ Expected: names, shape, stacked tensor
+    config.json ── _derive_model ─▶ Model ── pairs_of (hf/tables) ─▶ Expected: names, shape, stack
 
-The tables are those that map names to Megatron's, so a name that is accepted here can be mapped
-there. Unlike ``core.hf.config``, this accepts features that only Megatron cannot express (sliding
-windows, rotary scaling): they change no name and no shape.
+The same tables map names to Megatron's, so every accepted name can be converted. Unlike
+``core.hf.config``, this module accepts features that Megatron cannot express (sliding windows,
+rotary scaling), as they change neither names nor shapes.
 
 Source: transformers 5.23.0 ``models/*/modeling_*.py``; its defaults for missing values are
 ``[defaults]`` of the tables.
@@ -24,7 +24,7 @@ from core.hf.traits import Model
 
 HEAD = "lm_head.weight"
 BODY = "model."
-"""Prefix of all tensor names but the head's, in models that have a head."""
+"""Prefix of all tensor names except the head's, in models with a head."""
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
     "ForTokenClassification": {
@@ -47,8 +47,8 @@ class Expected:
     Args:
         names: name that transformers writes, then others that it reads.
         shape: extents in elements.
-        stack: name and shape of a tensor that may hold those of all experts instead; None if there
-            is none.
+        stack: name and shape of a tensor that may contain those of all experts instead; None if
+            there is no such tensor.
         is_optional: it may be missing because it equals another tensor.
     """
 
@@ -74,20 +74,25 @@ class Described:
 
 
 def describe_model(config: Mapping[str, object]) -> Described | None:
-    """Return the family and class that a configuration names; None if the tensor names are unknown.
+    """Return the model class that a configuration names; None if its tensor names are unknown.
 
-    A model may have another head (a classifier) or none. Other classes, such as a draft model for
-    speculative decoding that calls itself a Llama, have names of their own.
+    A model may have another head (a classifier) or none. Other classes use their own names, such as
+    a draft model for speculative decoding whose model type is ``llama``.
     """
     model_type = config.get("model_type")
     family = next(
-        (f for f in families().values() if model_type == f.model_type or model_type in f.aliases),
+        (
+            family
+            for family in families().values()
+            if model_type == family.model_type or model_type in family.aliases
+        ),
         None,
     )
     if family is None:
         return None
-    stated = config.get("architectures")
-    architecture = stated[0] if isinstance(stated, list) and stated else None
+    architectures = config.get("architectures")
+    # A configuration without a class describes at least the body.
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     stem = family.architecture.removesuffix("ForCausalLM")
     if architecture is None or architecture == f"{stem}Model":
         return Described(family, has_head=False)
@@ -103,7 +108,7 @@ def expected_head(config: Mapping[str, object], model: Described) -> tuple[Expec
     transformers assumes two labels if the configuration names none.
 
     Raises:
-        CorruptError: the configuration does not state a size.
+        CorruptError: the configuration lacks a size.
     """
     names = config.get("id2label")
     n_labels = (
@@ -119,18 +124,22 @@ def expected_head(config: Mapping[str, object], model: Described) -> tuple[Expec
 
 
 def unchecked_text(config: Mapping[str, object]) -> str | None:
-    """Return what cannot be compared with a configuration.
+    """Describe what cannot be compared with a configuration.
 
     Returns:
-        None if there is a table of the model's names.
+        None if the names of the model are known.
     """
-    model_type, stated = config.get("model_type"), config.get("architectures")
+    model_type, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(model_type, str) or describe_model(config) is not None:
         return None
-    name = str(stated[0]) if isinstance(stated, list) and stated else f"a {model_type} model"
+    name = (
+        str(architectures[0])
+        if isinstance(architectures, list) and architectures
+        else f"a {model_type} model"
+    )
     return (
-        f"tensor names of {name[:80]}, for which there is no table; only stated sizes were compared, and layers "
-        "with each other"
+        f"tensor names of {name[:80]}, for which there is no table; only the sizes in config.json "
+        "were compared, and layers with each other"
     )
 
 
@@ -143,7 +152,7 @@ def stated_experts(config: Mapping[str, object], family: Family) -> int:
     """Return the number of experts per layer; 0 in a family without experts.
 
     Raises:
-        CorruptError: the configuration does not state it.
+        CorruptError: the configuration does not contain it.
     """
     return number_of(config, family.config["num_experts"]) if "moe" in family.requires else 0
 
@@ -162,15 +171,15 @@ def expected_tensors(
     Args:
         config: parsed ``config.json``.
         family: family of the model.
-        n_layers: number of layers to describe, at most as many as the configuration states.
+        n_layers: number of layers to describe, at most as many as the configuration declares.
         n_experts: number of experts per layer to describe.
         n_rows_router: number of experts that a router chooses from.
         n_mtp: number of multi-token prediction layers.
 
     Raises:
-        CorruptError: the configuration does not state a size.
+        CorruptError: the configuration lacks a size.
     """
-    model = _model_from(
+    model = _derive_model(
         config,
         family,
         n_layers=n_layers,
@@ -186,7 +195,7 @@ def expected_tensors(
             yield Expected((name,), pair.shape, is_optional=True)
 
 
-def _model_from(
+def _derive_model(
     config: Mapping[str, object],
     family: Family,
     *,
@@ -195,10 +204,14 @@ def _model_from(
     n_rows_router: int,
     n_mtp: int,
 ) -> Model:
-    """Return the model that a configuration describes.
+    """Derive the sizes and traits of the model that a configuration describes.
 
-    Args as for ``expected_tensors``.
+    Args: see ``expected_tensors``.
+
+    Raises:
+        CorruptError: the configuration lacks a size.
     """
+    # Sizes of every family. Missing optional values have transformers' defaults.
     config = {**family.defaults, **config}
     heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
     groups = count_of(config, "num_key_value_heads", default=heads)
@@ -212,7 +225,7 @@ def _model_from(
         "q": heads * head,
         "kv": groups * head,
     }
-    # Traits decide which tensors exist.
+    # Traits decide which tensors exist; some features bring sizes of their own.
     traits = set(family.requires) | {"tied" if is_tied(config) else "untied"}
     traits |= {name for name in ("attention_bias", "mlp_bias") if config.get(name)}
     if "latent" in family.requires:

@@ -25,10 +25,10 @@ class Problem:
 
     Args:
         kind: kind of contradiction.
-        message: what is wrong, in one clause, without the tensor's name.
+        message: description in one clause, without the tensor's name.
         key: name of the tensor, stored or missing; None if it concerns no particular one.
         expected, found: the two values that disagree.
-        is_lack: something that the configuration requires is missing.
+        is_lack: the configuration requires something that is missing.
     """
 
     kind: Kind
@@ -40,7 +40,7 @@ class Problem:
 
 
 def more_text(problems: tuple[Problem, ...]) -> str:
-    """Return the number of further problems as the end of a sentence."""
+    """Format the number of further problems as the end of a sentence."""
     n_more = len(problems) - 1
     return (
         f" (and {n_more:,} more {'difference' if n_more == 1 else 'differences'})" if n_more else ""

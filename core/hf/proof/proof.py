@@ -1,6 +1,6 @@
 """Prove that a catalog holds the model that a ``config.json`` describes, before writing it.
 
-The comparison is that of ``core.hf.proof.comparison``, which ``ckpt validate`` uses as well.
+The comparison itself is in ``core.hf.proof.comparison``; ``ckpt validate`` uses it as well.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _HINTS: Mapping[Kind, str] = {
     "sisters": "copy the checkpoint again, or use an older one",
     "unexpected": "drop it with --exclude if the model does not need it",
     "dtype": "weights must be floating-point numbers: drop other tensors with --exclude",
-    "ties": "set tie_word_embeddings to true in config.json if the output layer shares the embedding's weights",
-    "quantization": "apply the scales with --dequantize bf16, or give the config.json of the quantized model",
+    "ties": "set tie_word_embeddings to true in config.json if the output layer shares the "
+    "embedding's weights",
+    "quantization": "apply the scales with --dequantize bf16, or give the config.json of the "
+    "quantized model",
 }
 
 
@@ -44,7 +46,7 @@ def check_model(
         catalog: flat keys.
         config: parsed ``config.json``.
         files: names of the files in the same directory.
-        is_strict: refuse tensors that the model does not have; otherwise a note mentions them.
+        is_strict: refuse tensors that the model does not have; otherwise only note them.
 
     Returns:
         Notes for the user.
@@ -54,7 +56,7 @@ def check_model(
         UnknownTensorError: the model has no such tensor, or all names have a surplus prefix.
         CorruptError: counts, shapes, element types, ties or the quantization contradict the
             configuration.
-        UnsupportedError: there is optimizer state.
+        UnsupportedError: the catalog contains optimizer state, and ``is_strict``.
     """
     model_type = str(config.get("model_type"))[:80]
     states = [key for key in catalog.tensors if is_optimizer_key(key)]
@@ -65,6 +67,8 @@ def check_model(
     prefix = fitting_prefix(weights, config, problems)
     if prefix is not None:
         raise _prefix_error(weights, config, prefix, files=files, has_optimizer=bool(states))
+
+    # transformers would load another model than the saved one.
     severe = tuple(problem for problem in problems if is_strict or problem.kind != "unexpected")
     if severe:
         raise _error_of(severe, model_type)
@@ -74,15 +78,16 @@ def check_model(
             key=states[0],
             hint="drop it with --no-optim",
         )
+
     if describe_model(config) is None:
         _refuse_wrapper(weights)
 
-    # What does not make the model unusable is noted.
+    # Note differences with which the model can still be used.
     notes = _dtype_notes(weights, config) if is_strict else []
     if problems:
-        notes.append(
-            f"{model_type} models do not have {_keys_text(problems)}; transformers ignores them"
-        )
+        keys = [str(problem.key) for problem in problems]
+        keys_text = ", ".join(keys[:3]) + (f" and {len(keys) - 3:,} others" if keys[3:] else "")
+        notes.append(f"{model_type} models do not have {keys_text}; transformers ignores them")
     unchecked = unchecked_text(config)
     if unchecked is not None:
         notes.append(f"not checked: {unchecked}")
@@ -97,7 +102,7 @@ def _prefix_error(
     files: Collection[str],
     has_optimizer: bool,
 ) -> UnknownTensorError:
-    """Return the error for names with a surplus prefix."""
+    """Build the error for names with a surplus prefix."""
     model_type = str(config.get("model_type"))[:80]
     remaining = find_differences(_without(weights, prefix), config, files=files)
     options = f"--strip-prefix {prefix}" + (" --no-optim" if has_optimizer else "")
@@ -111,46 +116,51 @@ def _prefix_error(
 
 
 def _refuse_wrapper(weights: Mapping[str, TensorMeta]) -> None:
-    """Raise if all names have the prefix of a training framework."""
+    """Raise UnknownTensorError if all names have the prefix of a training framework."""
     wrapper = next(
         (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
     )
     if wrapper is not None and weights:
         raise UnknownTensorError(
-            f"all names begin with {wrapper!r}, as in a training framework's state dict; transformers knows no such "
-            "name and would start from random weights",
+            f"all names begin with {wrapper!r}, as in a training framework's state dict; "
+            "transformers knows no such name and would start from random weights",
             key=next(iter(weights)),
             hint=f"remove it with --strip-prefix {wrapper}",
         )
 
 
 def _dtype_notes(weights: Mapping[str, TensorMeta], config: Mapping[str, object]) -> list[str]:
-    """Return a note if the weights have another element type than the configuration states."""
-    stated = next(
+    """Return a note if the weights have another dtype than the configuration declares."""
+    declared = next(
         (config[name] for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)),
         None,
     )
     dtypes = {meta.dtype for meta in weights.values()}
-    if stated is None or len(dtypes) != 1 or str(stated).removeprefix("torch.") in dtypes:
+    if declared is None or len(dtypes) != 1 or str(declared).removeprefix("torch.") in dtypes:
         return []
-    return [
-        f"{CONFIG} states {stated}, the weights are {min(dtypes)}: transformers casts them when loading by default"
-    ]
+    note = (
+        f"{CONFIG} declares {declared}, but the weights are {min(dtypes)}: "
+        "transformers casts them by default when loading"
+    )
+    return [note]
 
 
 def fitting_prefix(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], problems: Collection[Problem]
 ) -> str | None:
-    """Return the prefix whose removal turns the names into those of the model; None if there is
-    none.
+    """Find the prefix whose removal turns the names into those of the model.
 
     Counts and shapes may still differ.
 
     Args:
         tensors: tensors of a checkpoint, by name.
         config: parsed ``config.json``.
-        problems: what ``find_differences`` returns for them.
+        problems: result of ``find_differences`` for them.
+
+    Returns:
+        The prefix with its dot; None if no prefix is needed or none fits.
     """
+    # Every candidate ends where the name of the embedding begins.
     model = describe_model(config)
     if model is None or _names_fit(problems):
         return None
@@ -167,7 +177,7 @@ def fitting_prefix(
 
 
 def _names_fit(problems: Collection[Problem]) -> bool:
-    """Return whether no name is missing or unexpected."""
+    """Return whether the problems include neither missing nor unexpected names."""
     return all(problem.kind not in ("missing", "unexpected") for problem in problems)
 
 
@@ -177,28 +187,16 @@ def _without(tensors: Mapping[str, TensorMeta], prefix: str) -> dict[str, Tensor
 
 
 def _error_of(problems: tuple[Problem, ...], model_type: str) -> CheckpointingException:
-    """Return the error for several problems, which describes the first."""
+    """Build the error for several problems; it describes the first one."""
     first = problems[0]
-    is_count = first.kind in (
-        "layers",
-        "experts",
-    )  # more likely the config.json of another model than lost tensors
-    is_absent = first.is_lack and not is_count
-    kind = (
-        MissingShardError
-        if is_absent
-        else UnknownTensorError
-        if first.kind == "unexpected"
-        else CorruptError
-    )
-    return kind(
+    # A wrong count is more likely the config.json of another model than lost tensors.
+    error: type[CheckpointingException] = CorruptError
+    if first.is_lack and first.kind not in ("layers", "experts"):
+        error = MissingShardError
+    elif first.kind == "unexpected":
+        error = UnknownTensorError
+    return error(
         f"not the {model_type} model that {CONFIG} describes: {first.message}{more_text(problems)}",
         key=first.key,
         hint=_HINTS[first.kind],
     )
-
-
-def _keys_text(problems: tuple[Problem, ...]) -> str:
-    """Return the first names that problems concern, and the number of others."""
-    keys = [str(problem.key) for problem in problems]
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3:,} others" if keys[3:] else "")

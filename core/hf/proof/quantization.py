@@ -1,22 +1,20 @@
-"""Quantized weights of Hugging Face models: the stated method and the tensors of each weight.
+"""Quantized weights of Hugging Face models: their method and the tensors of each weight.
 
 ``quantization_config`` (``compression_config`` before 2024) names a method. A module ``X`` then
 stores these tensors instead of, or in addition to, ``X.weight``:
 
-====================
-==========================================================================================
- method                tensors of ``X``
-====================
-==========================================================================================
- fp8                   ``weight`` in float8, ``weight_scale_inv`` (one for each block, or for all)
- gptq, awq             ``qweight``, ``qzeros``, ``scales``, ``g_idx``
- bitsandbytes          ``weight`` in int8 and ``SCB``; or packed in uint8, ``weight.absmax``, ``weight.quant_map`` …
- compressed-tensors    ``weight`` and ``weight_scale``, or ``weight_packed``, ``weight_shape`` …
- others                not known: every name that begins with ``X.`` is taken to belong to it
-====================
-==========================================================================================
+====================  ==============================================================================
+method                tensors of ``X``
+====================  ==============================================================================
+fp8                   ``weight`` in float8, ``weight_scale_inv`` (one for each block, or for all)
+gptq, awq             ``qweight``, ``qzeros``, ``scales``, ``g_idx``
+bitsandbytes          ``weight`` in int8 and ``SCB``; or packed in uint8, ``weight.absmax``,
+                      ``weight.quant_map`` …
+compressed-tensors    ``weight`` and ``weight_scale``, or ``weight_packed``, ``weight_shape`` …
+others                unknown: every name that begins with ``X.`` is assumed to belong to it
+====================  ==============================================================================
 
-Some software keeps the method in a file of its own (``OWN_FILES``).
+Some software stores the method in a separate file (``OWN_FILES``).
 
 Source: transformers 5.23.0 ``quantizers/``, ``integrations/finegrained_fp8.py``; published models
 of each kind.
@@ -31,28 +29,27 @@ from dataclasses import dataclass
 from core.arrays.box import Shape
 
 OWN_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Files in which AutoGPTQ, AutoAWQ and ModelOpt keep the method."""
+"""Files in which AutoGPTQ, AutoAWQ and ModelOpt store the method."""
 
 _SIGNS = re.compile(
-    r".*(\.(qweight|qzeros|g_idx|weight_scale|weight_scale_2|weight_packed|SCB|absmax|quant_map)|weight_scale_inv)"
+    r".*(\.(qweight|qzeros|g_idx|weight_scale|weight_scale_2|weight_packed|SCB|absmax|quant_map)"
+    r"|weight_scale_inv)"
 )
 """Names that only tensors of quantized weights have."""
 _CACHE = re.compile(r".*\.[qkv]_(scale|zero_point)")
 """Scales for cached keys and values, which belong to an attention module."""
 _NEVER_WIDE = ("fp8", "gptq", "awq", "fbgemm_fp8")
-"""Methods for which transformers loads only quantized weights; others may quantize while
-loading.
-"""
+"""Methods that transformers supports for stored weights only, not for quantizing while loading."""
 _SCALES = ("_scale_inv", "_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationScheme:
-    """How the weights of a model are quantized.
+    """The declared quantization of a model's weights.
 
     Args:
         method: name of the method, such as ``fp8``.
-        block: rows and columns that share a scale; None if not stated.
+        block: rows and columns that share a scale; None if not declared.
     """
 
     method: str
@@ -60,22 +57,19 @@ class QuantizationScheme:
 
     @property
     def needs_scales(self) -> bool:
-        """Each float8 weight has a tensor of scales."""
+        """Whether each float8 weight has a tensor of scales."""
         return self.method in ("fp8", "fbgemm_fp8")
 
     @property
     def is_never_wide(self) -> bool:
-        """The weights must be stored quantized.
-
-        Transformers does not quantize them while loading.
-        """
+        """Whether the weights must be stored quantized (see ``_NEVER_WIDE``)."""
         return self.method in _NEVER_WIDE
 
     def fits(self, scale: Shape, weight: Shape) -> bool:
         """Return whether scales of this shape can belong to a float8 weight.
 
         Returns:
-            True if no block size is stated.
+            True if the block size is unknown.
         """
         if self.method != "fp8" or self.block is None or len(weight) < 2 or set(scale) <= {1}:
             return True
@@ -84,22 +78,22 @@ class QuantizationScheme:
 
 
 def scheme_of(config: Mapping[str, object]) -> QuantizationScheme | None:
-    """Return how the weights are quantized.
+    """Parse the quantization that a configuration declares.
 
     Returns:
-        None if the configuration does not state that they are.
+        None if it declares none.
     """
     for name in ("quantization_config", "compression_config"):
-        stated = config.get(name)
-        if isinstance(stated, Mapping) and stated:
-            block = stated.get("weight_block_size")
+        section = config.get(name)
+        if isinstance(section, Mapping) and section:
+            block = section.get("weight_block_size")
             is_pair = (
                 isinstance(block, list)
                 and len(block) == 2
                 and all(type(n) is int and n > 0 for n in block)
             )
             method = str(
-                stated.get("quant_method", "bitsandbytes" if stated.get("load_in_8bit") else "")
+                section.get("quant_method", "bitsandbytes" if section.get("load_in_8bit") else "")
             )
             return QuantizationScheme(
                 method, (block[0], block[1]) if is_pair and isinstance(block, list) else None
@@ -123,13 +117,13 @@ def scale_key(key: str, keys: Container[str]) -> str | None:
 
 
 def owner_of(key: str, modules: Container[str]) -> str | None:
-    """Return the module of the quantized weight that a tensor belongs to; None if it belongs to
-    none.
+    """Return the module of the quantized weight that a tensor belongs to, or None.
 
     Args:
         key: such as ``model.layers.0.mlp.up_proj.weight.absmax``.
         modules: names of modules, and of tensors outside modules (stacked experts).
     """
+    # The innermost module in the name wins, as modules may be nested.
     end = len(key)
     while (end := key.rfind(".", 0, end)) > 0:
         if key[:end] in modules:

@@ -5,10 +5,10 @@ Works without a table of names.
 ::
 
     layers.0.mlp.up_proj.weight ┐
-    layers.1.mlp.up_proj.weight ├─ a stack of layers: prefix ``layers``, each with the names of its tensors
+    layers.1.mlp.up_proj.weight ├─ a stack of layers: prefix ``layers``, and each layer's tensors
     layers.2.…  (none)          ┘
 
-Layers of a model need not be alike: experts or attention in every n-th layer, cross-attention, a
+The layers of a model may differ: experts or attention in every n-th layer, cross-attention, a
 first layer without a norm, a last one without the connection to the next. So a layer counts as
 incomplete only if no other has exactly its names, at least two others have those and more, and it
 lacks
@@ -45,11 +45,12 @@ _EXPERT = re.compile(r"((?:[^.]+\.)+experts)\.(\d{1,6})\.(.+)")
 _FEWEST_SHAPES = 3
 """Minimum number of layers with one shape for another shape to be odd."""
 _USUAL = re.compile(
-    r"(.*\.)?([qkvo]_proj|out_proj|(gate|up|down|gate_up)_proj|query|key|value|c_attn|c_fc|fc[12])\.(.*)"
+    r"(.*\.)?([qkvo]_proj|out_proj|(gate|up|down|gate_up)_proj|query|key|value|c_attn|c_fc|fc[12])"
+    r"\.(.*)"
 )
 """Names of tensors that every attention or MLP has if it has others of these."""
 _MOST_KINDS = 64
-"""Maximum number of different sets of names; more prove nothing, and take long to compare."""
+"""Maximum number of different sets of names; more are no evidence and take long to compare."""
 _FEWEST_ALIKE = 7
 """Minimum number of equal layers for another to be reported that lacks more than a module."""
 
@@ -64,9 +65,9 @@ class _Stack:
     Args:
         prefix: prefix of their names, such as ``model.layers``.
         layers: the layers or experts, at least two.
-        kind_of: number of a layer → its kind by the configuration; equal for all if nothing is
-            stated.
-        is_of_experts: experts, which are always alike, including the first and last.
+        kind_of: number of a layer → its kind in the configuration; equal for all if it does not
+            distinguish layers.
+        is_of_experts: the layers are experts, which are all alike, including the first and last.
     """
 
     prefix: str
@@ -103,30 +104,30 @@ def find_deviations(
 def _stacks(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], pattern: re.Pattern[str]
 ) -> Iterator[_Stack]:
-    """Yield the stacks of at least two layers, or of experts, by the pattern of their names."""
+    """Yield the stacks of at least two layers or experts whose names match a pattern."""
     stacks: dict[str, dict[int, dict[str, TensorMeta]]] = {}
     for key, meta in tensors.items():
         match = pattern.fullmatch(key)
         if match is not None:
             stacks.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = meta
-    lists = [_Stated.of(values) for values in _lists(config)] if pattern is _LAYER else []
+    lists = [_LayerList.of(values) for values in _lists(config)] if pattern is _LAYER else []
     for prefix, layers in stacks.items():
         if len(layers) > 1:
             n_layers = max(layers) + 1
             kind_of = {
-                number: tuple(stated.kind_of(number, n_layers) for stated in lists)
+                number: tuple(kinds.kind_of(number, n_layers) for kinds in lists)
                 for number in layers
             }
             yield _Stack(prefix, layers, kind_of, is_of_experts=pattern is _EXPERT)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stated:
+class _LayerList:
     """A list in the configuration that may distinguish layers.
 
     Args:
         values: its entries; with one per layer they are kinds of layers (``layer_types``).
-        numbers: layers that it names, if it holds distinct numbers (``global_attn_indexes``); else
+        numbers: layers that it lists, if it contains distinct numbers (``global_attn_indexes``), or
             None.
     """
 
@@ -134,16 +135,13 @@ class _Stated:
     numbers: frozenset[int] | None
 
     @classmethod
-    def of(cls, values: list[object]) -> _Stated:
-        """Return what a list may state about layers."""
+    def of(cls, values: list[object]) -> _LayerList:
+        """Parse a list of the configuration."""
         numbers = frozenset(value for value in values if type(value) is int)
         return cls(tuple(map(repr, values)), numbers if len(numbers) == len(values) else None)
 
     def kind_of(self, number: int, n_layers: int) -> object:
-        """Return the kind of a layer.
-
-        The same for all layers if the list states nothing about them.
-        """
+        """Return the kind of a layer; the same for all layers if the list does not concern them."""
         if self.numbers is not None:
             return number in self.numbers
         return self.values[number] if len(self.values) == n_layers else None
@@ -160,7 +158,8 @@ def _lists(value: object) -> Iterator[list[object]]:
 
 def _find_missing(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
     """Yield a problem for every tensor that an incomplete layer lacks."""
-    # Group the layers by the set of names that they have.
+    # Group the layers by their sets of names. In quantized models, the tensors of a module may
+    # differ between layers, so that only modules are compared.
     names_of = {
         number: frozenset(f"{_module(name)}." for name in layer)
         if is_quantized
@@ -174,7 +173,8 @@ def _find_missing(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
         return
     least = min(2, len(names_of) - 1)
     for names, numbers in numbers_of.items():
-        # A single layer may be incomplete if several others have its names and more.
+        # A layer may be incomplete if it is the only one with its names, and several others have
+        # these names and more.
         wider = [
             (len(group), other)
             for other, group in numbers_of.items()
@@ -182,11 +182,13 @@ def _find_missing(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
         ]
         if len(numbers) > 1 or not wider:
             continue
+        # Compare it with the largest such group, if that has layers of its kind.
         (number,) = numbers
         n_sisters, complete = max(wider, key=lambda item: (item[0], sorted(item[1])))
         sisters = numbers_of[complete]
         if not any(stack.kind_of[sister] == stack.kind_of[number] for sister in sisters):
             continue
+        # Report the missing tensors, unless the design of the model explains them.
         lost = complete - names
         example = stack.layers[sisters[0]]
         if not _is_lost(stack, number, lost, example, n_sisters=n_sisters):
@@ -213,20 +215,22 @@ def _is_lost(
     *,
     n_sisters: int,
 ) -> bool:
-    """Return whether tensors that a layer lacks were lost, not left out by the model's design.
+    """Return whether tensors that a layer lacks were lost, rather than absent by design.
 
     Args:
         lost: names of missing tensors, or of missing modules with a trailing dot.
         example: tensors of a complete layer.
         n_sisters: number of complete layers.
     """
+    # Experts are all alike.
     if stack.is_of_experts:
         return n_sisters == len(stack.layers) - 1
     modules = {_module(name) for name in lost}
-    own = {_module(name) for name in stack.layers[number]}
-    # 1. One tensor, or all of one module.
+    present = {_module(name) for name in stack.layers[number]}
+    # 1. One tensor, or all tensors of one module. The first and last layer may lack a norm by
+    # design, but not a matrix, nor the weight or bias of a module that they have.
     if len(modules) == 1:
-        if modules <= own and all(name.endswith((".weight", ".bias")) for name in lost):
+        if modules <= present and all(name.endswith((".weight", ".bias")) for name in lost):
             return True
         if len(stack.layers) == 2:
             return all(map(_USUAL.fullmatch, lost))
@@ -238,8 +242,9 @@ def _is_lost(
         return stack.is_inner(number) or is_matrix
     if not stack.is_inner(number):
         return False
-    # 2. Several parts of a module that has others, or more in an inner layer.
-    parts = set(map(_module, own))
+    # 2. Several parts of a module that still has others; or more, if all other layers are equal and
+    # numerous enough to be the norm.
+    parts = set(map(_module, present))
     is_partial = all((part := _module(module)) and part in parts for module in modules)
     return is_partial or (n_sisters >= _FEWEST_ALIKE and n_sisters == len(stack.layers) - 1)
 
@@ -250,13 +255,15 @@ def _module(name: str) -> str:
 
 
 def _find_odd_shapes(stack: _Stack) -> Iterator[Problem]:
-    """Yield a problem for every tensor whose shape in one inner layer differs from all others."""
+    """Yield a problem for every tensor whose shape differs in a single inner layer."""
+    # Quantized numbers are packed, so only floats have comparable shapes.
     shapes_of: dict[str, dict[int, Shape]] = {}
     for number, layer in stack.layers.items():
         for name, meta in layer.items():
             if dtype_of(meta.dtype).kind == "float":
                 shapes_of.setdefault(name, {})[number] = meta.shape
     for name, shape_of in shapes_of.items():
+        # Exactly two shapes, one of them in a single layer and the other in several.
         counts = Counter(shape_of.values()).most_common()
         if len(counts) != 2 or counts[1][1] != 1 or counts[0][1] < _FEWEST_SHAPES:
             continue
