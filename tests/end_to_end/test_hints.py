@@ -35,7 +35,7 @@ DECLARATIONS = re.compile(r"(^|/)(options/[a-z_]+|other_tools)\.py$")
 """Where names of options are declared, ours and those of other programs that are answered."""
 OPTION = re.compile(r"(?<![\w/.-])--([a-z][a-z0-9]*(?:[-_][a-z0-9]+)*)(?![\w-]*\*)")
 COMMAND = re.compile(rf"\bckpt ([a-z][a-z-]*|{HOLE})((?: [^,;:()\"`{HOLE}]*)?)")
-PROSE = frozenset({"wrote", "runs", "is", "writes", "reads", "command"})
+PROSE = frozenset({"wrote", "runs", "is", "writes", "reads", "command", "needs", "as"})
 """Words that follow the program's name in sentences about it."""
 FOREIGN: Mapping[str, str] = {
     "no-load-rng": "Megatron-LM",
@@ -75,7 +75,7 @@ def texts() -> tuple[Text, ...]:
     ]:
         place = path.relative_to(ROOT).as_posix()
         for line, value in strings_of(ast.parse(path.read_text(encoding="utf-8"))):
-            is_declared = DECLARATIONS.search(place) and re.fullmatch(r"-\S+", value)
+            is_declared = DECLARATIONS.search(place) and re.fullmatch(r"-\S+(?: -\S+)*", value)
             if (OPTION.search(value) or COMMAND.search(value)) and not is_declared:
                 collected.append(Text(f"{place}:{line}", value))
     return tuple(collected)
