@@ -25,7 +25,9 @@ def test_an_unknown_device_is_a_usage_error(name: str) -> None:
 
 @pytest.mark.skipif(not NO_CUDA, reason="there is a GPU")
 def test_without_a_gpu_cuda_is_a_usage_error_and_auto_the_cpu_path() -> None:
-    with pytest.raises(UsageError, match="torch finds no CUDA device on this host.*--device cpu or auto"):
+    with pytest.raises(
+        UsageError, match="torch finds no CUDA device on this host.*--device cpu or auto"
+    ):
         device_named("cuda")
     assert device_named("auto", 3) is None
 

@@ -112,7 +112,10 @@ def test_first_host_of_a_node_list(nodes: str, host: str | None):
         ({**TORCHRUN, "RANK": "8"}, "RANK is 8, but WORLD_SIZE is 8"),
         ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', which is not a number"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
-        ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": ""}, "SLURM_STEP_NODELIST is not set"),
+        (
+            {**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": ""},
+            "SLURM_STEP_NODELIST is not set",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_said(environ: dict[str, str], text: str):
