@@ -107,8 +107,10 @@ def _table_async(found: dict[str, dict[str, list[float]]]) -> str:
     """
     ours = found["ckpt"]
     lines = [
-        f"{'':22}{'blocks':>9}{'first':>9}{'written':>9}{'sync':>9}"
-        f"{'× own sync':>12}{'× ckpt':>9}{'step':>8}"
+        (
+            f"{'':22}{'blocks':>9}{'first':>9}{'written':>9}{'sync':>9}"
+            f"{'× own sync':>12}{'× ckpt':>9}{'step':>8}"
+        )
     ]
     for name, one in found.items():
         blocks = statistics.median(one["blocks"][1:])

@@ -145,8 +145,10 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "flattened: a gap": (
         [[_part((0,), (1,), flat=(0, 1))], [_part((0,), (1,), flat=(2, 4))]],
-        r"no main replica holds elements 1–2 of the flattened shard of shape \(4,\) at \(0,\) "
-        r"of 4 elements",
+        (
+            r"no main replica holds elements 1–2 of the flattened shard of shape \(4,\) at \(0,\) "
+            r"of 4 elements"
+        ),
     ),
     "flattened: the end is missing": ([[_part((0,), (1,), flat=(0, 3))]], "elements 3–4"),
     "flattened: the start is missing": ([[_part((0,), (1,), flat=(1, 4))]], "elements 0–1"),
@@ -181,8 +183,10 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     "outside the grid": ([[A], [_part((2,), (2,))]], r"shard \(2,\) is outside the grid of \(2,\)"),
     "shape and grid": (
         [[_part((i,), (2,), (3,), global_shape=(8,))] for i in range(2)],
-        r"\(2,\) shards of shape \(3,\) make a tensor of shape \(6,\), not of the global shape "
-        r"\(8,\)",
+        (
+            r"\(2,\) shards of shape \(3,\) make a tensor of shape \(6,\), not of the global shape "
+            r"\(8,\)"
+        ),
     ),
 }
 

@@ -89,8 +89,10 @@ BROKEN: dict[str, tuple[str, Callable[[Catalog], Catalog], type[CheckpointingExc
         "mixtral",
         lambda c: without(c, "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
         MissingShardError,
-        r"experts\.3\.w2\.weight\)\. The stacked tensor "
-        r"model\.layers\.0\.mlp\.experts\.down_proj is missing",
+        (
+            r"experts\.3\.w2\.weight\)\. The stacked tensor "
+            r"model\.layers\.0\.mlp\.experts\.down_proj is missing"
+        ),
     ),
     "a tensor is left over": (
         "llama",

@@ -166,14 +166,18 @@ def hosts(n: int, *, private_dirs: Mapping[Path, Path] | None = None) -> Iterato
             script += [f"mount --bind {shlex.quote(str(names_path))} /etc/hosts"]
             if Path("/etc/resolv.conf").exists():
                 script += [
-                    f"mount --bind {shlex.quote(str(no_servers_path))} "
-                    f"{Path('/etc/resolv.conf').resolve()}"
+                    (
+                        f"mount --bind {shlex.quote(str(no_servers_path))} "
+                        f"{Path('/etc/resolv.conf').resolve()}"
+                    )
                 ]
             for shared_dir, own_dir in (private_dirs or {}).items():
                 (own_dir / name).mkdir(parents=True, exist_ok=True)
                 script += [
-                    f"mount --bind {shlex.quote(str(own_dir / name))} "
-                    f"{shlex.quote(str(shared_dir))}"
+                    (
+                        f"mount --bind {shlex.quote(str(own_dir / name))} "
+                        f"{shlex.quote(str(shared_dir))}"
+                    )
                 ]
             inside = ["nsenter", "--target", str(switch_pid), *same_user, "--pid"]
             pid = stack.enter_context(

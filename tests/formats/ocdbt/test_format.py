@@ -397,8 +397,10 @@ def one_leaf(step: object, kind: object = "None") -> str:
         "{}",
         '{"tree_metadata": []}',
         '{"tree_metadata": {"x": {}}}',
-        '{"tree_metadata": {"x": {"key_metadata": [], "value_metadata": {"value_type": '
-        '"jax.Array"}}}}',
+        (
+            '{"tree_metadata": {"x": {"key_metadata": [], "value_metadata": {"value_type": '
+            '"jax.Array"}}}}'
+        ),
         one_leaf({"key": "a", "key_type": 1}),
         one_leaf({"key": "a", "key_type": 9}),
         one_leaf({"key": 3, "key_type": 2}),

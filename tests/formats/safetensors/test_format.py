@@ -398,8 +398,10 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
     "an adapter beside the model's shards": (
         {**SHARDED, "adapter_model.safetensors": A},
         ["a", "b", "c"],
-        "not read, as loaders only read model-00001-of-00002.safetensors …: "
-        "adapter_model.safetensors",
+        (
+            "not read, as loaders only read model-00001-of-00002.safetensors …: "
+            "adapter_model.safetensors"
+        ),
     ),
     "the same weights under another name": (
         {"consolidated.safetensors": A, "model.safetensors": A},

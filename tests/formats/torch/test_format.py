@@ -360,8 +360,10 @@ def test_tensors_with_python_attributes_are_read_without_them(tmp_path: Path) ->
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     catalog, store = opened(saved({"plain": plain, "marked": marked, "parameter": parameter}))
     assert catalog.notes == (
-        "2 tensors carry Python attributes (partition_dim, tensor_model_parallel), which are "
-        "not kept",
+        (
+            "2 tensors carry Python attributes (partition_dim, tensor_model_parallel), which are "
+            "not kept"
+        ),
     )
     for loaded in loads(written(catalog, store), tmp_path / "new.pt"):
         assert_same(
