@@ -33,8 +33,8 @@ _SCRATCH_BYTES = 4 << 20
 class LazyTensor:
     """A tensor of a checkpoint, or a slice of one, that has not been read.
 
-    ``tensor[0:8, :]`` is another lazy tensor. ``numpy()``, ``torch()`` and ``numpy.asarray(tensor)``
-    read the elements of the slice, and nothing else, from whichever files and ranks hold them.
+    ``tensor[0:8, :]`` is another lazy tensor. ``numpy()``, ``torch()`` and
+    ``numpy.asarray(tensor)`` read the elements of the slice, and nothing else, from whichever files and ranks hold them.
 
     Args:
         key: name of the tensor in the checkpoint.
@@ -78,7 +78,7 @@ class LazyTensor:
 
     @cached_property
     def places(self) -> tuple[BoxLocation, ...]:
-        """The stored boxes that meet this tensor, with their files and ranks; replicas separately."""
+        """The stored boxes that overlap this tensor, with file and rank; replicas separately."""
         return tuple(
             place
             for place in places_of(self.catalog, self.key)
