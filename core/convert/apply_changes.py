@@ -354,11 +354,12 @@ def _uncast_scale_notes(
 def _edit_config(
     catalog: Catalog, config: Mapping[str, object] | None, edits: Mapping[str, object]
 ) -> tuple[Catalog, tuple[str, ...]]:
-    """Put the edited configuration into the catalog's documents, and return notes on it too.
+    """Return the catalog with the edited configuration in its documents, and notes.
 
     Args:
         catalog: the changed catalog.
-        config: the configuration before; None leaves the catalog unchanged.
+        config: the configuration before; None leaves the catalog unchanged, with a note if it
+            carries a config.json, which then no longer describes the model.
         edits: new values by name; None removes an entry.
     """
     if config is None:

@@ -174,6 +174,7 @@ def _bind_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) ->
                 f"the tensor was written as {meta.dtype} of shape {meta.shape}, "
                 f"but {state} when read back",
                 key=key,
+                hint="rerun the command; if it fails again, check the disk and the memory",
             )
 
     # Bind each array once; several fragments may refer to it.

@@ -153,7 +153,7 @@ def _of_one_implementation(
         note = f"its tensor names are those of another implementation; compared as {name}"
     except CheckpointingException as err:
         side_b = _side(sources[1], b)
-        note = f"tensor names not mapped to those of the other implementation: {err}"
+        note = f"tensor names not mapped to those of the other implementation: {err.message}"
     return side_a, replace(side_b, notes=(*side_b.notes, note))
 
 

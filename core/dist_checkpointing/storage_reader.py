@@ -413,9 +413,9 @@ def _missing_error(name: str, stored: Sequence[str], *, n_more: int = 0) -> Miss
 def _group_by_dtype(
     targets: Sequence[tuple[Chunk, torch.Tensor]],
 ) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
-    """Yield all targets in one group, or in a group per dtype if a tensor has several.
+    """Yield all targets in one group, or one group per dtype if a tensor is read into several.
 
-    The engine reads regions of one tensor only into memory of one dtype.
+    The engine reads the regions of one tensor only into memory of one dtype.
     """
     dtypes: dict[str, set[str]] = {}
     for chunk, _ in targets:

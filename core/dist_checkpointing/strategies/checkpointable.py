@@ -205,7 +205,7 @@ class LocalShardsContainer(torch.Tensor):
     def __create_write_items__(
         self, fqn: str, local_shards_cont: LocalShardsContainer
     ) -> list[object]:
-        """Return one item for each chunk to be written, one for chunks of the same box.
+        """Return one item per chunk to write: the first of the chunks with the same box.
 
         Args:
             fqn: name of the tensor in the checkpoint.

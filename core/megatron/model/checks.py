@@ -31,8 +31,8 @@ def check_complete(
 ) -> None:
     """Raise unless a model is complete.
 
-    It must have its embeddings, all layers, all experts of these, and the same parameters in all
-    layers of one kind.
+    It must have its embeddings, its output layer unless tied, all layers, all experts of these, and
+    the same parameters in all layers of one kind. A checkpoint of adapters alone is not checked.
 
     Args:
         names: global names of all tensors.
@@ -41,7 +41,8 @@ def check_complete(
 
     Raises:
         MissingShardError: a tensor, layer or expert is missing; the error names it.
-        CorruptError: the checkpoint has more layers or experts than the arguments specify.
+        CorruptError: the checkpoint has more layers or experts than the arguments specify, or a
+            layer of another kind than the pattern says.
     """
     present = set(names)
     if all(ADAPTER in name for name in present):

@@ -86,7 +86,7 @@ class Pipeline:
         if len(options) > 1:
             raise UsageError(
                 f"{options[0]} and {options[1]} exclude each other",
-                hint="use one of them, as Megatron does",
+                hint="use one of the two, as Megatron requires",
             )
 
     def __str__(self) -> str:

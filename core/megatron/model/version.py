@@ -88,7 +88,8 @@ class MegatronVersion:
         if has_layout and not self.has_layout_strings:
             raise UnsupportedError(
                 f"megatron-core {self} does not support pipeline_model_parallel_layout",
-                hint="distribute the layers in another way (--pp-new), or request a newer version",
+                hint="omit --pipeline-model-parallel-layout, change --pp-new if it is from the "
+                f"source, or use {OPTION} with a newer version",
             )
 
 

@@ -90,7 +90,9 @@ class FlatFiles:
                 meta = self._target.catalog.tensors.get(state_key(state, name))
                 if meta is None:
                     raise MissingShardError(
-                        f"the optimizer has no {state} of this parameter", key=name
+                        f"the optimizer has no {state} of this parameter",
+                        key=name,
+                        hint="drop the optimizer with --no-optim",
                     )
                 if meta.dtype != _FP32:
                     raise UnsupportedError(

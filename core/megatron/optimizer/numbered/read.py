@@ -284,6 +284,7 @@ class _CollectedStates:
                 f"{self.names[1]} has {', '.join(self.names[0]) or 'none'}",
                 key=param.name,
                 rank=rank,
+                hint="drop the optimizer with --no-optim",
             )
 
         # States of other shapes, such as factored ones, cannot be cut like the parameter.
