@@ -1,8 +1,8 @@
 """Compare two runs of numbers: how many differ, by how much, where first, and in which direction.
 
 Without a tolerance two elements are equal if their bits are. So ``0.0`` and ``-0.0`` differ (by 0),
-and NaNs are equal if their payloads are. With a tolerance they are equal as ``torch.isclose``
-defines it, A being the input and B the other::
+and NaNs are equal if their payloads are. With a tolerance they are equal as defined by
+``torch.isclose``, with A as the input and B as the other::
 
     |A - B| <= atol + rtol * |B|     equal infinities are close; NaN is close to NaN if equal_nan
 
@@ -10,7 +10,7 @@ computed in float64 (exactly converted; the difference of integers of one type i
 torch computes in the tensors' own type. Elements of different types are equal if their values are.
 
 Statistics count only elements that are finite on both sides, except that ``max_abs`` counts
-infinities. numpy is imported here, when the first differing run is met.
+infinities. numpy is imported only for the first run that differs.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class ValueDifference:
 
     @property
     def share(self) -> float:
-        """Return the fraction of elements that differ."""
+        """Fraction of elements that differ."""
         return self.n_differing / self.n_elements if self.n_elements else 0.0
 
     @property
     def cosine(self) -> float | None:
-        """Return the cosine of the angle between A and B as vectors.
+        """Cosine of the angle between A and B as vectors.
 
         None if one of them is zero, or if the values are not numbers.
         """
@@ -108,7 +108,7 @@ class ValueDifference:
 
     @property
     def relative(self) -> float | None:
-        """Return |A - B| / |A| as vectors; inf if only A is zero, None if it is undefined."""
+        """|A - B| / |A| as vectors; inf if only A is zero, None if undefined."""
         if self.max_abs is None or self.square_delta != self.square_delta:
             return None
         if self.square_delta == 0:
@@ -119,7 +119,7 @@ class ValueDifference:
 def compare_elements(
     a: memoryview, b: memoryview, *, dtypes: tuple[str, str], rule: Tolerance | None = None
 ) -> ValueDifference:
-    """Compare two runs of elements, as many in each.
+    """Compare two runs of the same number of elements.
 
     Args:
         a, b: dense little-endian elements.
@@ -132,6 +132,7 @@ def compare_elements(
     for first in range(0, n, _AT_ONCE):
         last = min(first + _AT_ONCE, n)
         part_a, part_b = a[first * size_a : last * size_a], b[first * size_b : last * size_b]
+        # Positions in the result of a block count from the start of that block.
         result.add(_compare_block(part_a, part_b, dtypes, rule), start=first)
     return result
 
@@ -148,6 +149,7 @@ def sum_squares(data: memoryview, dtype: str) -> float:
         values = _float64_parts(_decode(data[first : first + _AT_ONCE * size], dtype))
         with np.errstate(all="ignore"):
             part = float(np.einsum("i,i->", values, values))
+            # Usually all elements are finite; the mask is computed only if the sum is not.
             if not part < inf:
                 values = values[np.isfinite(values)]
                 part = float(np.einsum("i,i->", values, values))
@@ -156,12 +158,12 @@ def sum_squares(data: memoryview, dtype: str) -> float:
 
 
 def has_numbers(dtype: str) -> bool:
-    """Return whether elements of a type have values that can be subtracted."""
+    """Return True if elements of a type have values that can be subtracted."""
     return DTYPES[dtype].kind != "packed"
 
 
 def has_nan(data: memoryview, dtype: str) -> bool:
-    """Return whether any of the elements is NaN."""
+    """Return True if any element is NaN."""
     import numpy as np
 
     if DTYPES[dtype].kind not in ("float", "complex"):
@@ -172,7 +174,7 @@ def has_nan(data: memoryview, dtype: str) -> bool:
 def element_value(data: memoryview, dtype: str) -> Number | None:
     """Return the value of the first element, or None if the type has no values.
 
-    Of a complex element it is the real part.
+    For a complex element it is the real part.
     """
     if not has_numbers(dtype):
         return None
@@ -185,13 +187,16 @@ def element_value(data: memoryview, dtype: str) -> Number | None:
 def _compare_block(
     a: memoryview, b: memoryview, dtypes: tuple[str, str], rule: Tolerance | None
 ) -> ValueDifference:
-    """Do as ``compare_elements``, for a run whose temporary arrays fit into the cache."""
+    """Compare two runs whose temporary arrays fit into the cache; see ``compare_elements``."""
     import numpy as np
 
+    # Packed types have no values: compare only their bits.
     if not (has_numbers(dtypes[0]) and has_numbers(dtypes[1])):
         result = _count_differing(_differing_bits(a, b, itemsize(dtypes[0])))
         result.max_abs = None
         return result
+    # Mark the elements that differ: beyond the tolerance, in any bit, or, if the dtypes differ, in
+    # value, where NaN equals NaN as payloads of different types cannot be compared.
     values_a, values_b = _decode(a, dtypes[0]), _decode(b, dtypes[1])
     with np.errstate(all="ignore"):
         delta = _distance(values_a, values_b)
@@ -215,7 +220,7 @@ def _count_differing(is_different: Any) -> ValueDifference:
 
 
 def _fill_statistics(result: ValueDifference, values_a: Any, values_b: Any, delta: Any) -> None:
-    """Set the statistics of a result; ``delta`` is |A - B|, NaN where one of them is."""
+    """Set the statistics of a result; ``delta`` is |A - B|, NaN where A or B is NaN."""
     import numpy as np
 
     # The maximum; usually all elements are finite, and then nothing has to be masked.
@@ -244,12 +249,13 @@ def _fill_statistics(result: ValueDifference, values_a: Any, values_b: Any, delt
 
 
 def _is_close(values_a: Any, values_b: Any, delta: Any, rule: Tolerance) -> Any:
-    """Return which elements are equal within the tolerance, as a mask."""
+    """Return the mask of the elements that are equal within the tolerance."""
     import numpy as np
 
     allowed = rule.atol + rule.rtol * np.abs(
         values_b if values_b.dtype.kind == "c" else _float64_parts(values_b)
     )
+    # Equal infinities are close, although their difference is NaN.
     is_close = (values_a == values_b) | ((delta <= allowed) & np.isfinite(delta))
     if rule.equal_nan:
         is_close |= np.isnan(values_a) & np.isnan(values_b)
@@ -261,6 +267,7 @@ def _distance(values_a: Any, values_b: Any) -> Any:
     import numpy as np
 
     if values_a.dtype == values_b.dtype and values_a.dtype.kind in "iu":
+        # The difference of two int64 may exceed int64, but always fits into uint64.
         unsigned = f"u{values_a.dtype.itemsize}"
         ua, ub = values_a.view(unsigned), values_b.view(unsigned)
         return np.where(values_a > values_b, ua - ub, ub - ua)
@@ -270,7 +277,7 @@ def _distance(values_a: Any, values_b: Any) -> Any:
 
 
 def _float64_parts(values: Any) -> Any:
-    """Return values as float64; of complex ones, real and imaginary parts one after the other."""
+    """Return values as float64; complex ones as alternating real and imaginary parts."""
     import numpy as np
 
     if values.dtype.kind == "c":
@@ -279,17 +286,18 @@ def _float64_parts(values: Any) -> Any:
 
 
 def _differing_bits(a: memoryview, b: memoryview, size: int) -> Any:
-    """Return which elements differ in any bit, as a mask."""
+    """Return the mask of the elements that differ in any bit."""
     import numpy as np
 
     if size <= 8:
         return np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}")
+    # numpy has no 16-byte integer: compare the two halves of each element.
     halves = np.frombuffer(a, "u8") != np.frombuffer(b, "u8")
     return halves.reshape(-1, size // 8).any(axis=1)
 
 
 def _decode(data: memoryview, dtype: str) -> Any:
-    """Decode elements to numbers of a type that numpy has.
+    """Decode elements to numbers of a numpy type.
 
     Returns:
         Integers in their own type, bool as bytes, floats as float64, complex ones as complex128.
@@ -307,7 +315,8 @@ def _decode(data: memoryview, dtype: str) -> Any:
             return np.frombuffer(data, parts).astype("f8").view("c16")
     if dtype == "float64":
         return np.frombuffer(data, "f8")
-    with np.errstate(invalid="ignore"):  # signalling NaNs
+    # Converting a signalling NaN raises numpy's "invalid" warning.
+    with np.errstate(invalid="ignore"):
         return _decode_float32(data, dtype).astype("f8")
 
 
@@ -318,6 +327,7 @@ def _decode_float32(data: memoryview, dtype: str) -> Any:
     if dtype == "float32":
         return np.frombuffer(data, "f4")
     if dtype == "bfloat16":
+        # bfloat16 is the upper half of a float32.
         return (np.frombuffer(data, "u2").astype("u4") << np.uint32(16)).view("f4")
     wide: Any = np.empty(len(data) // DTYPES[dtype].itemsize, "f4")
     cast_of(dtype, "float32")(data, memoryview(wide.view("u1")))

@@ -2,7 +2,7 @@
 
 The usual block is proven finite by two maxima: the largest pattern as an unsigned integer is the
 negative number of the largest magnitude, the largest as a signed integer the positive one. Only
-blocks that may hold something worth counting are looked at element by element.
+blocks that may contain such elements are examined element by element.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ElementCount:
-    """A count of elements of one sort, such as NaN; a complex element counts if any part does.
+    """Number of elements of one sort, such as NaN; a complex element counts if any part does.
 
     Args:
         n: number of elements.
-        first: index of the first one in C order; None without any.
+        first: index of the first one in C order; None if there are none.
     """
 
     n: int = 0
@@ -52,7 +52,7 @@ class ValueFacts:
         huge: finite elements of 2¹⁰⁰ and more.
         value: the bit pattern that all elements have, as an integer; None if they differ, or if
             there are none.
-        is_read: all elements have been looked at.
+        is_read: all elements have been examined.
     """
 
     nan: ElementCount = field(default_factory=ElementCount)
@@ -63,7 +63,7 @@ class ValueFacts:
 
     @property
     def is_usual(self) -> bool:
-        """Return whether the array has no NaN, infinite or huge element."""
+        """True if the array has no NaN, infinite or huge element."""
         return self.nan.n == self.infinite.n == self.huge.n == 0
 
 
@@ -75,7 +75,7 @@ class ValueObserver:
     """Gathers facts about all floating-point arrays (a ``core.scan.observer.Observer``).
 
     Args:
-        device: looks at the numbers, if it does that kind of work.
+        device: examines the numbers, if it supports that kind of work.
 
     Attributes:
         facts: by array name.
@@ -87,14 +87,14 @@ class ValueObserver:
         self._lock = threading.Lock()
 
     def sees(self, array: StoredArray) -> bool:
-        """Begin the facts of an array; return whether it is a floating-point array."""
+        """Begin the facts of an array; return True if it is a floating-point array."""
         if array.dtype not in KINDS:
             return False
         self.facts[array.name] = ValueFacts()
         return True
 
     def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
-        """Take the elements of an array from index ``start`` on; see ``Observer.feed``."""
+        """Examine the elements of an array from index ``start`` on; see ``Observer.feed``."""
         kind = KINDS[array.dtype]
         facts = self.facts[array.name]
         if self._device is not None:
@@ -102,6 +102,7 @@ class ValueObserver:
             return
         import numpy as np
 
+        # Check for a constant array, until two elements differ.
         numbers: Any = np.frombuffer(data, f"<u{kind.n_bytes}")
         top = int(numbers.max())
         if facts.value != _VARIOUS:
@@ -109,15 +110,17 @@ class ValueObserver:
             samples = int(numbers[0]), int(numbers[len(numbers) // 2]), int(numbers[-1])
             is_constant = samples == (top, top, top) and int(numbers.min()) == top
             self._note_value(facts, top if is_constant else _VARIOUS)
+        # Count NaN, infinite and huge elements only if the maxima leave room for any.
         if _has_countable(numbers, top, kind):
             self._count(facts, numbers, kind, start)
 
     def _feed_device(
         self, device: Device, facts: ValueFacts, data: memoryview, kind: NumberKind, start: int
     ) -> None:
+        """Examine a run like ``feed``, on a device."""
         extremes = find_extremes(device, data, kind)
         self._note_value(facts, extremes.top if extremes.least == extremes.top else _VARIOUS)
-        # The pattern 80 is no extreme, so types in which it is NaN are always counted.
+        # The pattern 80 is not an extreme, so types in which it is NaN are always counted.
         if kind.nan == 0x80 or _may_have_countable(extremes.top, kind, most=lambda: extremes.most):
             for name, (n, first) in count_on_device(device, data, kind).items():
                 with self._lock:
@@ -131,6 +134,7 @@ class ValueObserver:
     def _count(self, facts: ValueFacts, numbers: Any, kind: NumberKind, start: int) -> None:
         """Add the NaN, infinite and huge elements of a run to the facts."""
         for name, mask in _masks(numbers, kind).items():
+            # A complex element counts once, even if both of its parts do.
             if kind.n_parts > 1:
                 mask = mask.reshape(-1, kind.n_parts).any(axis=1)
             n = int(mask.sum())
@@ -141,6 +145,7 @@ class ValueObserver:
     def finish(self, array: StoredArray) -> None:
         """Note that all elements of an array have been read."""
         facts = self.facts[array.name]
+        # An empty array keeps None; a constant one its pattern.
         facts.is_read = True
         if facts.value == _VARIOUS:
             facts.value = None
@@ -165,7 +170,7 @@ class ValueObserver:
 
 
 def _has_countable(numbers: Any, top: int, kind: NumberKind) -> bool:
-    """Return whether a run may hold a NaN, an infinity or a huge number.
+    """Return True if a run may contain a NaN, an infinity or a huge number.
 
     Args:
         numbers: the bit patterns, unsigned.
@@ -177,20 +182,21 @@ def _has_countable(numbers: Any, top: int, kind: NumberKind) -> bool:
 
 
 def _may_have_countable(top: int, kind: NumberKind, *, most: Callable[[], int]) -> bool:
-    """Return whether the extremes of a run leave room for a NaN, an infinity or a huge number.
+    """Return True if the extremes of a run leave room for a NaN, an infinity or a huge number.
 
-    Types whose only NaN is the pattern 80 need a look at every element, as it is no extreme.
+    Not for types whose only NaN is the pattern 80: it is not an extreme, so that every element has
+    to be examined.
 
     Args:
         top: the largest pattern, unsigned.
-        most: gives the largest pattern as a signed integer.
+        most: returns the largest pattern as a signed integer.
     """
     if kind.nan is not None:
         return top == kind.nan
     least = kind.first if kind.huge is None else kind.huge
     assert least is not None
     # If no pattern has the sign bit, the largest one is the largest number. Otherwise it is the
-    # negative number of the largest magnitude, and the positive ones are asked for.
+    # negative number of the largest magnitude, and ``most`` is needed for the positive ones.
     sign = 1 << (8 * kind.n_bytes - 1)
     if top < sign:
         return top >= least
@@ -199,6 +205,7 @@ def _may_have_countable(top: int, kind: NumberKind, *, most: Callable[[], int]) 
 
 def _masks(numbers: Any, kind: NumberKind) -> dict[str, Any]:
     """Return masks of the numbers of each sort, by the field names of ``ValueFacts``."""
+    # Without the sign bit, patterns are ordered by magnitude.
     if kind.first is None:
         return {"nan": numbers == kind.nan}
     magnitudes = numbers & numbers.dtype.type((1 << (8 * kind.n_bytes - 1)) - 1)

@@ -1,8 +1,8 @@
 """Find NaN, infinities and constant values on a device, as ``core.numbers.facts`` defines them.
 
-The device gives three numbers for each run: the smallest and the largest pattern as unsigned
+The device computes three numbers for each run: the smallest and the largest pattern as unsigned
 integers, and the largest as signed ones. Only if these leave room for a NaN, an infinity or a huge
-number, elements are counted.
+number are elements counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 _NONE = (1 << 63) - 1
-"""In place of the index of the first element of a sort, where there is none."""
+"""Index of the first element of a sort if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ def find_extremes(device: Device, data: memoryview, kind: NumberKind) -> Extreme
         piece.view(np.int64)
         for piece in lane_of(device).map_pieces((data,), kernel, size=kind.n_bytes)
     ]
+    # The kernel subtracts half the range from the unsigned extremes, to fit them into int64.
     half = 1 << (8 * kind.n_bytes - 1)
     return Extremes(
         least=min(int(low) for low, _, _ in pieces) + half,
@@ -56,15 +57,16 @@ def extremes_kernel(n_bytes: int) -> Kernel:
     """Return a kernel that finds the extremes of patterns of ``n_bytes`` bytes.
 
     Returns:
-        A kernel that gives ``least``, ``top`` and ``most`` of ``Extremes`` as int64; the first two
-        reduced by half of their range.
+        A kernel that computes ``least``, ``top`` and ``most`` of ``Extremes`` as int64; the first
+        two reduced by half of their range.
     """
 
     def kernel(data: Tensor) -> Tensor:
         import torch
 
         numbers = data.view(getattr(torch, _SIGNED[n_bytes]))
-        low, high = (numbers ^ -(1 << (8 * n_bytes - 1))).aminmax()  # ordered as unsigned integers
+        # With the sign bit flipped, signed integers have the order of unsigned ones.
+        low, high = (numbers ^ -(1 << (8 * n_bytes - 1))).aminmax()
         return torch.stack([low, high, numbers.amax()]).to(torch.int64)
 
     return kernel
@@ -77,7 +79,7 @@ def count_on_device(
 
     Returns:
         Number of elements and index of the first one, by the field names of
-        ``core.numbers.facts.ValueFacts``; sorts without any element are left out.
+        ``core.numbers.facts.ValueFacts``; sorts without any element are omitted.
     """
     import numpy as np
 
@@ -86,6 +88,7 @@ def count_on_device(
     start = 0
     names = _sorts(kind)
     for piece in lane_of(device).map_pieces((data,), _count_kernel(kind), size=size):
+        # The kernel returns (number, first index) for each sort, then the number of elements.
         *counts, n_elements = (int(number) for number in piece.view(np.int64))
         for name, n, first in zip(names, counts[::2], counts[1::2], strict=True):
             if n:
@@ -109,7 +112,7 @@ def _count_kernel(kind: NumberKind) -> Kernel:
     """Return a kernel that counts elements.
 
     Returns:
-        A kernel that gives, for each of ``_sorts``, the number of elements and the index of the
+        A kernel that computes, for each of ``_sorts``, the number of elements and the index of the
         first one, and last the number of all elements.
     """
 
@@ -122,6 +125,7 @@ def _count_kernel(kind: NumberKind) -> Kernel:
         counts = []
         for name in _sorts(kind):
             mask = masks[name].view(-1, kind.n_parts).any(dim=1)
+            # An index that is not masked is replaced by one that is greater than all others.
             counts += [mask.sum(), torch.where(mask, index, _NONE).amin()]
         counts.append(torch.full((), len(index), dtype=torch.int64, device=data.device))
         return torch.stack(counts)

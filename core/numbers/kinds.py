@@ -1,8 +1,8 @@
-"""Describe which bit patterns of the floating-point types are not finite.
+"""Table of the bit patterns of floating-point types that are not finite.
 
 A pattern is taken as an integer of the type's width. In types with a sign bit and IEEE 754's order
 of magnitudes, it is not finite if its magnitude (all bits but the sign) is at least ``first``:
-``first`` itself is infinity where the type has infinities, and everything above is NaN.
+``first`` itself is infinity if the type has infinities, and everything above is NaN.
 
 =================  ==========  ==========================================
 type               first       remark

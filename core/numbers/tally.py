@@ -21,7 +21,7 @@ class ExactSum:
 
     Args:
         units: the sum of the finite numbers, in units of 2^-1074.
-        non_finite: the sum of the others.
+        non_finite: the sum of the infinities and NaNs.
     """
 
     units: int = 0
@@ -30,6 +30,7 @@ class ExactSum:
     def add(self, number: float) -> None:
         """Add a number."""
         if isfinite(number):
+            # The denominator is a power of two of at most 2^1074, so the shift is exact.
             numerator, denominator = number.as_integer_ratio()
             self.units += numerator << (_DIGITS + 1 - denominator.bit_length())
         else:
@@ -42,7 +43,7 @@ class ExactSum:
 
     @property
     def value(self) -> float:
-        """Return the float64 nearest to the sum."""
+        """The float64 nearest to the sum."""
         if self.non_finite:  # an infinity, or NaN
             return self.non_finite
         try:
@@ -96,10 +97,10 @@ class Tally:
     """The differences found in the bands of one tensor.
 
     Args:
-        differs: whether a band differs.
+        differs: a band differs.
         values: the differences; its sums are right only after ``sums.write_to(values)``.
         sums: the exact sums.
-        is_cast: whether the narrower type holds the other's values, rounded
+        is_cast: the narrower type contains the other's values, rounded
             (``core.diff.tensor_pass.Compared``); None before a band of two types was compared.
         first: flat index of the first element that differs, and its values.
     """
@@ -118,7 +119,7 @@ class Tally:
         Args:
             result: its differences.
             start: flat index of its first element.
-            is_cast: whether the narrower type holds the other's values, rounded; None for bands of
+            is_cast: the narrower type contains the other's values, rounded; None for bands of
                 one type.
             pair: values of its first element that differs, if any.
         """
@@ -145,6 +146,7 @@ class Tally:
         self.differs |= other.differs
         self.values.add(other.values)
         self.sums.join(other.sums)
+        # One band that is not a cast decides; None stands for "not compared" and decides nothing.
         if self.is_cast is None or other.is_cast is None:
             self.is_cast = self.is_cast if other.is_cast is None else other.is_cast
         else:
