@@ -1,11 +1,11 @@
 """The table of safe constructors: the classes and functions whose values are rebuilt on loading.
 
-A name that is not in the table, not registered by the program and no enumeration of an imported
-module is never looked up, let alone called. The constructors in the table make plain values only,
+A name that is not in the table, not registered by the program and not an enumeration of an imported
+module is never looked up, let alone called. The constructors in the table build plain values only,
 from arguments that are checked first.
 
 ======================  =========================================================================
-Python                  OrderedDict, defaultdict (of a factory that is in the table), Counter,
+Python                  OrderedDict, defaultdict (its factory must be in the table), Counter,
                         deque, Namespace, SimpleNamespace, BytesIO, slice, range, complex,
                         bytearray, set, frozenset, paths, dates and times, Decimal, Fraction,
                         UUID, Random
@@ -47,11 +47,12 @@ _MAX_TEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class ValueConstructor:
-    """A constructor that makes a value in one step, from parts that are live already.
+    """A constructor that builds a value in one step, from parts that are already live.
 
     Args:
-        make: from (arguments, state or NO_STATE) to the value, or NotImplemented if they are not of
-            the usual form. Raises TypeError or ValueError for arguments that no such value has.
+        make: function that builds the value from its arguments and its state, or ``NO_STATE``.
+            Returns NotImplemented if they do not have the usual form; raises TypeError or
+            ValueError if they are invalid.
     """
 
     make: Callable[[Args, Any], object]
@@ -62,11 +63,11 @@ class ContainerConstructor:
     """A constructor of an empty container that is filled later, so that it may contain itself.
 
     Args:
-        make: from arguments to the empty container; NotImplemented and errors as for
-            ``ValueConstructor``.
-        add: append an item, None if the container has no items.
-        put: set a key to a value, None if the container has no keys.
-        restore: apply the state, None if the container has none.
+        make: function that builds the empty container from its arguments; NotImplemented and
+            errors as for ``ValueConstructor``.
+        add: function that appends an item, or None if the container has no items.
+        put: function that sets a key to a value, or None if the container has no keys.
+        restore: function that applies the state, or None if the container has none.
     """
 
     make: Callable[..., Any]
@@ -76,7 +77,7 @@ class ContainerConstructor:
 
 
 def require(is_valid: bool) -> None:
-    """Raise TypeError unless arguments are valid."""
+    """Raise TypeError unless the arguments are valid."""
     if not is_valid:
         raise TypeError("invalid arguments")
 
@@ -87,8 +88,8 @@ def calling(
     """Return a constructor that calls ``function`` with arguments of the given types.
 
     Args:
-        kinds: the types that are allowed, of each argument.
-        optional: number of trailing arguments that may be absent.
+        kinds: allowed types of each argument.
+        optional: number of trailing arguments that may be missing.
     """
 
     def make(args: Args, state: Any) -> object:
@@ -118,6 +119,7 @@ def _make_empty(function: Callable[[], Any]) -> Callable[..., Any]:
 
 def _defaultdict(*args: Any) -> Any:
     require(len(args) <= 1)
+    # Any other factory would be called by the first lookup of a missing key.
     is_known = not args or args[0] is None or (isinstance(args[0], type) and args[0] in FACTORIES)
     return collections.defaultdict(*args) if is_known else NotImplemented
 
@@ -140,6 +142,7 @@ def _set_bytes_io(stream: Any, state: Any) -> None:
         and type(state[0]) is bytes
         and type(state[1]) is int
     )
+    # The state is (content, position, attributes or None).
     stream.write(state[0])
     stream.seek(state[1])
     if state[2]:
@@ -155,7 +158,7 @@ def _path(kind: type) -> ValueConstructor:
 
 
 def _date(kind: Any) -> ValueConstructor:
-    """Return the constructor of a date or time from its bytes or its numbers, and a time zone."""
+    """Return a constructor of dates or times, from bytes or numbers and a time zone."""
 
     def make(args: Args, state: Any) -> object:
         require(
@@ -187,6 +190,7 @@ def _fraction(args: Args, state: Any) -> object:
     )
     require(
         len(args) == 2
+        # The pattern excludes exponents: Fraction("1e999999999") would fill the memory.
         or re.fullmatch(rf"-?\d{{1,{_MAX_TEXT}}}(/\d{{1,{_MAX_TEXT}}})?", args[0]) is not None
     )
     return fractions.Fraction(*args)
@@ -205,7 +209,7 @@ def _random(args: Args, state: Any) -> object:
 
 
 def _or(args: Args, state: Any) -> object:
-    """Join flags, which Python 3.11 pickles as an operation."""
+    """Combine flags: Python 3.11 pickles a combination as a call of ``operator.or_``."""
     if len(args) == 2 and isinstance(args[0], enum.Flag) and type(args[0]) is type(args[1]):
         return args[0] | args[1]
     return NotImplemented
@@ -234,7 +238,7 @@ _PATHS = {
     "Path": pathlib.Path,
     "PurePath": pathlib.PurePath,
     "PurePosixPath": pathlib.PurePosixPath,
-    "WindowsPath": pathlib.PureWindowsPath,
+    "WindowsPath": pathlib.PureWindowsPath,  # a WindowsPath cannot be created on other systems
     "PureWindowsPath": pathlib.PureWindowsPath,
 }
 
@@ -272,6 +276,7 @@ CONSTRUCTORS: dict[Name, ValueConstructor | ContainerConstructor] = {
     ("random", "Random"): ValueConstructor(_random),
     ("_operator", "or_"): ValueConstructor(_or),
 }
+# Python 3.13 pickles paths with the module pathlib._local.
 CONSTRUCTORS |= {
     (module, name): _path(kind)
     for module in ("pathlib", "pathlib._local")
@@ -297,4 +302,4 @@ CLASSES: dict[Name, object] = {
         )
     },
 }
-"""Classes that a checkpoint may hold as values."""
+"""Classes that a checkpoint may contain as values."""

@@ -1,7 +1,7 @@
 """Conversion of an inert tree to live values.
 
-There is no recursion: every node that needs other nodes is a generator that yields them, so depth
-costs memory only. A node that occurs in several places is converted once.
+There is no recursion: a node with parts is converted by a generator that yields its parts, so the
+depth of a tree is limited by memory only. A node that occurs in several places is converted once.
 """
 
 from __future__ import annotations
@@ -31,33 +31,37 @@ _CONSTRUCTORS = {
 }
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAX_NAMED = 8
-_HINT = "before loading, register a class with torch.serialization.add_safe_globals, or import the module of an enum"
+_HINT = (
+    "before loading, register classes with torch.serialization.add_safe_globals "
+    "and import the modules that define enums"
+)
 
 _Steps = Generator[object, Any, Any]
-"""Yields the parts of a node, is sent their live values, and returns the live value of the node."""
+"""Generator that yields the parts of a node, receives their live values, and returns the node's."""
 
 
 class LiveTree:
-    """The conversion of one tree, with the arguments of ``_values.objects.live_object``."""
+    """Conversion of one tree; the arguments are those of ``_values.objects.live_object``."""
 
     def __init__(self, tensor_of: Callable[[str], torch.Tensor], *, key: str | None = None) -> None:
         self._tensor_of = tensor_of
         self._key = key
         self._done: dict[int, tuple[object, Any]] = {}
-        """By id of a node: the node, kept so that no other gets its id, and its value."""
+        """The node and its live value, by the node's id; the reference keeps the id from reuse."""
         self._open: set[int] = set()
+        """Ids of the nodes whose parts are being converted."""
         self._tensors: dict[str, torch.Tensor] = {}
         self._unknown: dict[str, None] = {}
         self._names = KnownNames()
 
     def warn(self) -> None:
-        """Log a warning with the classes that are unknown, if any."""
+        """Log a warning that lists the unknown classes, if there are any."""
         if self._unknown:
             names = list(self._unknown)
             text = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
             owner = f" of {self._key}" if self._key else ""
             logger.warning(
-                "stand-ins%s hold the places of objects whose class is not known here: %s; %s",
+                "objects%s with unknown classes are loaded as stand-ins: %s; %s",
                 owner,
                 text,
                 _HINT,
@@ -67,19 +71,23 @@ class LiveTree:
         """Return the live value of a tree.
 
         Raises:
-            CheckpointingException: as ``_values.objects.live_object``.
+            CheckpointingException: the tree cannot be converted; the subclasses are those of
+                ``_values.objects.live_object``. Its key is set to that of the object.
         """
         stack: list[tuple[object, _Steps]] = []
         node = root
         try:
             while True:
+                # Start a generator for a node with parts; any other node has its value immediately.
                 value = self._ready(node)
                 if value is _NOT_YET:
                     stack.append((node, self._steps(node)))
-                # Give the value to the innermost generator, until one asks for a further node.
+                # Send the value to the innermost generator. If it ends, its result goes to the next
+                # outer one in turn, until a generator yields a further node.
                 while stack:
                     top, steps = stack[-1]
                     try:
+                        # A generator that has just been created accepts only None.
                         node = steps.send(None if value is _NOT_YET else value)
                         break
                     except StopIteration as end:
@@ -94,10 +102,11 @@ class LiveTree:
             raise
 
     def _ready(self, node: Any) -> Any:
-        """Return the value of a node without parts, or converted before; else ``_NOT_YET``.
+        """Return the value of a node that has no parts or was converted before, else ``_NOT_YET``.
 
         Raises:
-            UnsupportedError: the node contains itself and cannot be filled later.
+            UnsupportedError: the node contains itself, and its class cannot be filled later.
+            UnsafeError: the node is the name of a known attack.
         """
         kind = type(node)
         if kind in _SCALARS:
@@ -113,6 +122,7 @@ class LiveTree:
             return self._memoize(node, bytearray(node))
         if kind is Size:
             return self._memoize(node, torch.Size(node))
+        # Containers are memoized while empty; an open node that is not needs this value to be built.
         if id(node) in self._open:
             raise UnsupportedError(f"a {_kind_of(node)} contains itself")
         self._open.add(id(node))
@@ -147,6 +157,7 @@ class LiveTree:
 
     def _list(self, node: list[object]) -> _Steps:
         result: list[Any] = self._memoize(node, [])
+        # Long lists of numbers are common; they are copied without a step for each item.
         if _SCALARS.issuperset(map(type, node)):
             result += node
             return result
@@ -165,29 +176,34 @@ class LiveTree:
     def _record(self, node: Inert) -> _Steps:
         """Convert an object that was pickled as a call.
 
-        The tables, enumerations and registered names are tried in this order; else the result is a
-        stand-in.
+        Uses the tables, enumerations and registered names, in this order. An object that none of
+        them can build becomes a stand-in.
+
+        Raises:
+            UnsupportedError: the object is a tensor of a kind that cannot be loaded.
+            UnsafeError: the function is not a global name, or is a known attack.
+            CorruptError: the arguments are invalid.
         """
         kind = unsupported_kind(node)
         if kind is not None:
             raise UnsupportedError(f"a {kind} cannot be loaded")
-        # Only a call of a global name with live arguments can be converted.
+        # A call needs its arguments first; what is called must be a global name.
         args = yield node.args
         fn = node.fn
         if not isinstance(fn, Global):
-            raise UnsafeError(f"the object is made by calling {_kind_of(fn)}, which is never done")
-        row = _CONSTRUCTORS.get((fn.module, fn.name))
+            raise UnsafeError(f"the callable of an object is not a global name: {_kind_of(fn)}")
         # Try the tables, then enumerations, then registered names.
+        rule = _CONSTRUCTORS.get((fn.module, fn.name))
         container: Any = NotImplemented
         constructor = _REGISTERED
-        if isinstance(row, ValueConstructor):
-            value = yield from self._make_value(node, row, args)
+        if isinstance(rule, ValueConstructor):
+            value = yield from self._make_value(node, rule, args)
             if value is not NotImplemented:
                 return value
-        elif isinstance(row, ContainerConstructor):
-            constructor = row
+        elif isinstance(rule, ContainerConstructor):
+            constructor = rule
             if node.kwargs is None:
-                container = _run_checked(node, partial(row.make, *args))
+                container = _run_checked(node, partial(rule.make, *args))
         else:
             enum_member = member(fn, args[0]) if len(args) == 1 else None
             if enum_member is not None:
@@ -195,19 +211,20 @@ class LiveTree:
             container = yield from self._make_registered(node, fn, args)
         if container is NotImplemented:
             return (yield from self._make_stand_in(node, fn, args))
+        # Memoize the container while it is empty, because its parts may refer to it.
         return (yield from self._fill(node, self._memoize(node, container), constructor))
 
     def _make_value(
         self, node: Inert, constructor: ValueConstructor, args: tuple[Any, ...]
     ) -> _Steps:
-        """Make a value of the tables; NotImplemented for unusual arguments."""
+        """Build a value of a class in the tables; NotImplemented for unusual arguments."""
         if node.kwargs is not None or node.items or node.entries:
             return NotImplemented
         state = node.state if node.state is NO_STATE else (yield node.state)
         return _run_checked(node, partial(constructor.make, args, state))
 
     def _fill(self, node: Inert, container: Any, constructor: ContainerConstructor) -> _Steps:
-        """Put items, entries and state into a container."""
+        """Add items, entries and state to a container, in the order in which pickle does."""
         for item in node.items:
             live = yield item
             _run_checked(node, partial(_require_method(constructor.add), container, live))
@@ -221,19 +238,21 @@ class LiveTree:
         return container
 
     def _make_registered(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
-        """Make an instance of a class, or call a function, that the program registered.
+        """Create an instance of a registered class, or call a registered function.
 
-        NotImplemented for other names.
+        The result is NotImplemented for names that the program has not registered.
         """
         function = self._names.registered(fn)
         if function is None:
             return NotImplemented
         kwargs = (yield node.kwargs) or {}
+        # The opcode REDUCE calls the function; NEWOBJ calls __new__ but not __init__.
         if node.how == "reduce":
             return _run_checked(node, partial(function, *args))
         return _run_checked(node, partial(function.__new__, function, *args, **kwargs))
 
     def _make_stand_in(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
+        # Refuse a known attack before any of its parts is converted.
         self._note_unknown(fn)
         kwargs = yield node.kwargs
         stand_in = StandIn(node.how, fn.module, fn.name, args=args, kwargs=kwargs)
@@ -256,16 +275,16 @@ class LiveTree:
         return self._memoize(node, value)
 
     def _note_unknown(self, fn: Global) -> None:
-        """Remember an unknown name for the warning.
+        """Record an unknown name for the warning.
 
         Raises:
-            UnsafeError: the name is known as an attack.
+            UnsafeError: the name is known from attacks.
         """
         # Names of __main__ are classes of a script; a stand-in for one calls nothing.
         if classify(fn) == "dangerous" and fn.module != "__main__":
             raise UnsafeError(
-                f"the object names {fn}, which would run code if it were called",
-                hint="find out who wrote this checkpoint, and leave the object out",
+                f"the object refers to {fn}, which can run arbitrary code",
+                hint="find out who wrote this checkpoint, and exclude the object",
             )
         self._unknown[str(fn)] = None
 
@@ -273,6 +292,7 @@ class LiveTree:
         tensor = self._tensors.get(leaf.key)
         if tensor is None:
             tensor = self._tensor_of(leaf.key)
+            # torch refuses gradients for integers; a damaged file may request them all the same.
             needs_grad = leaf.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
             if leaf.wrapper == "parameter":
                 tensor = torch.nn.Parameter(tensor, requires_grad=needs_grad)
@@ -283,17 +303,17 @@ class LiveTree:
 
 
 class _NotYet:
-    """The type of ``_NOT_YET``, which stands for a value that is still to be made."""
+    """Type of ``_NOT_YET``, the placeholder for a value that is not converted yet."""
 
 
 _NOT_YET = _NotYet()
 
 
 def _run_checked(node: object, make: Callable[[], Any]) -> Any:
-    """Return ``make()``, with errors about its arguments translated.
+    """Return ``make()``, with the errors of invalid arguments translated.
 
     Raises:
-        CorruptError: the arguments are not valid for such an object.
+        CorruptError: the arguments are invalid for the class of ``node``.
     """
     try:
         return make()
@@ -309,7 +329,7 @@ def _run_checked(node: object, make: Callable[[], Any]) -> Any:
         MemoryError,
     ) as err:
         raise CorruptError(
-            f"a {_kind_of(node)} is malformed: {type(err).__name__}: {str(err)[:200]}"
+            f"malformed {_kind_of(node)}: {type(err).__name__}: {str(err)[:200]}"
         ) from err
 
 
@@ -323,14 +343,15 @@ def _require_method(method: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _refuse_parts(*parts: Any) -> None:
-    raise TypeError("such an object has no items, entries or state of this kind")
+    raise TypeError("this class does not accept such items, entries or state")
 
 
 def _restore_state(instance: Any, state: Any) -> None:
-    """Apply a state to an instance of a registered class, like the opcode BUILD."""
+    """Apply a state to an instance of a registered class, as the opcode BUILD does."""
     if hasattr(instance, "__setstate__"):
         instance.__setstate__(state)
         return
+    # Classes with __slots__ pickle a pair: (dictionary or None, values of the slots).
     slots: Any = None
     if type(state) is tuple and len(state) == 2:
         state, slots = state
@@ -346,4 +367,4 @@ _REGISTERED = ContainerConstructor(
     put=lambda instance, key, value: instance.__setitem__(key, value),
     restore=_restore_state,
 )
-"""Fills instances of classes that the program registered; ``make`` is not used."""
+"""Methods to fill instances of registered classes; ``make`` is not used."""

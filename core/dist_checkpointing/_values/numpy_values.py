@@ -1,10 +1,10 @@
 """numpy's part of the table of safe constructors: arrays, scalars, dtypes, random states.
 
 numpy's own ``__setstate__`` functions trust their arguments; here shapes, lengths and types are
-compared first. Arrays of Python objects are made from lists of live values only.
+checked first. Arrays of Python objects are built from lists of live values only.
 
-Not rebuilt (they become stand-ins or an error): subclasses of ndarray, memory maps, subarray dtypes
-of objects.
+Not supported (a stand-in or an error): subclasses of ndarray, memory maps, and structured or
+subarray dtypes that contain Python objects.
 
 Source: numpy 2.5 (``numpy/_core/_internal.py``, ``numpy/random/_pickle.py``), and the names of
 numpy 1.
@@ -47,13 +47,16 @@ def _dtype(args: Args, state: Any) -> Any:
 def _dtype_with_state(dtype: Any, state: Any) -> Any:
     """Apply the state that numpy pickles with a dtype.
 
-    It is (version, byte order, subarray, field names, fields, size, alignment, flags, unit).
+    The state is (version, byte order, subarray, field names, fields, size, alignment, flags, unit);
+    the unit is present only for dates and times.
     """
     require(type(state) is tuple and 8 <= len(state) <= 9 and state[1] in _ORDERS)
     _, order, base, names, fields, n_bytes, _, flags, *metadata = state
+    # Subarrays and structures are described by the dtypes of their elements, which have an order.
     if base is not None:
         return _subarray_dtype(base)
     if names is not None:
+        # 0x80 is numpy's flag NPY_ALIGNED_STRUCT.
         return _structured_dtype(names, fields, n_bytes, is_aligned=bool(flags & 0x80))
     if dtype.kind in "mM" and metadata and metadata[0] is not None:
         dtype = _dtype_with_unit(dtype, metadata[0])
@@ -72,13 +75,14 @@ def _subarray_dtype(base: Any) -> Any:
 
 
 def _dtype_with_unit(dtype: Any, metadata: Any) -> Any:
-    """Apply the unit of a date type: (dictionary, (unit, numerator, denominator, event))."""
+    """Apply the unit of a date type, (dictionary, (unit, numerator, denominator, event))."""
     require(
         type(metadata) is tuple
         and len(metadata) == 2
         and type(metadata[1]) is tuple
         and len(metadata[1]) >= 2
     )
+    # In M8[25s], the numerator 25 is the count; numpy pickles the unit as bytes or text.
     unit, count = metadata[1][0], metadata[1][1]
     unit = unit.decode("ascii") if type(unit) is bytes else unit
     require(unit in _UNITS and type(count) is int and 0 < count < 1 << 31)
@@ -103,7 +107,7 @@ def _structured_dtype(names: Any, fields: Any, n_bytes: Any, *, is_aligned: bool
 
 
 def _checked_field(field: Any) -> tuple[Any, int]:
-    """Return dtype and offset of a structure's field: (dtype, offset) or (dtype, offset, title)."""
+    """Return the dtype and the offset of a field, without the title that may follow them."""
     require(type(field) is tuple and len(field) in (2, 3) and isinstance(field[0], np.dtype))
     require(type(field[1]) is int and not field[0].hasobject)
     return field[0], field[1]
@@ -131,7 +135,7 @@ def _array(args: Args, state: Any) -> object:
 
 
 def _array_of_buffer(args: Args, state: Any) -> object:
-    """Rebuild the array of ``_frombuffer(data, dtype, shape, order)``, which protocol 5 uses."""
+    """Rebuild the array of ``_frombuffer(data, dtype, shape, order)``, used by protocol 5."""
     require(len(args) == 4 and state is NO_STATE and args[3] in ("C", "F"))
     return _array_from_data(args[0], args[1], _checked_shape(args[2]), args[3])
 
@@ -140,6 +144,7 @@ def _array_from_data(data: Any, dtype: Any, shape: tuple[int, ...], order: str) 
     require(isinstance(dtype, np.dtype))
     count = math.prod(shape)
     flat: Any
+    # Data that numpy interprets as pointers must never come from bytes of the file.
     if dtype.hasobject:
         require(dtype == np.dtype(object) and type(data) is list and len(data) == count)
         flat = np.empty(count, dtype=object)
@@ -147,6 +152,7 @@ def _array_from_data(data: Any, dtype: Any, shape: tuple[int, ...], order: str) 
             flat[index] = item
     else:
         require(isinstance(data, (bytes, bytearray)) and len(data) == count * dtype.itemsize)
+        # bytearray copies the data, so that the array can be written to.
         flat = (
             np.frombuffer(bytearray(data), dtype=dtype, count=count)
             if len(data)
@@ -167,12 +173,14 @@ def _scalar(args: Args, state: Any) -> object:
 
 
 def _bit_generator(args: Args, state: Any) -> object:
-    """Rebuild a bit generator from its name or class, and its state, which numpy checks."""
+    """Rebuild a bit generator from its name or class and its state, which numpy checks."""
     require(len(args) <= 1)
+    # numpy pickles the class or, in old versions, its name.
     name = args[0] if args else "MT19937"
     name = name.__name__ if isinstance(name, type) else name
     require(name in _BIT_GENERATORS)
     generator = getattr(np.random, name)(0)
+    # New versions of numpy add the seeds: (state, seeds).
     generator_state = state[0] if type(state) is tuple and state else state
     if generator_state is not NO_STATE:
         require(type(generator_state) is dict)
@@ -182,6 +190,7 @@ def _bit_generator(args: Args, state: Any) -> object:
 
 def _random_state(args: Args, state: Any) -> object:
     require(len(args) <= 2 and (not args or isinstance(args[0], (np.random.BitGenerator, str))))
+    # Old versions of numpy pickle the name of the bit generator, which is always MT19937.
     random_state = np.random.RandomState(
         args[0] if args and not isinstance(args[0], str) else np.random.MT19937(0)
     )
@@ -200,7 +209,7 @@ def _generator(args: Args, state: Any) -> object:
 
 
 def _seeds(args: Args, state: Any) -> object:
-    """Drop the seeds next to a bit generator's state, which are not needed to continue it."""
+    """Drop a bit generator's seed sequence, which is not needed to continue its numbers."""
     return None
 
 

@@ -2,22 +2,23 @@
 
 ::
 
-    live value ── LivePickle ──▶ inert tree ── plan_tree ──▶ stream       saving: this program's own
-    objects
-    live value ◀── live_object ── inert tree ◀── load_shared ── stream    loading: no name of the
-    file is called
+    saving     live value ── LivePickle ──▶ inert tree ── plan_tree ──▶ stream
+    loading    live value ◀── live_object ── inert tree ◀── load_shared ── stream
 
-A saved stream loads with ``torch.load``. Its bytes are a function of the value (sets sorted, no
-addresses), the same that ``ckpt convert`` writes for the value that it reads. Each tensor is stored
-dense, without the rest of the storage that it views; tensors with the same memory are stored once.
-Loading restores what was shared.
+Saving pickles only the program's own objects; loading never calls a name because the file contains
+it.
 
-Loading rebuilds plain containers, values of the tables (``constructors``, ``numpy_values``,
-``torch_values``), members of enumerations whose module this program has imported, and everything
-that it registered with ``torch.serialization.add_safe_globals``. All other objects become a
-``StandIn``, with one warning in the log per stream: so the ``args`` of a Megatron checkpoint can be
-loaded without Megatron, and nothing is looked up. Names that are known as attacks are refused,
-registered or not.
+``torch.load`` can load a saved stream. Its bytes depend on the value alone (sets are sorted, there
+are no addresses) and are the same that ``ckpt convert`` writes for this value. Each tensor is
+stored dense, without the rest of the storage that it views; tensors with the same memory are stored
+once, and share memory again when they are loaded.
+
+Loading rebuilds plain containers, values of the classes in the tables (``constructors``,
+``numpy_values``, ``torch_values``), members of enumerations whose module the program has imported,
+and everything that it registered with ``torch.serialization.add_safe_globals``. All other objects
+become a ``StandIn``, with one warning in the log per stream. This way, the ``args`` of a Megatron
+checkpoint can be loaded without Megatron. Names that are known from attacks are refused, even if
+they are registered.
 
 Source: torch 2.13 ``torch/serialization.py``; CPython 3.11 ``pickle``.
 """
@@ -47,12 +48,12 @@ PREFIX = "archive"
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A ``torch.save`` stream that has been laid out, but not yet written.
+    """A ``torch.save`` stream whose layout is known, but which is not written yet.
 
     Args:
         plan: offsets of all parts.
-        tensors: the tensor of each array, by the array's name; it must not change until the stream
-            is written.
+        tensors: the tensor of each array, by the array's name; its values must not change until the
+            stream is written.
     """
 
     plan: TreePlan
@@ -60,11 +61,12 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """Return the size of the stream, in bytes."""
+        """Size of the stream, in bytes."""
         return self.plan.size
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the stream, in order; dense CPU tensors are not copied."""
+        # Zip headers contain the CRC-32 of their record, so the tensors are read before all parts.
         placed = [
             (position.offset, position.array.name)
             for position in self.plan.arrays
@@ -76,7 +78,7 @@ class Stream:
             (offset, views[name]) for offset, name in placed
         ]
         parts += self.plan.literals(lambda name: crcs.get(name, 0))
-        # Fill the gaps between the parts with zeros.
+        # Yield the parts in order, with zeros in the gaps between them.
         end = 0
         for offset, data in sorted(parts, key=lambda part: part[0]):
             if offset > end:
@@ -88,14 +90,14 @@ class Stream:
 
 
 def stream(value: object, *, prefix: str = PREFIX) -> Stream:
-    """Lay out the stream of a live value, to be written piece by piece.
+    """Plan the stream of a live value, so that it can be written in parts.
 
     Args:
         value: any value that pickle can describe; tensors on any device.
-        prefix: directory inside the zip; torch uses the stem of the file's name.
+        prefix: directory inside the zip; torch uses the stem of the file name.
 
     Raises:
-        UnsupportedError: the value holds something that cannot be saved, see ``live_pickle``.
+        UnsupportedError: the value contains something that cannot be saved, see ``LivePickle``.
     """
     pickled = LivePickle(value)
     plan = plan_tree(pickled.tree, lambda key: pickled.arrays[key], prefix=prefix)
@@ -103,31 +105,33 @@ def stream(value: object, *, prefix: str = PREFIX) -> Stream:
 
 
 def stream_of(value: object) -> bytes:
-    """Return the bytes of the stream of a live value; arguments and errors as ``stream``."""
+    """Return the complete stream of a live value; arguments and errors as for ``stream``."""
     return b"".join(stream(value).pieces())
 
 
 def load_stream(
     source: ReadStore | bytes, array: StoredArray | None = None, *, key: str = "object"
 ) -> Any:
-    """Load the live value of a stream of ``torch.save``, or of a bare pickle.
+    """Load the live value of a ``torch.save`` stream or a bare pickle.
 
     Args:
-        source: the store that holds the stream, or the stream itself.
-        array: position of the stream in the store (uint8, one axis).
+        source: the store that contains the stream, or the stream itself.
+        array: position of the stream in the store (uint8, one axis); required with a store.
         key: name of the object, for errors.
 
     Raises:
-        CorruptError, TruncatedError: the stream is damaged.
-        UnsupportedError: the value holds a tensor that is not plain and dense, or a tuple that
+        CorruptError: the stream is damaged.
+        TruncatedError: the stream is shorter than its records.
+        UnsupportedError: the value contains a tensor that is not plain and dense, or a tuple that
             contains itself.
-        UnsafeError: the stream names something that runs code, or needs too much memory.
+        UnsafeError: the stream refers to something that runs code, or needs too much memory.
     """
     store: Any = source
     if isinstance(source, (bytes, bytearray, memoryview)):
         store = MemoryStore({key: bytes(source)})
         array = StoredArray(key, "uint8", (len(source),), Extent(key, 0))
     assert array is not None, "the position in a store is required"
+    # A torch.Size stays inert; live_object rebuilds it after checking its numbers.
     inert, arrays = load_shared(
         store, array, key=key, hooks={("torch", "Size"): lambda *args: NotImplemented}
     )
@@ -135,11 +139,11 @@ def load_stream(
 
 
 def load_file(store: ReadStore, file: str) -> Any:
-    """Load the live value of a whole file.
+    """Load the live value of a complete file.
 
     Raises:
         MissingShardError: the file does not exist.
-        CheckpointingException: as ``load_stream``.
+        CheckpointingException: the value cannot be loaded, see ``load_stream``.
     """
     return load_stream(
         store, StoredArray(file, "uint8", (store.size(file),), Extent(file, 0)), key=file
@@ -149,7 +153,7 @@ def load_file(store: ReadStore, file: str) -> Any:
 def live_object(
     inert: object, tensor_of: Callable[[str], torch.Tensor], *, key: str | None = None
 ) -> Any:
-    """Build the live value of an inert one.
+    """Build the live value that an inert tree describes.
 
     Args:
         inert: a tree from ``core.pickle.reader``.
@@ -157,7 +161,9 @@ def live_object(
         key: name of the object, for errors.
 
     Raises:
-        CorruptError, UnsupportedError, UnsafeError: as ``load_stream``.
+        CorruptError: an object has invalid arguments.
+        UnsupportedError: as for ``load_stream``.
+        UnsafeError: the tree refers to something that runs code.
     """
     tree = LiveTree(tensor_of, key=key)
     value = tree.value_of(inert)

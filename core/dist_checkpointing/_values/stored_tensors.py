@@ -1,7 +1,7 @@
-"""The tensors of a stored object, with the memory that they share.
+"""Reading the tensors of a stored object, with the memory that they share.
 
 Arrays whose bytes overlap in the file become views of one storage, as they were when they were
-saved. Every storage is read once, when the first of its tensors is asked for.
+saved. Every storage is read once, when the first of its tensors is requested.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class StoredTensors:
-    """Reads tensors by name.
+    """Reader of tensors by key.
 
     Args:
-        store: the store that holds the arrays.
-        arrays: position of each array, by key; already known, not resolved later.
+        store: the store that contains the arrays.
+        arrays: position of each array, by key.
     """
 
     def __init__(self, store: ReadStore, arrays: Mapping[str, StoredArray]) -> None:
@@ -41,8 +41,9 @@ class StoredTensors:
         """Return the tensor of a key, on the CPU, with the strides that it was saved with.
 
         Raises:
-            CorruptError: the checksum of a tensor that is a complete record does not match.
-            TruncatedError, StorageError: the store cannot read the bytes.
+            CorruptError: the tensor is a complete record, and its checksum does not match.
+            TruncatedError: the file ends before the tensor does.
+            StorageError: the store cannot read the bytes.
         """
         array = self._arrays[key]
         dtype = torch_dtype(array.dtype)
@@ -52,30 +53,37 @@ class StoredTensors:
         data = self._storages.get(run)
         if data is None:
             data = self._storages[run] = self._read_run(run, key)
-        first, odd = divmod(array.extent.offset - run[1], itemsize(array.dtype))
-        if odd:  # views of several dtypes into one storage
+        # torch counts the offset of a view in elements. If dtypes of several sizes share a storage,
+        # a view may begin between two elements; such a tensor gets a copy of its own.
+        first, n_odd_bytes = divmod(array.extent.offset - run[1], itemsize(array.dtype))
+        if n_odd_bytes:
             data, first = data[array.extent.offset - run[1] :].clone(), 0
         tensor = torch.empty(0, dtype=dtype)
         tensor.set_(data.untyped_storage(), first, array.shape, _strides(array))
         return tensor
 
     def _read_run(self, run: _Run, key: str) -> torch.Tensor:
-        """Read a run of bytes, and compare the checksum if the array is a complete record.
+        """Read a run of bytes, and verify its checksum if it is exactly the array ``key``.
 
         Raises:
             CorruptError: the checksum does not match.
+            TruncatedError: the file ends before the run does.
+            StorageError: the store cannot read the bytes.
         """
         file, start, stop = run
         data = torch.empty(stop - start, dtype=torch.uint8)
-        view = _view(data)
+        numbers: Any = data.numpy()
+        view = memoryview(numbers)
         self._store.read_into(file, start, view)
+        # The recorded CRC-32 covers the complete record; a run of other bytes cannot be compared.
         array = self._arrays[key]
         expected = array.extent.crc
         if expected is not None and (array.extent.offset, array.n_bytes) == (start, len(view)):
             actual = crc32(view)
             if actual != expected:
                 raise CorruptError(
-                    f"checksum mismatch: a tensor has CRC-32 {actual:08x}, expected {expected:08x}",
+                    f"checksum mismatch: CRC-32 of the tensor is {actual:08x}, "
+                    f"expected {expected:08x}",
                     file=file,
                     span=(start, stop),
                     hint="copy the checkpoint again, or use an older one",
@@ -84,19 +92,20 @@ class StoredTensors:
 
 
 _Run = tuple[str, int, int]
-"""File, first byte, and the byte after the last."""
-
-
-def _span_of(array: StoredArray) -> _Run:
-    """Return the bytes from the first to the last element of an array."""
-    start = array.extent.offset
-    last = sum((n - 1) * step for n, step in zip(array.shape, _strides(array), strict=True))
-    return array.extent.file, start, start + (last + 1) * itemsize(array.dtype)
+"""File, offset of the first byte, and offset after the last byte."""
 
 
 def _runs(arrays: Mapping[str, StoredArray]) -> dict[str, _Run]:
-    """Return the run of bytes that each array lies in; arrays that overlap share one."""
-    spans = [(*_span_of(array), key) for key, array in arrays.items() if array.n_bytes]
+    """Return the run of bytes that contains each array, by key; arrays that overlap share one."""
+    # Each array spans the bytes from its first to its last element, including gaps between them.
+    spans = []
+    for key, array in arrays.items():
+        if array.n_bytes:
+            start = array.extent.offset
+            last = sum((n - 1) * step for n, step in zip(array.shape, _strides(array), strict=True))
+            stop = start + (last + 1) * itemsize(array.dtype)
+            spans.append((array.extent.file, start, stop, key))
+    # In order of position, a span overlaps earlier ones only if it begins inside the last run.
     groups: list[tuple[_Run, list[str]]] = []
     for file, start, stop, key in sorted(spans, key=lambda span: span[:2]):
         members = [key]
@@ -110,8 +119,3 @@ def _runs(arrays: Mapping[str, StoredArray]) -> dict[str, _Run]:
 
 def _strides(array: StoredArray) -> Shape:
     return c_strides(array.shape) if array.extent.strides is None else array.extent.strides
-
-
-def _view(data: torch.Tensor) -> memoryview:
-    numbers: Any = data.numpy()
-    return memoryview(numbers)
