@@ -34,7 +34,8 @@ class LazyTensor:
     """A tensor of a checkpoint, or a slice of one, that has not been read.
 
     ``tensor[0:8, :]`` is another lazy tensor. ``numpy()``, ``torch()`` and
-    ``numpy.asarray(tensor)`` read the elements of the slice, and nothing else, from whichever files and ranks hold them.
+    ``numpy.asarray(tensor)`` read the elements of the slice, and nothing else, from whichever files
+    and ranks hold them.
 
     Args:
         key: name of the tensor in the checkpoint.

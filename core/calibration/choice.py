@@ -106,13 +106,15 @@ def reserve_device_memory(
     if device is None or memory_bytes - device_bytes >= _LEAST_BYTES:
         return device, memory_bytes - device_bytes
     problem = (
-        f"{device.torch_name} and its pinned buffers take {device_bytes / MIB:,.1f} MiB of host memory in addition to "
+        f"{device.torch_name} and its pinned buffers take {device_bytes / MIB:,.1f} MiB of "
+        "host memory in addition to "
         f"the work, and the memory limit is {memory_bytes / MIB:,.1f} MiB"
     )
     if not device.is_auto:
         raise CapacityError(
             problem,
-            hint=f"allow at least {-(-(device_bytes + _LEAST_BYTES) // MIB)} MiB (--memory), or use --device cpu",
+            hint=f"allow at least {-(-(device_bytes + _LEAST_BYTES) // MIB)} MiB (--memory), "
+            "or use --device cpu",
         )
     with _lock:
         _decisions[device.torch_name, True, ALL] = Decision(ALL, False, problem)

@@ -51,7 +51,8 @@ def fill(
     }
     plan = make_plan(catalog, target, images, zeros=zeros, compares=False, is_share=True)
     for tensor in tensors:
-        # The engine relies on new files being zero; this memory is the caller's and may hold anything.
+        # The engine relies on new files being zero; this memory is the caller's and may hold
+        # anything.
         if zeros.get(tensor.chunk.key):
             _fill_with_zeros(tensor.memory)
     result = execute(plan, store, memory, CopyOptions(crc=checks_crc, digest=False))
@@ -85,7 +86,8 @@ def _require_tensor(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> Non
         )
     if stored.shape != meta.shape and not meta.flexible:
         raise CorruptError(
-            f"the checkpoint holds it in the global shape {stored.shape}, {meta.shape} is asked for (elements)",
+            f"the checkpoint holds it in the global shape {stored.shape}, {meta.shape} is "
+            "asked for (elements)",
             key=meta.key,
             file=store.label,
             hint="build the model as it was saved",

@@ -2,7 +2,8 @@
 
 ::
 
-    chunks of all processes ─▶ target catalog ─ lay_out ─▶ file images ─ share_of ─▶ plan of this process
+    chunks of all processes ─▶ target catalog ─ lay_out ─▶ file images
+                                              ─ share_of ─▶ plan of this process
 
 Every process knows the chunks of all, so each computes the same images; no positions are exchanged.
 A *whole file* is written by the process that fills it, its container's checksums included. What is

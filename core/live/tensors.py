@@ -1,11 +1,10 @@
-"""Tensors in memory as a format: a process's parts of global tensors, as a catalog over a
-MemoryStore.
+"""Read and write a process's parts of global tensors through the engine, as a catalog.
 
 ::
 
     global tensor ── box (the chunk that this process has)
-                       └── flat: elements [start, stop) of the flattened chunk, where it has only a part of it
-                              └── memory, the bytes of the elements; strides where they do not lie in C order
+                       └── flat: elements [start, stop) of the flattened chunk, if it has only a part
+                              └── memory: the bytes of the elements; strides if not in C order
 
 Read (``live_source``) and written (``live_target``) through the engine as files are: every live
 tensor is one file of the store, and an array of it where it is dense. No torch here: memory is a
@@ -182,7 +181,8 @@ def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, TensorMeta]:
             metas[chunk.key] = TensorMeta(chunk.key, chunk.dtype, chunk.shape, chunk.flexible)
         elif (meta.dtype, meta.shape) != (chunk.dtype, chunk.shape):
             raise UsageError(
-                f"one part of the tensor says {meta.dtype} of shape {meta.shape}, another {chunk.dtype} of shape "
+                f"one part of the tensor says {meta.dtype} of shape {meta.shape}, another "
+                f"{chunk.dtype} of shape "
                 f"{chunk.shape} (elements)",
                 key=chunk.key,
                 hint="give tensors that differ in dtype or global shape keys of their own",

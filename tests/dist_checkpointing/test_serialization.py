@@ -343,7 +343,8 @@ def test_a_checkpoint_of_another_format_is_named_with_the_command_that_converts_
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     with pytest.raises(
         UnsupportedError,
-        match=r"a checkpoint in the format dcp, not .* Convert it: ckpt convert .*dcp --to torch_dist",
+        match=r"a checkpoint in the format dcp, not .* "
+        r"Convert it: ckpt convert .*dcp --to torch_dist",
     ):
         load({}, tmp_path / "dcp")
 

@@ -64,7 +64,8 @@ def check_sharding(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
             kind = type(first.shard)
             other = next((shard for shard in shards if type(shard.shard) is not kind), first)
             raise UsageError(
-                f"the key stands for a {kind.__name__} on rank {first.rank} and a {type(other.shard).__name__} on "
+                f"the key stands for a {kind.__name__} on rank {first.rank} and a "
+                f"{type(other.shard).__name__} on "
                 f"rank {other.rank}",
                 key=key,
                 hint="give them different keys; factories have to be applied before this check",
@@ -136,7 +137,8 @@ def _check_agreement(key: str, shards: list[RankShard[ShardedTensor]]) -> None:
             value = value_of(shard)
             if value != expected:
                 raise UsageError(
-                    f"ranks disagree on the {name}: {expected} on rank {shards[0].rank}, {value} on rank {rank}",
+                    f"ranks disagree on the {name}: {expected} on rank {shards[0].rank}, "
+                    f"{value} on rank {rank}",
                     key=key,
                     rank=str(rank),
                     hint="shards of one key have to belong to one global tensor",
@@ -176,7 +178,8 @@ def _check_chunk(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor]
         _check_ranges(key, chunk, holders)
     elif len(holders) > 1:
         raise UsageError(
-            f"the {_describe_chunk(chunk)} has {len(holders)} main replicas, on ranks {_format_ranks(holders)}",
+            f"the {_describe_chunk(chunk)} has {len(holders)} main replicas, on ranks "
+            f"{_format_ranks(holders)}",
             key=key,
             rank=_format_ranks(holders),
             hint=_DUPLICATE_HINT,
@@ -192,7 +195,8 @@ def _check_ranges(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor
     for start, stop, rank in ranges:
         if start < reached:
             raise UsageError(
-                f"the flattened ranges of the {_describe_chunk(chunk)} overlap: elements {start}–{min(stop, reached)} "
+                f"the flattened ranges of the {_describe_chunk(chunk)} overlap: elements "
+                f"{start}–{min(stop, reached)} "
                 f"are held by ranks {last} and {rank}",
                 key=key,
                 rank=f"{last}, {rank}",
@@ -205,7 +209,8 @@ def _check_ranges(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor
     if reached < size:
         until = next((start for start, _, _ in ranges if start > reached), size)
         raise UsageError(
-            f"no main replica holds elements {reached}–{until} of the flattened {_describe_chunk(chunk)} of {size} "
+            f"no main replica holds elements {reached}–{until} of the flattened "
+            f"{_describe_chunk(chunk)} of {size} "
             f"elements; ranks {_format_ranks(holders)} hold others",
             key=key,
             hint="the flattened ranges of all ranks have to tile the shard",
@@ -232,7 +237,8 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
     grid_shape = tuple(n * extent for n, extent in zip(grid, extents, strict=True))
     if grid_shape != tuple(first.global_shape) and not first.allow_shape_mismatch:
         raise UsageError(
-            f"{grid} shards of shape {extents} make a tensor of shape {grid_shape}, not of the global shape "
+            f"{grid} shards of shape {extents} make a tensor of shape {grid_shape}, not of the "
+            "global shape "
             f"{tuple(first.global_shape)}",
             key=key,
             hint="correct the shapes, or set allow_shape_mismatch where the tensor is padded",
@@ -250,7 +256,8 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
         missing = _first_missing(cells, grid)
         raise UsageError(
             f"no main replica holds shard {missing} of the grid of {grid} shards"
-            f" ({prod(grid) - len(cells)} of {prod(grid)} are missing); {_describe_copies(shards, missing)}",
+            f" ({prod(grid) - len(cells)} of {prod(grid)} are missing); "
+            f"{_describe_copies(shards, missing)}",
             key=key,
             hint=_MISSING_HINT,
         )
@@ -317,7 +324,8 @@ def _check_tiling(
     for box in boxes:
         if not region.contains(box):
             raise UsageError(
-                f"the shard of shape {box.shape} at {box.offset} does not lie in the global shape {region.shape}",
+                f"the shard of shape {box.shape} at {box.offset} does not lie in the global "
+                f"shape {region.shape}",
                 key=key,
                 rank=str(rank_of[box]),
             )
@@ -325,7 +333,8 @@ def _check_tiling(
     if overlap is not None:
         box1, box2 = boxes[overlap[0]], boxes[overlap[1]]
         raise UsageError(
-            f"main replicas overlap: the shard of shape {box1.shape} at {box1.offset} on rank {rank_of[box1]}, and "
+            f"main replicas overlap: the shard of shape {box1.shape} at {box1.offset} on rank "
+            f"{rank_of[box1]}, and "
             f"that of shape {box2.shape} at {box2.offset} on rank {rank_of[box2]}",
             key=key,
             rank=f"{rank_of[box1]}, {rank_of[box2]}",
@@ -337,7 +346,8 @@ def _check_tiling(
         hole = first_hole(region, boxes) if len(boxes) <= _MAX_SEARCHED else None
         position = f": the first are those of shape {hole.shape} at {hole.offset}" if hole else ""
         raise UsageError(
-            f"no main replica holds {region.n_elements - n_covered} of {region.n_elements} elements{position}",
+            f"no main replica holds {region.n_elements - n_covered} of {region.n_elements} "
+            f"elements{position}",
             key=key,
             hint=_MISSING_HINT,
         )
@@ -375,7 +385,8 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
     if len(holders) != prod(shape):
         present = _format_some(sorted(name.rpartition("/")[2] for name in holders))
         raise UsageError(
-            f"of {prod(shape)} shards of the object, {prod(shape) - len(holders)} have no main replica; present are: "
+            f"of {prod(shape)} shards of the object, {prod(shape) - len(holders)} have no main "
+            "replica; present are: "
             f"{present or 'none'}",
             key=key,
             hint=_MISSING_HINT,

@@ -92,7 +92,8 @@ def own_bytes(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor
         or tensor.is_neg()
     ):
         return None
-    # Contiguous says nothing about the strides of axes of extent 1, and view wants the last one to be 1.
+    # Contiguous says nothing about the strides of axes of extent 1, and view wants the last one to
+    # be 1.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

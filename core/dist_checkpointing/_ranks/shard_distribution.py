@@ -144,7 +144,8 @@ def _require_same_type(first: ShardedTensor, second: ShardedTensor, rank: int) -
     for name in ("dtype", "local_shape"):
         if getattr(first, name) != getattr(second, name):
             raise CheckpointingException(
-                f"ranks disagree about the {name.replace('_', ' ')} of one shard at offset {first.global_offset}: "
+                f"ranks disagree about the {name.replace('_', ' ')} of one shard at offset "
+                f"{first.global_offset}: "
                 f"{getattr(first, name)} and {getattr(second, name)}",
                 key=first.key,
                 rank=str(rank),

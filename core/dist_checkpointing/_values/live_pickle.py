@@ -79,7 +79,8 @@ class LivePickle:
         pickled = self._pickled_tensors[number]
         key = f"#{number}"
         tensor = plain_tensor(pickled)
-        # Tensors with the same memory, type and shape are stored once; those without elements have no memory.
+        # Tensors with the same memory, type and shape are stored once; those without elements have
+        # no memory.
         memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         array = self._array_at.get(memory) if tensor.numel() else None
         if array is None:
