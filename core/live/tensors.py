@@ -3,7 +3,7 @@
 ::
 
     global tensor ── box (the chunk that this process has)
-                       └── flat: elements [start, stop) of the flattened chunk, if it has only a part
+                       └── flat: elements [start, stop) of the chunk, if it has only a part
                               └── memory: the bytes of the elements; strides if not in C order
 
 Read (``live_source``) and written (``live_target``) through the engine as files are: every live
