@@ -738,7 +738,7 @@ def test_a_coordinator_that_is_killed_leaves_a_hidden_stage_that_the_next_save_r
     with pytest.raises(AssertionError, match="lost contact with another rank"):
         run_ranks(2, _coordinator_killed, str(tmp_path))
     assert os.listdir(tmp_path) == [STAGE] and not check_is_distributed_checkpoint(tmp_path)
-    with pytest.raises(MissingShardError, match="not finished"):
+    with pytest.raises(MissingShardError, match="did not finish"):
         load({}, tmp_path)
     save({"w": part_of("w", (8,))}, tmp_path)
     assert check_is_distributed_checkpoint(tmp_path) and STAGE not in os.listdir(tmp_path)

@@ -1,11 +1,11 @@
-"""Conversion of a live value to an inert tree, by way of the pickle that Python makes of it.
+"""Conversion of a live value to an inert tree, through a pickle in memory.
 
-Only this program's own objects are pickled, and the result is read like any pickle of a file
-(``core.pickle.reader``): so the tree equals the one that reading a saved file gives, and writing it
-gives the same bytes.
+The pickle contains only the program's own objects, and is read by ``core.pickle.reader`` like the
+pickle of a file. The tree therefore equals the one that is read from a saved file, and both are
+written as the same bytes.
 
-Tensors are not pickled: each distinct one becomes a ``TensorLeaf``. Stand-ins become the objects
-that they stand for.
+Tensors are not pickled: each distinct tensor becomes a ``TensorLeaf``. Stand-ins become the objects
+that they describe.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ from core.pickle import reader as safe_pickle
 from core.pickle.inert import TensorLeaf
 from core.pickle.machine import Hook
 
-_PROTOCOL = 2  # torch.save's
+_PROTOCOL = 2  # default of torch.save
 
 
 class LivePickle:
-    """The inert tree of one live value, and its tensors.
+    """Inert tree of one live value, and its tensors.
 
     Args:
         value: any value that pickle can describe.
 
     Attributes:
-        tree: inert, with a ``TensorLeaf`` for every tensor.
-        arrays: dtype and shape for the key of each leaf; leaves whose tensors have the same memory
-            share one.
+        tree: inert tree with a ``TensorLeaf`` for every tensor.
+        arrays: dtype and shape, by the key of the leaf; leaves with the same memory share one.
         tensors: the tensor of each array, by the array's name; strided, on any device.
 
     Raises:
-        UnsupportedError: the value holds a tensor that is not plain and dense, a bare storage, or
-            an object that cannot be pickled.
+        UnsupportedError: the value contains a tensor that is not plain and dense, a bare storage,
+            or an object that cannot be pickled.
     """
 
     def __init__(self, value: object) -> None:
@@ -66,21 +65,26 @@ class LivePickle:
             NotImplementedError,
             RecursionError,
         ) as err:
-            raise UnsupportedError(f"a value cannot be saved: {type(err).__name__}: {err}") from err
+            raise UnsupportedError(
+                f"the value cannot be saved: {type(err).__name__}: {err}"
+            ) from err
 
     def _hooks(self) -> dict[tuple[str, str], Hook]:
+        """Return the functions that the reader calls for the names in the pickle."""
         return {
             _name_of(_tensor_by_number): self._leaf,
             _name_of(rebuild_stand_in): rebuild_inert,
+            # Keep a torch.Size as the call that was pickled.
             ("torch", "Size"): lambda *args: NotImplemented,
         }
 
     def _leaf(self, number: int) -> TensorLeaf:
+        """Return the leaf of a pickled tensor, and register its array and data."""
         pickled = self._pickled_tensors[number]
         key = f"#{number}"
         tensor = plain_tensor(pickled)
-        # Tensors with the same memory, type and shape are stored once; those without elements have
-        # no memory.
+        # Store tensors with the same memory, dtype and shape once. Tensors without elements are
+        # excluded: their data pointers are all zero.
         memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         array = self._array_at.get(memory) if tensor.numel() else None
         if array is None:
@@ -96,11 +100,11 @@ class LivePickle:
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without gradient, conjugation and negation.
+    """Return a tensor detached, with lazy conjugation and negation applied.
 
     Raises:
-        UnsupportedError: the tensor is quantized, sparse, nested, without data, or of a class or
-            dtype that cannot be stored.
+        UnsupportedError: the tensor is quantized, sparse, nested or on the meta device, or its
+            class or dtype cannot be stored.
     """
     kind = None
     if type(tensor) not in _PLAIN_CLASSES:
@@ -115,8 +119,9 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         kind = f"tensor of dtype {tensor.dtype}"
     if kind is not None:
         raise UnsupportedError(
-            f"a {kind} cannot be saved", hint="make it a plain dense tensor first"
+            f"a {kind} cannot be saved", hint="convert it to a plain dense tensor first"
         )
+    # torch may only mark a view as conjugated or negated; its memory still has the old values.
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -124,7 +129,7 @@ _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _tensor_by_number(number: int) -> None:
-    """Stand for a tensor in the pickle; never called."""
+    """Represent a tensor in the pickle; only the name is used, nothing calls the function."""
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
@@ -132,13 +137,13 @@ def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
 
 
 class _ValuePickler(pickle.Pickler):
-    """A pickler that leaves tensors out.
+    """A pickler that replaces each tensor by its index in ``tensors``.
 
     Args:
-        file: receives the pickle.
+        file: destination of the pickle.
 
     Attributes:
-        tensors: every distinct tensor; the pickle has its index.
+        tensors: every distinct tensor, in the order of first use.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -148,6 +153,7 @@ class _ValuePickler(pickle.Pickler):
     @override
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            # Pickle memoizes the result, so this runs only once for every tensor object.
             self.tensors.append(value)
             return _tensor_by_number, (len(self.tensors) - 1,)
         if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):

@@ -122,7 +122,7 @@ class LiveTree:
             return self._memoize(node, bytearray(node))
         if kind is Size:
             return self._memoize(node, torch.Size(node))
-        # Containers are memoized while empty; an open node that is not one needs this value.
+        # Containers are memoized while empty; any other open node would need itself to be built.
         if id(node) in self._open:
             raise UnsupportedError(f"a {_kind_of(node)} contains itself")
         self._open.add(id(node))

@@ -190,7 +190,8 @@ def _bit_generator(args: Args, state: Any) -> object:
 
 def _random_state(args: Args, state: Any) -> object:
     require(len(args) <= 2 and (not args or isinstance(args[0], (np.random.BitGenerator, str))))
-    # Old versions of numpy pickle the name of the bit generator, which is always MT19937.
+    # Old versions of numpy pickle only the name of the bit generator; MT19937, the default of
+    # RandomState, is assumed, and set_state refuses the state of any other.
     random_state = np.random.RandomState(
         args[0] if args and not isinstance(args[0], str) else np.random.MT19937(0)
     )

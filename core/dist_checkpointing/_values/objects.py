@@ -66,7 +66,7 @@ class Stream:
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the stream, in order; dense CPU tensors are not copied."""
-        # Zip headers contain the CRC-32 of their record, so the tensors are read before all parts.
+        # A zip header contains the CRC-32 of its record: the checksums of all tensors come first.
         placed = [
             (position.offset, position.array.name)
             for position in self.plan.arrays

@@ -1,4 +1,4 @@
-"""The stand-in for a loaded object whose class is unknown to this program."""
+"""Stand-ins for loaded objects whose classes are unknown to the program."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from core.dist_checkpointing.dict_utils import diff
 from core.pickle.inert import NO_STATE, Global, Inert
 
 NAME = "name"
-"""``StandIn.how`` of a class or function that was saved as such."""
+"""``StandIn.how`` for a class or function that was itself saved as a value."""
 
 
 class StandIn:
-    """A description of an object whose class this program has not imported; it has no behaviour.
+    """A description, without behaviour, of an object whose class the program does not know.
 
-    Megatron's ``args`` hold enumerations of Megatron's own; a checkpoint must be loadable without
-    Megatron. A stand-in can be printed, compared and saved again: then the new file describes the
-    same object as the first.
+    Megatron's ``args`` contain enumerations that only Megatron defines, but a checkpoint must be
+    loadable without Megatron. A stand-in can be printed, compared and saved again; the new file
+    describes the same object as the first.
 
     Attributes:
-        how: ``name`` (a class or function itself), or how the object was made: ``reduce``,
-            ``newobj``, ``newobj_ex`` (see ``core.pickle.inert.Inert``).
-        module, name: of the class or function; the name has dots if it is nested.
-        args, kwargs: arguments of the class or function.
+        how: ``name`` for a class or function itself; else the kind of call that creates the object:
+            ``reduce``, ``newobj`` or ``newobj_ex`` (see ``core.pickle.inert.Inert``).
+        module: module of the class or function.
+        name: qualified name of the class or function, with dots if it is nested.
+        args, kwargs: arguments of the call.
         state: argument for ``__setstate__``, or ``core.pickle.inert.NO_STATE``.
-        items, entries: appended items, and (key, value) pairs that were set.
+        items: appended items.
+        entries: (key, value) pairs that were set.
     """
 
     __slots__ = ("args", "entries", "how", "items", "kwargs", "module", "name", "state")
@@ -57,6 +59,7 @@ class StandIn:
         return f"<stand-in for {self.module}.{self.name}{arguments}>"
 
     def __eq__(self, other: object) -> bool:
+        # diff also compares tensors, for which == has no single result.
         return type(other) is StandIn and not any(diff(self._parts(), other._parts()))
 
     def __hash__(self) -> int:
@@ -67,6 +70,7 @@ class StandIn:
 
     def _parts(self) -> tuple[object, ...]:
         """Return the arguments of ``rebuild_stand_in``."""
+        # A tuple, because NO_STATE must be the same object after unpickling, and None is a state.
         state = () if self.state is NO_STATE else (self.state,)
         return (
             self.how,
@@ -90,7 +94,7 @@ def rebuild_stand_in(
     items: list[object],
     entries: list[tuple[object, object]],
 ) -> StandIn:
-    """Return the stand-in that was pickled between processes of one job."""
+    """Rebuild a stand-in that was pickled, for example between the processes of one job."""
     value = state[0] if state else NO_STATE
     return StandIn(
         how, module, name, args=args, kwargs=kwargs, state=value, items=items, entries=entries

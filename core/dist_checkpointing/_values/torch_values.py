@@ -37,16 +37,18 @@ def _device(args: Args, state: Any) -> object:
 
 
 def _layout(args: Args, state: Any) -> object:
+    # torch pickles a layout as a call with its printed name, such as "torch.strided".
     layout = _LAYOUTS.get(args[0]) if len(args) == 1 and type(args[0]) is str else None
     return NotImplemented if layout is None else layout
 
 
 def _generator(args: Args, state: Any) -> object:
-    """Rebuild a generator on its device, from its state: (seed, offset, state)."""
+    """Rebuild a generator on its device, from the state (seed, offset, state tensor)."""
     require(len(args) <= 1 and (not args or isinstance(args[0], torch.device)))
     generator = torch.Generator(device=args[0] if args else "cpu")
     if state is not NO_STATE:
         require(type(state) is tuple and len(state) == 3 and isinstance(state[2], torch.Tensor))
+        # The tensor contains the complete state of the generator, including seed and offset.
         generator.set_state(state[2])
     return generator
 
@@ -54,7 +56,7 @@ def _generator(args: Args, state: Any) -> object:
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 _VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-"""Kinds of values that pickles refer to by their names in torch."""
+"""Classes whose instances are pickled as names in the module ``torch``."""
 
 CONSTRUCTORS: dict[Name, ValueConstructor | ContainerConstructor] = {
     ("torch", "Size"): ValueConstructor(_size),

@@ -123,6 +123,10 @@ def grid_of_pieces(
     return grid, array_at
 
 
+_MAX_TRIED = 1 << 20
+"""Maximum number of divisors that ``row_bands`` tries for an axis."""
+
+
 def row_bands(shape: Shape, itemsize: int, *, most_bytes: int) -> Shape:
     """Return the shape of the largest equal bands of an array that fit into a size.
 
@@ -142,8 +146,10 @@ def row_bands(shape: Shape, itemsize: int, *, most_bytes: int) -> Shape:
         step_bytes //= extent  # size of one step along this axis
         n_fitting = most_bytes // step_bytes
         if n_fitting > 0:
-            # Bands are equal, so the part of this axis must divide it.
-            small = [n for n in range(1, isqrt(extent) + 1) if extent % n == 0]
+            # Bands are equal, so the part of this axis must divide it. The search is bounded, for
+            # an axis may claim any length; up to 2^40 elements it is complete.
+            n_tried = min(isqrt(extent), n_fitting, _MAX_TRIED)
+            small = [n for n in range(1, n_tried + 1) if extent % n == 0]
             divisors = (*small, *(extent // n for n in small))
             largest = max(n for n in divisors if n <= n_fitting)
             return ((1,) * axis) + (largest, *shape[axis + 1 :])

@@ -314,7 +314,12 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         None,
     ),
     "an index that is no JSON": ({**SHARDED, INDEX: b"{"}, CorruptError, "not a JSON file", None),
-    "an index that is a list": ({**SHARDED, INDEX: b"[]"}, CorruptError, "not an object", None),
+    "an index that is a list": (
+        {**SHARDED, INDEX: b"[]"},
+        CorruptError,
+        "instead of an object",
+        None,
+    ),
     "a file outside": (
         {**SHARDED, INDEX: index_of({"a": "../x.safetensors"})},
         UnsafeError,
