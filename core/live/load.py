@@ -28,42 +28,38 @@ def fill(
     Args:
         tensors: dense tensors; flexible ones become zero where the checkpoint has no elements.
         catalog, store: the checkpoint, with global tensors under the same keys.
-        checks_crc: compare the CRC-32 of records that are read completely, where the checkpoint has
-            one.
+        checks_crc: check the CRC-32, if recorded, of every record that is read completely.
 
     Returns:
         The number of bytes read.
 
     Raises:
-        MissingShardError: the checkpoint lacks a tensor, or a region of one.
+        MissingShardError: the checkpoint lacks a tensor, or a region of a tensor.
         CorruptError: shapes differ, or a checksum does not match.
+        UsageError: two chunks of one key disagree on dtype or shape.
         UnsupportedError: the cast is not supported.
         CheckpointingException: the checkpoint cannot be read.
     """
     target, images, memory = live_target(tensors)
     for meta in target.tensors.values():
         _require_tensor(meta, catalog, store)
-    # A flexible tensor may be larger than the stored one; what no file holds is zero.
+    # A flexible tensor may be larger than the stored one; elements that no file holds become zero.
     zeros = {
         key: full_box(meta.shape).subtract(full_box(catalog.tensors[key].shape))
         for key, meta in target.tensors.items()
         if meta.flexible and len(meta.shape) == len(catalog.tensors[key].shape)
     }
+    # A share: the chunks of this process need not cover their global tensors.
     plan = make_plan(catalog, target, images, zeros=zeros, compares=False, is_share=True)
+    # The engine writes no zeros, since new files are zero; the caller's memory may hold anything.
+    # It is overwritten block by block, so that no second buffer of a tensor's size is needed.
     for tensor in tensors:
-        # The engine relies on new files being zero; this memory is the caller's and may hold
-        # anything.
         if zeros.get(tensor.chunk.key):
-            _fill_with_zeros(tensor.memory)
+            for start in range(0, len(tensor.memory), BLOCK_BYTES):
+                block = tensor.memory[start : start + BLOCK_BYTES]
+                block[:] = bytes(len(block))
     result = execute(plan, store, memory, CopyOptions(crc=checks_crc, digest=False))
     return result.read_bytes
-
-
-def _fill_with_zeros(memory: memoryview) -> None:
-    zeros = bytes(min(len(memory), BLOCK_BYTES))
-    for start in range(0, len(memory), BLOCK_BYTES):
-        piece = memory[start : start + BLOCK_BYTES]
-        piece[:] = zeros[: len(piece)]
 
 
 def _require_tensor(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> None:
@@ -80,15 +76,14 @@ def _require_tensor(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> Non
             "the checkpoint has no such tensor",
             key=meta.key,
             file=store.label,
-            hint=f"similar ones: {', '.join(near)}"
+            hint=f"similar keys: {', '.join(near)}"
             if near
-            else "ckpt inspect --flat lists what there is",
+            else "list the checkpoint's tensors: ckpt inspect --flat",
         )
     if stored.shape != meta.shape and not meta.flexible:
         raise CorruptError(
-            f"the checkpoint holds it in the global shape {stored.shape}, {meta.shape} is "
-            "asked for (elements)",
+            f"global shape is {stored.shape} in the checkpoint, {meta.shape} requested (elements)",
             key=meta.key,
             file=store.label,
-            hint="build the model as it was saved",
+            hint="build the model with the sizes that it was saved with",
         )

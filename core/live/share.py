@@ -1,8 +1,8 @@
 """One process's share of a target that several processes write together.
 
-All processes have the same file images; each fills its regions. A file whose arrays all name one
-process in their coords is written by that process, literals included; one process finishes the
-other files when all are done.
+All processes compute the same file layouts, and each fills its own regions. If the coords of all
+arrays in a file name the same process, that process writes the complete file, literals included.
+One process finishes the other files after all processes have filled their regions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from core.catalog.catalog import Fragment, TargetCatalog, TargetFragment
 from core.catalog.file_image import FileImage, no_literals
 
 HOLDER = "file"
-"""The coordinate of an array that names the one process that fills it; formats take it as the
-number of a file.
+"""Coordinate of an array that names the only process that fills it.
+
+Formats use its value as a file number.
 """
 
 
@@ -26,8 +27,8 @@ class ProcessShare:
 
     Args:
         target: the fragments that the process fills, under the target's keys.
-        images: the files that it writes to, with the arrays that it fills; literals only for files
-            that no other process fills.
+        images: the files that it writes to, with the arrays that it fills; with literals only if
+            no other process writes to the file.
     """
 
     target: TargetCatalog
@@ -37,40 +38,41 @@ class ProcessShare:
 def find_share(
     target: TargetCatalog, images: Sequence[FileImage], boxes_of: Mapping[str, Sequence[Box]]
 ) -> ProcessShare:
-    """Return the share of a process.
+    """Return the share of a target that one process writes.
 
     Args:
         target: the complete target catalog; its arrays are placed in the images.
-        images: all files.
+        images: layouts of all files.
         boxes_of: key → disjoint boxes of the tensor that the process writes, in elements.
     """
+    # Reduce the catalog to the process's boxes, and to the tensors that have any.
     fragments = {key: clip_fragments(target, key, boxes) for key, boxes in boxes_of.items()}
-    names = {
-        piece.array.name
-        for pieces in fragments.values()
-        for piece in pieces
-        if piece.array is not None
-    }
-    own_images: list[FileImage] = []
-    for image in images:
-        arrays = [placed for placed in image.arrays if placed.array.name in names]
-        if arrays:
-            own_images.append(
-                image
-                if has_one_holder(image)
-                else replace(image, arrays=arrays, literals=no_literals)
-            )
-    share = replace(
+    process_target = replace(
         target,
         tensors={key: meta for key, meta in target.tensors.items() if fragments.get(key)},
         hidden={key: meta for key, meta in target.hidden.items() if fragments.get(key)},
         fragments_of=lambda key: fragments.get(key, ()),
     )
-    return ProcessShare(share, tuple(own_images))
+    # Reduce the files to the arrays that the process fills. The literals of a shared file are
+    # written at the end, because its checksums cover bytes of other processes.
+    names = {
+        fragment.array.name
+        for clipped in fragments.values()
+        for fragment in clipped
+        if fragment.array is not None
+    }
+    process_images: list[FileImage] = []
+    for image in images:
+        arrays = [placed for placed in image.arrays if placed.array.name in names]
+        if arrays and not has_one_holder(image):
+            process_images.append(replace(image, arrays=arrays, literals=no_literals))
+        elif arrays:
+            process_images.append(image)
+    return ProcessShare(process_target, tuple(process_images))
 
 
 def has_one_holder(image: FileImage) -> bool:
-    """Return whether a single process fills the file; False for a file without data."""
+    """Return True if a single process fills the file; False for a file without data."""
     holders = {placed.array.coords for placed in image.arrays if placed.array.n_bytes}
     return len(holders) == 1 and all(coords and coords[0][0] == HOLDER for coords in holders)
 
@@ -78,7 +80,7 @@ def has_one_holder(image: FileImage) -> bool:
 def clip_fragments(
     target: TargetCatalog, key: str, boxes: Sequence[Box]
 ) -> tuple[TargetFragment, ...]:
-    """Return the parts of a tensor's target fragments that lie in the boxes."""
+    """Return the intersections of a tensor's target fragments with boxes of the tensor."""
     clipped = []
     for fragment in target.fragments(key):
         for box in boxes:

@@ -1,14 +1,14 @@
-"""Read and write a process's parts of global tensors through the engine, as a catalog.
+"""Tensors in memory as a format: a catalog of a process's parts of global tensors.
 
 ::
 
-    global tensor ── box (the chunk that this process has)
-                       └── flat: elements [start, stop) of the chunk, if it has only a part
-                              └── memory: the bytes of the elements; strides if not in C order
+    global tensor ── box: the chunk that this process has
+                      └── flat: elements [start, stop) of the flattened chunk, if it has only these
+                           └── memory: the bytes of the elements; strides if not in C order
 
-Read (``live_source``) and written (``live_target``) through the engine as files are: every live
-tensor is one file of the store, and an array of it where it is dense. No torch here: memory is a
-memoryview.
+The engine reads (``live_source``) and writes (``live_target``) them as it does files: each live
+tensor is a file of a ``MemoryStore`` and holds one array per box. Nothing here needs torch: memory
+is a memoryview.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ from core.files.store import MemoryStore
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A region of a global tensor that a process holds, without data, so that processes can
-    exchange it.
+    """A region of a global tensor that a process holds; without data, to be exchanged.
 
     Args:
         key: the tensor.
         dtype: canonical dtype name.
         shape: global shape, in elements.
         box: the region, in elements.
-        flat: the elements [start, stop) of the flattened region, in C order, that are held; None
-            for all of them.
-        flexible: the tensor's shape may differ from the one that a checkpoint has
-            (``allow_shape_mismatch``).
+        flat: elements [start, stop) of the flattened region, in C order, that the process holds;
+            None for all of them.
+        flexible: the global shape may differ from that in a checkpoint (``allow_shape_mismatch``).
     """
 
     key: str
@@ -50,20 +48,23 @@ class Chunk:
 
     @property
     def n_elements(self) -> int:
-        """Number of elements in the region, or in the part of it that is held."""
+        """Number of elements that the process holds."""
         return self.box.n_elements if self.flat is None else self.flat[1] - self.flat[0]
 
     @property
     def n_bytes(self) -> int:
-        """Number of bytes of these elements, as a dense run."""
+        """Number of bytes of the held elements, stored densely."""
         return self.n_elements * itemsize(self.dtype)
 
     def runs(self) -> list[tuple[int, Box]]:
-        """Return the elements as (number of elements before, box of the tensor) pairs, in C
-        order.
+        """Return the held elements as boxes of the global tensor, in C order.
+
+        Returns:
+            Pairs of the number of elements in earlier boxes, and the box.
         """
         if self.flat is None:
             return [(0, self.box)]
+        # A flat range can begin and end within a row, so it takes several boxes.
         runs = []
         before = 0
         for box in boxes_of_flat_range(self.box.shape, *self.flat):
@@ -77,10 +78,9 @@ class LiveTensor:
     """A chunk and the memory that holds it.
 
     Args:
-        chunk: which elements.
+        chunk: the elements that the memory holds.
         memory: bytes, from the first element to the end of the last one.
-        strides: in elements per axis of the chunk's box; None for C order. A flat range is always
-            dense.
+        strides: elements per axis of the chunk's box; None for C order, as for every flat range.
     """
 
     chunk: Chunk
@@ -89,17 +89,17 @@ class LiveTensor:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the elements lie in C order without gaps."""
+        """True if the elements are stored in C order without gaps."""
         return self.strides is None or is_c_contiguous(self.chunk.box.shape, self.strides)
 
 
 def live_source(
     tensors: Sequence[LiveTensor], streams: Sequence[tuple[str, bytes]] = ()
 ) -> tuple[Catalog, MemoryStore]:
-    """Return the catalog of a process's tensors, and the store over their memory.
+    """Return the catalog of a process's tensors and a store that reads their memory.
 
     Args:
-        tensors: chunks and their memory; chunks of one key may be replicas of each other.
+        tensors: chunks and their memory; chunks with the same key may be replicas of each other.
         streams: (key, bytes) of serialized objects, which become hidden tensors.
 
     Raises:
@@ -107,6 +107,8 @@ def live_source(
     """
     files: dict[str, memoryview] = {}
     fragments: dict[str, list[Fragment]] = {}
+    # Each tensor is a file, and each of its boxes an array in that file. Strides apply only to a
+    # chunk that is a single box, as flat ranges are dense.
     for number, tensor in enumerate(tensors):
         chunk, file = tensor.chunk, str(number)
         files[file] = tensor.memory
@@ -118,6 +120,7 @@ def live_source(
             fragments.setdefault(chunk.key, []).append(
                 Fragment(chunk.key, box, array, (0,) * box.rank)
             )
+    # Objects are files too. The catalog lists them as hidden, because they are not model tensors.
     hidden = {}
     for key, data in streams:
         files[f"stream {key}"] = memoryview(data)
@@ -137,11 +140,10 @@ def live_source(
 def live_target(
     tensors: Sequence[LiveTensor],
 ) -> tuple[TargetCatalog, list[FileImage], MemoryStore]:
-    """Return a target catalog over memory, the images that place its arrays, and the store to write
-    to.
+    """Return the target catalog, file layouts and store for filling tensors in memory.
 
     Args:
-        tensors: dense tensors to be filled.
+        tensors: dense tensors to fill.
 
     Raises:
         UsageError: two chunks of one key disagree on dtype or shape.
@@ -149,8 +151,9 @@ def live_target(
     files: dict[str, memoryview] = {}
     fragments: dict[str, list[TargetFragment]] = {}
     images = []
+    # As in ``live_source``: each tensor is a file. Its boxes follow each other without gaps.
     for number, tensor in enumerate(tensors):
-        assert tensor.is_dense, "a strided tensor is filled by way of a dense one"
+        assert tensor.is_dense, "a strided tensor is filled through a dense copy"
         chunk, file = tensor.chunk, str(number)
         files[file] = tensor.memory
         placed = []
@@ -169,7 +172,7 @@ def live_target(
 
 
 def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, TensorMeta]:
-    """Return the global tensors that chunks belong to, by key, in the order of the chunks.
+    """Return the global tensors that the chunks belong to, by key, in order of first occurrence.
 
     Raises:
         UsageError: two chunks of one key disagree on dtype or shape.
@@ -181,10 +184,9 @@ def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, TensorMeta]:
             metas[chunk.key] = TensorMeta(chunk.key, chunk.dtype, chunk.shape, chunk.flexible)
         elif (meta.dtype, meta.shape) != (chunk.dtype, chunk.shape):
             raise UsageError(
-                f"one part of the tensor says {meta.dtype} of shape {meta.shape}, another "
-                f"{chunk.dtype} of shape "
-                f"{chunk.shape} (elements)",
+                f"shards disagree on dtype or global shape: {meta.dtype} {meta.shape} and "
+                f"{chunk.dtype} {chunk.shape} (elements)",
                 key=chunk.key,
-                hint="give tensors that differ in dtype or global shape keys of their own",
+                hint="use a different key for each dtype and global shape",
             )
     return metas
