@@ -38,6 +38,8 @@ from core.plan.box_reader import BoxReader, TensorReader
 
 RANKS = ("global", "local")
 NAMES = ("hf", "megatron")
+_MAX_COMPARED = 10_000
+"""Maximum number of names to look through for similar ones, which takes 10 µs each."""
 
 
 def open(
@@ -133,12 +135,19 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
                 training arguments describe.
 
         Raises:
-            UsageError: ``names`` has another value.
+            UsageError: ``names`` has another value, or the checkpoint was opened with
+                ``ranks="local"``.
             UnsupportedError: the model is of no supported family.
             CheckpointingException: tensors are missing, or shapes contradict the arguments.
         """
         if names not in NAMES:
             raise UsageError(f"named({names!r}): the names are one of: {', '.join(NAMES)}")
+        if self._catalog.is_rank_local:
+            raise UsageError(
+                "named() renames global tensors, but these are the shards of single ranks",
+                file=str(self.path),
+                hint="open the checkpoint without ranks='local'",
+            )
         catalog = without_optimizer(self._catalog).catalog
         config = config_of_source(self._source)
         comes_from_hf = catalog.facet(MegatronModel) is None and is_hf(catalog, config)
@@ -182,6 +191,9 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._catalog.tensors)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._catalog.tensors  # without looking for similar names
+
     def __getitem__(self, key: str) -> LazyTensor:
         """Return a tensor without reading it.
 
@@ -190,7 +202,8 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         """
         meta = self._catalog.tensors.get(key)
         if meta is None:
-            similar = get_close_matches(str(key), self._catalog.tensors, n=3)
+            few = self._catalog.tensors if len(self) <= _MAX_COMPARED else ()
+            similar = get_close_matches(str(key), few, n=3)
             raise KeyError(f"{key} (similar: {', '.join(similar)})" if similar else key)
         return LazyTensor(key, self._catalog, lambda: self._open(key), full_box(meta.shape))
 

@@ -11,7 +11,7 @@ from operator import index as as_index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from core.arrays.box import Box, Shape
-from core.arrays.dtypes import DTYPES, itemsize
+from core.arrays.dtypes import DTYPES, itemsize, numpy_dtype
 from core.catalog.catalog import Catalog
 from core.errors import UnsupportedError
 from core.inspect.preview import BoxLocation, places_of
@@ -29,7 +29,7 @@ _SCRATCH_BYTES = 4 << 20
 """Size of the buffer for elements that are scattered in their file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LazyTensor:
     """A tensor of a checkpoint, or a slice of one, that has not been read.
 
@@ -164,17 +164,11 @@ class LazyTensor:
         """
         import numpy as np
 
-        name = DTYPES[self.dtype].numpy
-        if name is None:
+        if DTYPES[self.dtype].numpy is None:
             raise UnsupportedError(
                 f"numpy has no {self.dtype}", key=self.key, hint="read it with torch()"
             )
-        if hasattr(np, name):
-            dtype = np.dtype(name)
-        else:
-            import ml_dtypes
-
-            dtype = np.dtype(getattr(ml_dtypes, name))
+        dtype = numpy_dtype(self.dtype)
         data: np.ndarray[Any, Any] = np.empty(
             self.nbytes, np.uint8
         )  # not filled with zeros first: half the time

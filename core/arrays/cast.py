@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from core.arrays.dtypes import dtype_of, itemsize
+from core.arrays.dtypes import dtype_of, itemsize, numpy_dtype
 from core.errors import UnsupportedError
 
 Cast = Callable[[memoryview, memoryview], None]
@@ -103,7 +103,7 @@ def cast_of(source: str, target: str) -> Cast:
         table = patterns_of("bfloat16", target)
 
         def cast_batch(data: memoryview, out: memoryview) -> None:
-            values: Any = np.frombuffer(data, dtype=_numpy_dtype(source))
+            values: Any = np.frombuffer(data, dtype=numpy_dtype(source))
             with np.errstate(all="ignore"):
                 bits = values.astype(np.float32, copy=False).view(np.uint32)
             patterns = (bits >> 16).astype(np.uint16) | ((bits & 0xFFFF) != 0)
@@ -128,7 +128,7 @@ def _convert(data: memoryview, source: str, out: memoryview, target: str) -> Non
     """Cast elements with numpy and ml_dtypes; the tables of the faster casts are built with it."""
     import numpy as np
 
-    values: Any = np.frombuffer(data, dtype=_numpy_dtype(source))
+    values: Any = np.frombuffer(data, dtype=numpy_dtype(source))
     with np.errstate(all="ignore"):
         # torch casts through float32 wherever one side is narrower than that.
         if (
@@ -140,7 +140,7 @@ def _convert(data: memoryview, source: str, out: memoryview, target: str) -> Non
         # torch saturates in float8_e4m3fn, where ml_dtypes overflows to NaN.
         if target == "float8_e4m3fn":
             values = np.clip(values, np.float32(-448), np.float32(448))
-        np.copyto(np.frombuffer(out, dtype=_numpy_dtype(target)), values, casting="unsafe")
+        np.copyto(np.frombuffer(out, dtype=numpy_dtype(target)), values, casting="unsafe")
 
 
 @lru_cache
@@ -156,18 +156,3 @@ def patterns_of(source: str, target: str) -> Any:
     table: Any = np.empty(len(patterns), dtype=f"u{itemsize(target)}")
     _convert(memoryview(patterns.view(np.uint8)), source, memoryview(table.view(np.uint8)), target)
     return table
-
-
-def _numpy_dtype(name: str) -> Any:
-    """Return numpy's dtype, or that of ml_dtypes for types that numpy does not have."""
-    import numpy as np
-
-    numpy_name = dtype_of(name).numpy
-    assert numpy_name is not None
-    if numpy_name == "bool":
-        return np.dtype(np.bool_)
-    if hasattr(np, numpy_name):
-        return np.dtype(numpy_name)
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, numpy_name))

@@ -14,6 +14,7 @@ itself cannot save as plain storages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from core.errors import UnsupportedError
 
@@ -94,6 +95,24 @@ def dtype_of(name: str) -> DType:
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {name!r}", hint=f"known dtypes: {', '.join(DTYPES)}")
     return dtype
+
+
+def numpy_dtype(name: str) -> Any:
+    """Return numpy's dtype of an element type, or ml_dtypes' where numpy has none.
+
+    Raises:
+        UnsupportedError: neither has the type, or the name is not in the table.
+    """
+    import numpy as np
+
+    numpy_name = dtype_of(name).numpy
+    if numpy_name is None:
+        raise UnsupportedError(f"numpy has no {name}")
+    if hasattr(np, numpy_name):
+        return np.dtype(numpy_name)
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, numpy_name))
 
 
 def itemsize(name: str) -> int:

@@ -45,7 +45,7 @@ class NameRow:
 
     @property
     def is_of_expert(self) -> bool:
-        """Whether every expert has such a tensor."""
+        """True if every expert has a tensor of this row."""
         return _EXPERT in self.megatron
 
 

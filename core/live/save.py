@@ -49,7 +49,7 @@ from core.stage.files import StageStore
 
 @dataclass(frozen=True, slots=True)
 class ProcessContribution:
-    """What one process writes, without data.
+    """The tensors and objects that one process writes, without their data.
 
     Args:
         chunks: the chunks that it writes; no other process writes the same elements.

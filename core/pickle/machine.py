@@ -135,7 +135,7 @@ class Machine:
         self._hooks = hooks
         self._guard = KeyGuard()
         self._getattr_forms: set[bool] = set()
-        """Whether calls of ``getattr`` became longer names: True, False, or both."""
+        """The ways ``getattr`` calls were read: as longer names (True), as calls (False)."""
         self._forms = normal_forms(
             self._guard, self._resolve, self._getattr_forms.add, self._count_copies
         )

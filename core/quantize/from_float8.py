@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Box, boxes_of_flat_range, full_box
 from core.arrays.cast import cast_of
-from core.arrays.dtypes import dtype_of, itemsize
+from core.arrays.dtypes import dtype_of, itemsize, numpy_dtype
 from core.catalog.decoded import device_of
 from core.device.device import DEQUANTIZE, Device
 from core.device.lane import lane_of
 from core.device.scales import multiply_by_scales
 from core.errors import UnsupportedError
-from core.quantize.source import SourceTensor, number_type
+from core.quantize.source import SourceTensor
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -118,7 +118,7 @@ class Dequantized:
         n_rows = prod(self.weight.shape[:-1])
         rows = self.unit_bytes // max(1, self._columns * itemsize(self.dtype))
         first, last = unit * rows, min((unit + 1) * rows, n_rows)
-        out: Any = np.empty((last - first, self._columns), number_type(self.dtype))
+        out: Any = np.empty((last - first, self._columns), numpy_dtype(self.dtype))
         multiply = self._multiplier(device_of(store))
         # The rows form a few boxes. Each is read in one go and multiplied part by part, so that the
         # float32 products stay small.
@@ -193,7 +193,7 @@ class Dequantized:
         import numpy as np
 
         at_once = max(1, _AT_ONCE // max(1, self._columns))
-        kind = number_type(self.scales.dtype)
+        kind = numpy_dtype(self.scales.dtype)
         if self.block is None:
             data = self.scales.read(store, full_box(self.scales.shape))
             scale: Any = np.frombuffer(data, kind).astype(np.float32)[:1]

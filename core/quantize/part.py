@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core.arrays.cast import cast_of
-from core.arrays.dtypes import itemsize
+from core.arrays.dtypes import itemsize, numpy_dtype
 from core.catalog.decoded import device_of
 from core.device.device import QUANTIZE
 from core.device.lane import lane_of
 from core.device.scales import DevicePart
-from core.quantize.source import number_type
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -69,12 +68,12 @@ class _NumpyPart:
         import numpy as np
 
         self._block = block
-        stored: Any = np.frombuffer(data, number_type(source))
+        stored: Any = np.frombuffer(data, numpy_dtype(source))
         with np.errstate(all="ignore"):
             values = stored.astype(np.float32).reshape(shape)
             # A cast that comes first is rounded like one without quantization.
             if itemsize(dtype) < 4 and dtype != source:
-                values = values.astype(number_type(dtype)).astype(np.float32)
+                values = values.astype(numpy_dtype(dtype)).astype(np.float32)
         self._values = values
 
     @property

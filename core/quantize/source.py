@@ -245,11 +245,3 @@ def _within(box: Box, outer: Box, size: int) -> StridedLayout:
 def _dot(index: Any, strides: Shape) -> int:
     """Return the offset of an index, in bytes."""
     return sum(i * step for i, step in zip(index, strides, strict=True))
-
-
-def number_type(dtype: str) -> Any:
-    """Return the numpy or ml_dtypes type of a floating-point dtype."""
-    import ml_dtypes
-    import numpy as np
-
-    return np.dtype(getattr(ml_dtypes, dtype, None) or getattr(np, dtype))

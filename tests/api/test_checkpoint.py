@@ -110,6 +110,8 @@ def test_a_wrong_name_lists_similar_ones(golden: Path) -> None:
         with pytest.raises(KeyError, match=r"decoder\.layers\.3\.mlp\.linear_fc2\.weight"):
             checkpoint["decoder.layers.3.mlp.linear_fc2.weigth"]
         assert checkpoint.get("no such tensor") is None
+        assert "no such tensor" not in checkpoint
+        assert "decoder.final_layernorm.weight" in checkpoint
 
 
 def test_a_closed_checkpoint_says_so(golden: Path) -> None:
@@ -128,6 +130,13 @@ def test_wrong_arguments_are_refused(golden: Path) -> None:
         checkpoint.named("nemo")
     with pytest.raises(CheckpointingException):
         core.open(golden / "nothing here")
+
+
+def test_shards_of_single_ranks_cannot_be_renamed(golden: Path) -> None:
+    with core.open(golden / DENSE / "tp2_pp2_optim", ranks="local") as checkpoint:
+        for names in ("hf", "megatron"):
+            with pytest.raises(UsageError, match="shards of single ranks"):
+                checkpoint.named(names)
 
 
 def test_importing_and_looking_needs_neither_torch_nor_numpy(golden: Path) -> None:

@@ -51,7 +51,7 @@ _MAX_MEMBERS = 10_000
 _NPY = b"\x93NUMPY"
 _ZIP = b"PK\x03\x04"
 _JOBLIB_OLD = re.compile(rb"ZF0x[0-9a-f ]{17}")
-"""What precedes zlib data in files of joblib before 0.10: the length, in hexadecimal digits."""
+"""The header of zlib data in files of joblib before 0.10: the length, in hexadecimal digits."""
 _NO_MODULE = {b"\x04\x22\x4d\x18": "lz4", b"\x28\xb5\x2f\xfd": "zstd"}
 """Signature → name, of compressions that Python's standard library lacks."""
 _PICKLED_NAME = re.compile(r"\.(pkl|pickle|joblib|npy|npz|pt|pth|ckpt)(\.\w+)?$")

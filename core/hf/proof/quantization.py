@@ -57,12 +57,12 @@ class QuantizationScheme:
 
     @property
     def needs_scales(self) -> bool:
-        """Whether each float8 weight has a tensor of scales."""
+        """True if each float8 weight has a tensor of scales."""
         return self.method in ("fp8", "fbgemm_fp8")
 
     @property
     def is_never_wide(self) -> bool:
-        """Whether the weights must be stored quantized (see ``_NEVER_WIDE``)."""
+        """True if the scheme is one whose weights are always stored quantized (``_NEVER_WIDE``)."""
         return self.method in _NEVER_WIDE
 
     def fits(self, scale: Shape, weight: Shape) -> bool:
