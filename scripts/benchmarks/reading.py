@@ -1,8 +1,8 @@
 """Reading tensors with ``core.open`` beside safetensors' ``safe_open``, as Markdown tables.
 
 One file of weights is read tensor by tensor, by turns, into new numpy arrays; the files are in the
-page cache. Then single slices of a checkpoint of the wished size are read after opening: rows of a
-safetensors file, and rows of a Megatron run at TP 8, where every row comes from all eight files.
+page cache. Then single slices are read after opening, each of another tensor: rows of that file,
+and rows of a Megatron run at TP 8 of the same size, where every row comes from all eight files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import core
+from scripts.benchmarks.sources import make_megatron
 
 MIB = 1 << 20
 
@@ -71,13 +72,29 @@ def main() -> None:
             median = statistics.median(values)
             print(f"| {name} | {median * 1000:,.0f} | {median / reference:.2f} |")
 
-        # One slice, after opening; the first reading finds out which files hold it.
-        with core.open(path) as checkpoint:
-            slices = [
-                seconds_of(lambda n=n: checkpoint[f"layers.{n}.weight"][64:128].numpy())
-                for n in range(min(n_tensors, 32))
-            ]
-        print(f"\n64 rows of {n_columns} after opening: {1000 * statistics.median(slices):.2f} ms")
+        # Slices, after opening. Each tensor is read for the first time, so that finding the files
+        # that hold it counts.
+        make_megatron(Path(folder) / "tp8", options.size * MIB, 8)
+        print(
+            "\n| 64 rows of a tensor, after opening | opening, ms | a slice, median ms | most ms |"
+        )
+        print("| --- | ---: | ---: | ---: |")
+        for name, source, ending in (
+            ("safetensors", path, ".weight"),
+            ("Megatron, TP 8", Path(folder) / "tp8", ".linear_fc2.weight"),
+        ):
+            begun = time.perf_counter()
+            with core.open(source) as checkpoint:
+                opening = time.perf_counter() - begun
+                tensors = [checkpoint[key] for key in checkpoint if key.endswith(ending)][:32]
+                slices = [seconds_of(tensor[64:128].numpy) for tensor in tensors]
+            shape = " × ".join(map(str, tensors[0].shape))
+            seconds = (opening, statistics.median(slices), max(slices))
+            print(
+                f"| {name}, {shape} | "
+                + " | ".join(f"{1000 * value:.2f}" for value in seconds)
+                + " |"
+            )
 
 
 if __name__ == "__main__":
