@@ -20,9 +20,10 @@ from typing import Annotated
 from typer import Exit, Option, Typer
 
 from ckpt_cli.options.diff import DiffOptions
+from ckpt_cli.options.inspect import InspectOptions
 from ckpt_cli.options.launch import LaunchOptions
 from ckpt_cli.options.manifest import ManifestOptions
-from ckpt_cli.options.transfer import InspectOptions, TransferOptions, accepts
+from ckpt_cli.options.transfer import TransferOptions, accepts
 from ckpt_cli.options.typer_command import Command, Group
 from ckpt_cli.options.validate import ValidateOptions
 from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of

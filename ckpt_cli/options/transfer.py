@@ -1,4 +1,4 @@
-"""The options of inspect, convert and reshard, and those that several commands share.
+"""The options of convert and reshard, and those that several commands share.
 
 A command takes one frozen dataclass; ``accepts`` turns it into the signature that typer wants.
 Words of long options may be separated with ``-`` or ``_``.
@@ -120,7 +120,7 @@ NoOptim = Annotated[
 ]
 
 
-def _missing_chunks(panel: str) -> object:
+def missing_chunks_option(panel: str) -> object:
     """Return the option ``--missing-chunks`` for a section of the help page."""
     return Option(
         "--missing-chunks",
@@ -132,8 +132,8 @@ def _missing_chunks(panel: str) -> object:
     )
 
 
-MissingChunks = Annotated[str | None, _missing_chunks(CONTENT)]
-CheckedMissingChunks = Annotated[str | None, _missing_chunks(CHECKS)]
+MissingChunks = Annotated[str | None, missing_chunks_option(CONTENT)]
+CheckedMissingChunks = Annotated[str | None, missing_chunks_option(CHECKS)]
 Memory = Annotated[
     str | None,
     Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Memory limit. [512MiB]"),
@@ -141,75 +141,6 @@ Memory = Annotated[
 ReadingThreads = Annotated[int | None, threads_option("Number of reading threads. [one per core]")]
 Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
 Debug = Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectOptions:
-    """Options of ``ckpt inspect``."""
-
-    path: Annotated[
-        Path,
-        Argument(
-            metavar="PATH", help="Checkpoint directory, one of its files, or a training root."
-        ),
-    ] = Path()
-    keys: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="KEY…",
-            help="Entries to show: names, or patterns such as 'decoder.layers.[0-3].*'.",
-        ),
-    ] = None
-    iteration: Annotated[
-        int | None,
-        Option(
-            "--iteration",
-            metavar="N",
-            parser=whole_number(0),
-            help="Iteration to read, in a training root. [the tracker's, else the newest]",
-        ),
-    ] = None
-    tree: Annotated[
-        bool | None,
-        Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line per tensor. [tree]"),
-    ] = None
-    sort: Annotated[
-        str | None,
-        Option(
-            "--sort",
-            metavar="name|size",
-            parser=one_of("name", "size"),
-            help="Sort order. [as stored]",
-        ),
-    ] = None
-    values: Annotated[
-        int,
-        Option(
-            "--values",
-            metavar="N",
-            parser=whole_number(0, 10_000),
-            show_default=False,
-            help="Show the first N values of each tensor.",
-        ),
-    ] = 0
-    limit: Annotated[
-        int | None,
-        Option(
-            "--limit",
-            metavar="N",
-            parser=whole_number(0),
-            help="Show at most N lines; 0 for all. [200 for a tree, else all]",
-        ),
-    ] = None
-    missing_chunks: Annotated[str | None, _missing_chunks("Options")] = None
-    all: Annotated[
-        bool,
-        Flag(
-            "--all", help="Read every rank file (default: one per pipeline stage). Implied by KEY."
-        ),
-    ] = False
-    json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
-    debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False
 
 
 def _target_size(short: str, long: str, text: str) -> object:

@@ -11,7 +11,8 @@ from typer.main import get_command
 
 from ckpt_cli.app import app, main
 from ckpt_cli.commands.transfer import build_job
-from ckpt_cli.options.transfer import TARGETS, InspectOptions, TransferOptions
+from ckpt_cli.options.inspect import InspectOptions
+from ckpt_cli.options.transfer import TARGETS, TransferOptions
 from ckpt_cli.options.typer_command import Group
 from ckpt_cli.options.values import (
     check_names,

@@ -1,0 +1,81 @@
+"""The options of ``ckpt inspect``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from ckpt_cli.options.transfer import Flag, missing_chunks_option
+from ckpt_cli.options.values import one_of, whole_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions:
+    """Options of ``ckpt inspect``."""
+
+    path: Annotated[
+        Path,
+        Argument(
+            metavar="PATH", help="Checkpoint directory, one of its files, or a training root."
+        ),
+    ] = Path()
+    keys: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="KEY…",
+            help="Entries to show: names, or patterns such as 'decoder.layers.[0-3].*'.",
+        ),
+    ] = None
+    iteration: Annotated[
+        int | None,
+        Option(
+            "--iteration",
+            metavar="N",
+            parser=whole_number(0),
+            help="Iteration to read, in a training root. [the tracker's, else the newest]",
+        ),
+    ] = None
+    tree: Annotated[
+        bool | None,
+        Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line per tensor. [tree]"),
+    ] = None
+    sort: Annotated[
+        str | None,
+        Option(
+            "--sort",
+            metavar="name|size",
+            parser=one_of("name", "size"),
+            help="Sort order. [as stored]",
+        ),
+    ] = None
+    values: Annotated[
+        int,
+        Option(
+            "--values",
+            metavar="N",
+            parser=whole_number(0, 10_000),
+            show_default=False,
+            help="Show the first N values of each tensor.",
+        ),
+    ] = 0
+    limit: Annotated[
+        int | None,
+        Option(
+            "--limit",
+            metavar="N",
+            parser=whole_number(0),
+            help="Show at most N lines; 0 for all. [200 for a tree, else all]",
+        ),
+    ] = None
+    missing_chunks: Annotated[str | None, missing_chunks_option("Options")] = None
+    all: Annotated[
+        bool,
+        Flag(
+            "--all", help="Read every rank file (default: one per pipeline stage). Implied by KEY."
+        ),
+    ] = False
+    json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
+    debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False

@@ -1,0 +1,108 @@
+"""The object of ``ckpt inspect --json``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_cli.pages.inspect_object import object_json
+from ckpt_cli.pages.inspect_page import catalog_of
+from ckpt_cli.pages.inspect_tensor import number_json, place_json
+from core.inspect.preview import first_values, places_of
+from core.inspect.summary import bare_key
+from core.megatron.optimizer.form import role_of
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import TensorMeta
+    from core.inspect.summary import Summary
+    from core.opening.open import Checkpoint
+
+
+def inspect_json(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    tensors: list[TensorMeta],
+    objects: list[str],
+    *,
+    is_selected: bool,
+    n_values: int,
+) -> dict[str, object]:
+    """Return the object of ``--json``; its schema is in ``ckpt_cli.commands.inspect``.
+
+    Args:
+        is_selected: KEY selected the entries: add places of tensors and contents of objects.
+        n_values: number of values to add of each selected tensor.
+    """
+    return {
+        "schema": "ckpt.inspect/1",
+        "path": summary.path,
+        "format": summary.format,
+        "title": summary.title,
+        "version": summary.version,
+        "iteration": summary.iteration,
+        "files": summary.n_files,
+        "unopened_files": summary.n_unopened,
+        "file_bytes": summary.file_bytes,
+        "beside": sorted(checkpoint.catalog.carried),
+        "parallel": dict(summary.parallel),
+        "ranks": summary.n_ranks,
+        "model": dict(summary.model),
+        "groups": [
+            {
+                "name": group.name,
+                "tensors": group.n_tensors,
+                "elements": group.n_elements,
+                "bytes": group.n_bytes,
+                "dtypes": dict(group.dtypes),
+            }
+            for group in summary.groups
+        ],
+        "totals": {
+            "tensors": summary.total.n_tensors,
+            "elements": summary.total.n_elements,
+            "bytes": summary.total.n_bytes,
+            "objects": summary.n_objects,
+        },
+        "optimizer": summary.optimizer
+        and {"format": summary.optimizer, "title": summary.optimizer_title},
+        "can": [
+            {"action": v.action, "possible": v.is_possible, "to": list(v.targets), "why": v.why}
+            for v in summary.capabilities
+        ],
+        "is_unsharded": summary.is_unsharded,
+        "notes": list(summary.notes),
+        "tensors": [
+            _tensor_json(checkpoint, summary, meta, is_selected=is_selected, n_values=n_values)
+            for meta in tensors
+        ],
+        "objects": [
+            {"key": key, "value": object_json(summary.view.objects[key], checkpoint)}
+            if is_selected
+            else {"key": key}
+            for key in objects
+        ],
+    }
+
+
+def _tensor_json(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    meta: TensorMeta,
+    *,
+    is_selected: bool,
+    n_values: int,
+) -> dict[str, object]:
+    """Return a tensor, with its places and values only if it was selected by KEY."""
+    catalog = catalog_of(summary, checkpoint, meta.key)
+    entry: dict[str, object] = {
+        "key": meta.key,
+        "dtype": meta.dtype,
+        "shape": list(meta.shape),
+        "bytes": meta.n_bytes,
+        "group": role_of(bare_key(meta.key, catalog)),
+    }
+    if is_selected:
+        entry["places"] = [place_json(place) for place in places_of(catalog, meta.key)]
+        if n_values:
+            values = first_values(checkpoint.store, catalog, meta.key, n_values)
+            entry["values"] = [number_json(value) for value in values]
+    return entry

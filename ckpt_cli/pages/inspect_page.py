@@ -1,0 +1,178 @@
+"""The page of ``ckpt inspect``: the header, and the details of selected entries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckpt_cli.pages.inspect_object import object_json
+from ckpt_cli.pages.inspect_tensor import tensor_lines
+from ckpt_cli.screen.blocks import (
+    Cell,
+    bytes_text,
+    count_text,
+    fact_list,
+    facts,
+    first_lines,
+    n_text,
+    table,
+)
+from ckpt_cli.screen.terminal import Screen, escaped
+from core.inspect.preview import first_values, places_of
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import Catalog, TensorMeta
+    from core.inspect.capabilities import Capability
+    from core.inspect.summary import Summary
+    from core.opening.open import Checkpoint
+
+_GROUP_TITLES = {
+    "model": "model",
+    "moments": "optimizer moments",
+    "masters": "master weights",
+    "other": "other",
+}
+
+
+def catalog_of(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
+    """Return the catalog that contains a selected tensor: the view, or that of the rank files."""
+    return summary.view if key in summary.view.tensors else checkpoint.catalog
+
+
+def detail_lines(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    tensors: list[TensorMeta],
+    objects: list[str],
+    screen: Screen,
+    *,
+    n_values: int,
+    limit: int,
+) -> Iterator[str]:
+    """Yield the details of tensors (places, first values) and of objects (contents as JSON).
+
+    Args:
+        n_values: number of values to show of each tensor.
+        limit: maximum number of lines of each entry; 0 for all.
+    """
+    # Tensors: an empty line between two of them.
+    for number, meta in enumerate(tensors):
+        if number:
+            yield ""
+        catalog = catalog_of(summary, checkpoint, meta.key)
+        values = first_values(checkpoint.store, catalog, meta.key, n_values) if n_values else None
+        lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
+        yield from first_lines(screen, lines, limit)
+    # Objects: the JSON text may contain characters that a terminal obeys.
+    for key in objects:
+        value = json.dumps(object_json(summary.view.objects[key], checkpoint), indent=2)
+        yield screen.styled(escaped(key), "bold")
+        yield from first_lines(screen, [escaped(line) for line in value.splitlines()], limit)
+
+
+def header_lines(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield everything above the tree: facts about the checkpoint and a table of its groups."""
+    yield screen.styled(escaped(summary.path), "bold")
+    yield from facts(screen, _header_facts(summary, checkpoint))
+    # The groups (model, moments, …), with a total if there are several.
+    yield ""
+    rows: list[list[Cell | str]] = [
+        [Cell(text, ("dim",)) for text in ("", "tensors", "elements", "bytes")]
+    ]
+    for group in summary.groups:
+        figures = [f"{group.n_tensors:,}", count_text(group.n_elements), bytes_text(group.n_bytes)]
+        rows.append([_GROUP_TITLES[group.name], *figures, Cell(", ".join(group.dtypes), ("cyan",))])
+    if len(summary.groups) > 1:
+        total = summary.total
+        rows.append(
+            [
+                "total",
+                f"{total.n_tensors:,}",
+                count_text(total.n_elements),
+                bytes_text(total.n_bytes),
+            ]
+        )
+    yield from table(screen, rows, align="<>>><")
+
+
+def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Cell | str]]:
+    """Return the facts above the tree, with their labels."""
+    # How it is stored.
+    version = f", version {escaped(summary.version)}" if summary.version else ""
+    pairs: list[tuple[str, Cell | str]] = [
+        ("format", f"{summary.format}: {summary.title}{version}")
+    ]
+    if summary.iteration is not None:
+        pairs.append(("iteration", str(summary.iteration)))
+    if summary.parallel or summary.n_ranks:
+        pairs.append(("parallel", _parallel_text(summary)))
+    # What it contains.
+    if summary.model:
+        pairs.append(("model", escaped(model_text(summary))))
+    pairs.append(("optimizer", summary.optimizer_title or "none"))
+    pairs.append(("files", f"{n_text(summary.n_files, 'file')}, {bytes_text(summary.file_bytes)}"))
+    extras = sorted(checkpoint.catalog.carried)
+    if extras:
+        names = ", ".join(extras if len(extras) <= 4 else (*extras[:3], "…"))
+        pairs.append(("", escaped(f"{n_text(len(extras), 'other file')}: {names}")))
+    if summary.n_objects:
+        pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
+    # What can be done with it, and notes.
+    for number, capability in enumerate(summary.capabilities):
+        pairs.append(("" if number else "can", _capability_cell(capability)))
+    return [*pairs, *fact_list("note", summary.notes, "yellow")]
+
+
+def _parallel_text(summary: Summary) -> str:
+    """Return the parallel sizes and the number of ranks: ``TP 2 · PP 1 · written by 2 ranks``."""
+    # TP and PP are always shown, the other sizes only if they differ from their defaults.
+    defaults = {"tp": 0, "pp": 0, "etp": summary.parallel.get("tp", 1)}
+    texts = [
+        f"{name.upper()} {size}"
+        for name, size in summary.parallel.items()
+        if size != defaults.get(name, 1)
+    ]
+    if summary.n_ranks:
+        texts.append(f"written by {n_text(summary.n_ranks, 'rank')}")
+    return " · ".join(texts)
+
+
+def _capability_cell(capability: Capability) -> Cell:
+    """Return an action with its target formats, and whether it is possible or why not."""
+    action = (
+        f"{capability.action} to {', '.join(capability.targets)}"
+        if capability.targets
+        else capability.action
+    )
+    if capability.is_possible:
+        return Cell(f"✓ {action}{f' ({capability.why})' if capability.why else ''}", ("green",))
+    return Cell(f"✗ {action}: {escaped(capability.why or 'not supported')}", ("dim",))
+
+
+def model_text(summary: Summary) -> str:
+    """Return the model's sizes on one line.
+
+    For example ``4 layers · hidden 64 · 8 heads in 4 groups · vocabulary 300``.
+    """
+    # Sizes: the text before and after each. Groups of one head each are ordinary attention.
+    args = summary.model
+    groups = args.get("num_query_groups")
+    is_grouped = groups is not None and groups != args.get("num_attention_heads")
+    sizes = (
+        ("num_layers", "", " layers"),
+        ("hidden_size", "hidden ", ""),
+        ("num_attention_heads", "", f" heads in {groups} groups" if is_grouped else " heads"),
+        ("ffn_hidden_size", "SwiGLU " if args.get("swiglu") is True else "MLP ", ""),
+        ("num_experts", "", " experts"),
+    )
+    texts = [f"{before}{args[name]}{after}" for name, before, after in sizes if name in args]
+    # The vocabulary, with its padded size if that differs, and tied embeddings.
+    padded = args.get("padded_vocab_size")
+    vocab = args.get("vocab_size", padded)
+    if vocab is not None:
+        is_padded = padded is not None and padded != vocab
+        texts.append(f"vocabulary {vocab}{f' padded to {padded}' if is_padded else ''}")
+    if args.get("untie_embeddings_and_output_weights") is False:
+        texts.append("tied embeddings")
+    return " · ".join(texts)
