@@ -85,7 +85,7 @@ def run_diff(options: DiffOptions) -> int:
             limit = _LIMIT if options.limit is None else options.limit
             for line in page_of(screen, result, limit=limit, is_flat=options.flat):
                 print(line)
-    return 0 if result.is_same else 1
+    return 0 if result.same else 1
 
 
 def _build_job(options: DiffOptions) -> DiffJob:
@@ -145,7 +145,7 @@ def _as_json(result: Diff) -> dict[str, object]:
         method = "fingerprints" if result.n_by_fingerprint and not result.read_bytes else "read"
     return {
         "schema": "ckpt.diff/1",
-        "same": result.is_same,
+        "same": result.same,
         "method": method,
         "by_fingerprint": result.n_by_fingerprint,
         "tolerance": None if result.rule is None else asdict(result.rule),

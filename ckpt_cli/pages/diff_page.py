@@ -99,7 +99,7 @@ def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Itera
 
 def verdict_line(screen: Screen, result: Diff) -> str:
     """Return the verdict as one line: the same, or how much of the checkpoints differs."""
-    is_good = result.is_same
+    is_good = result.same
     mark = screen.styled("✓" if is_good else "✗", "green" if is_good else "red", "bold")
     return screen.plain(f"{mark} {screen.styled(_verdict_text(result), 'bold')}")
 

@@ -122,8 +122,8 @@ class Diff:
     figures: tuple[Figures, ...] = ()
 
     @property
-    def is_same(self) -> bool:
-        """Return whether everything was compared and is equal."""
+    def same(self) -> bool:
+        """Return whether everything was compared and is equal, as the JSON field ``same``."""
         return (
             not self.entries
             and not self.left_out

@@ -21,8 +21,8 @@ def test_convert_reshard_diff_and_validate(golden: Path, tmp_path: Path) -> None
     assert report.n_tensors > 0
     # What Megatron itself saved at TP1.
     truth = golden / "mcore_legacy/dense_gqa/tp1_pp1_optim"
-    assert core.diff(tmp_path / "tp1", truth, entries=False).is_same
-    assert not core.diff(tmp_path / "tp1", golden / "mcore_legacy/dense_gelu/tp1_pp1").is_same
+    assert core.diff(tmp_path / "tp1", truth, entries=False).same
+    assert not core.diff(tmp_path / "tp1", golden / "mcore_legacy/dense_gelu/tp1_pp1").same
     assert core.validate(tmp_path / "tp1", level="deep").findings == ()
     core.convert(tmp_path / "tp1", tmp_path / "model.pt", optimizer=False, names="hf")
 

@@ -158,8 +158,8 @@ def test_diff_compares_attributes_but_the_versions_of_modules(tmp_path: Path) ->
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.pt"
         return saved({"m": mapping(collections.OrderedDict, {"w": numbers(2)}, **attributes)}, path)
 
-    assert compare(state(ema=numbers(3), title="x"), state(ema=numbers(3), title="x")).is_same
-    assert not compare(state(ema=numbers(3)), state(ema=numbers(3, start=1))).is_same
-    assert not compare(state(ema=numbers(3)), state()).is_same
-    assert not compare(state(title="x"), state(title="y")).is_same
-    assert compare(state(_metadata={"": {"version": 1}}), state()).is_same
+    assert compare(state(ema=numbers(3), title="x"), state(ema=numbers(3), title="x")).same
+    assert not compare(state(ema=numbers(3)), state(ema=numbers(3, start=1))).same
+    assert not compare(state(ema=numbers(3)), state()).same
+    assert not compare(state(title="x"), state(title="y")).same
+    assert compare(state(_metadata={"": {"version": 1}}), state()).same

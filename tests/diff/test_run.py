@@ -95,7 +95,7 @@ def test_the_same_weights_are_the_same_in_every_format_and_layout(
         "optimizer.param_groups",
     )  # other versions of Megatron have other ones
     assert all(entry.path.startswith(expected) for entry in found.entries), found.entries
-    assert compare(golden / case, golden / other, with_entries=False).is_same
+    assert compare(golden / case, golden / other, with_entries=False).same
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_arguments_of_the_layout_do_not_make_checkpoints_different(
     golden: Path, case: str, other: str
 ) -> None:
     found = compare(golden / case, golden / other)
-    assert found.is_same
+    assert found.same
     assert found.entries == ()
     assert any(entry.path.startswith("args.") for entry in found.of_layout)
     assert found.n_entries > 100
@@ -123,7 +123,7 @@ def test_arguments_of_the_layout_do_not_make_checkpoints_different(
 def test_the_iteration_and_settings_count(golden: Path) -> None:
     found = compare(golden / "deepspeed/zero1_dp2_bf16", golden / "deepspeed/zero2_dp2_bf16")
     assert [entry.path for entry in found.entries] == ["ds_config.zero_optimization.stage"]
-    assert not found.is_same
+    assert not found.same
 
 
 @pytest.mark.parametrize("state", ["", "optimizer.state.exp_avg_sq."])
@@ -184,13 +184,13 @@ def test_megatron_and_hugging_face_names_are_brought_together(
     hf = converted(source, tmp_path / "hf", "hf")
     for pair in ((source, hf), (hf, source)):
         found = compare(*pair)
-        assert found.is_same
+        assert found.same
         assert set(kinds(found)) == {"equal"}
         assert any("Megatron's names" in note for note in found.notes)
     with_optimizer = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
     if "dense_gqa" in model:
         found = compare(with_optimizer, hf)
-        assert found.is_same
+        assert found.same
         assert any("optimizer" in note for note in found.notes)
 
 
@@ -206,7 +206,7 @@ def test_other_dtypes_are_compared_by_value(
         one.is_cast and one.values is not None and one.values.n_differing == 0
         for one in found.tensors
     )
-    assert found.is_same == (rule is not None)
+    assert found.same == (rule is not None)
     narrow = converted(
         golden / "torch_dcp/fsdp2_dp2", tmp_path / "narrow", "dcp", dtype=((None, "bfloat16"),)
     )
@@ -214,10 +214,10 @@ def test_other_dtypes_are_compared_by_value(
         golden / "torch_dcp/fsdp2_dp2", narrow, rule=rule, with_entries=False, with_optimizer=False
     )
     assert all(one.is_cast for one in found.tensors)
-    assert not found.is_same
+    assert not found.same
     assert compare(
         golden / "torch_dcp/fsdp2_dp2", narrow, rule=Tolerance(2**-8), with_entries=False
-    ).is_same
+    ).same
 
 
 def saved(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -345,20 +345,20 @@ def test_metadata_are_compared_without_a_byte_of_the_tensors(tmp_path: Path) -> 
         saved(tmp_path / "b.safetensors", one | {"w": torch.zeros(100, 100)}),
     )
     found = compare(a, b, reads=False)
-    assert found.is_same
+    assert found.same
     assert kinds(found) == {"unread": 2}
     assert found.read_bytes == 0
-    assert not compare(a, b).is_same
+    assert not compare(a, b).same
 
 
 def test_a_wrong_pattern_is_told_and_right_ones_choose(tmp_path: Path) -> None:
     one = {f"layers.{n}.w": torch.full((3,), float(n)) for n in range(4)}
     other = one | {"layers.2.w": torch.zeros(3)}
     a, b = saved(tmp_path / "a.pt", one), saved(tmp_path / "b.pt", other)
-    assert not compare(a, b).is_same
-    assert compare(a, b, include=["layers.[0-1]"]).is_same
+    assert not compare(a, b).same
+    assert compare(a, b, include=["layers.[0-1]"]).same
     assert len(compare(a, b, include=["layers.[0-1]"]).tensors) == 2
-    assert compare(a, b, exclude=["*.2.w"]).is_same
+    assert compare(a, b, exclude=["*.2.w"]).same
     with pytest.raises(UsageError, match="matches 'nothing'"):
         compare(a, b, include=["nothing"])
 
@@ -370,11 +370,11 @@ def test_a_prefix_is_proposed_and_taken_off(tmp_path: Path) -> None:
     found = compare(a, b)
     assert kinds(found) == {"only_a": 4, "only_b": 4}
     assert any("--strip-prefix model." in note for note in found.notes)
-    assert compare(a, b, strip_prefix=["model."]).is_same
+    assert compare(a, b, strip_prefix=["model."]).same
     deeper = saved(tmp_path / "c.pt", {f"model.model.{key}": tensor for key, tensor in one.items()})
     assert any("--strip-prefix model." in note for note in compare(b, deeper).notes)
-    assert compare(b, deeper, strip_prefix=["model."]).is_same
-    assert compare(a, deeper, strip_prefix=["model.", "model."]).is_same
+    assert compare(b, deeper, strip_prefix=["model."]).same
+    assert compare(a, deeper, strip_prefix=["model.", "model."]).same
     with pytest.raises(UsageError, match="begins with 'x'"):
         compare(a, b, strip_prefix=["x"])
 
@@ -386,8 +386,8 @@ def test_tensors_inside_of_objects_are_compared(tmp_path: Path) -> None:
             tmp_path / f"{name}.pt",
         )
     found = compare(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert not found.is_same
-    assert compare(tmp_path / "a.pt", tmp_path / "a.pt").is_same
+    assert not found.same
+    assert compare(tmp_path / "a.pt", tmp_path / "a.pt").same
 
 
 def test_an_optimizer_that_is_not_understood_is_no_equality(golden: Path, tmp_path: Path) -> None:
@@ -398,9 +398,9 @@ def test_an_optimizer_that_is_not_understood_is_no_equality(golden: Path, tmp_pa
     found = compare(case, broken)
     assert set(kinds(found)) == {"equal"}
     assert found.entries == ()
-    assert not found.is_same
+    assert not found.same
     assert "optimizer" in found.left_out[0]
-    assert compare(case, broken, with_optimizer=False).is_same
+    assert compare(case, broken, with_optimizer=False).same
 
 
 def test_rank_files_that_are_not_understood_are_compared_rank_by_rank(
@@ -418,7 +418,7 @@ def test_rank_files_that_are_not_understood_are_compared_rank_by_rank(
                         name, data.replace(b"decoder.final_layernorm.", b"decoder.other_layernorm.")
                     )
     found = compare(*copies)
-    assert found.is_same
+    assert found.same
     assert any(one.key.startswith("mp_rank_01:") for one in found.tensors)
     assert any("rank by rank" in note for note in found.notes)
     with pytest.raises(UnsupportedError, match="the layout of only one of the checkpoints"):
@@ -439,14 +439,14 @@ def test_memory_that_is_too_small_is_refused_beforehand(golden: Path) -> None:
     source = golden / "mcore0121_zarr/dense_gqa/tp2_pp2"
     with pytest.raises(CapacityError, match="Set the memory limit to at least"):
         compare(source, source, memory_bytes=1 << 20)
-    assert compare(source, source, memory_bytes=200 << 20, threads=1).is_same
+    assert compare(source, source, memory_bytes=200 << 20, threads=1).same
 
 
 def test_a_resharded_checkpoint_is_the_same(golden: Path, tmp_path: Path) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
     out = converted(source, tmp_path / "out", "megatron", topology=TopologyChange(tp=4, pp=1))
     found = compare(source, out)
-    assert found.is_same, found.entries
+    assert found.same, found.entries
 
 
 def with_manifest(source: Path, copy: Path) -> Path:
@@ -459,10 +459,10 @@ def test_what_both_manifests_call_equal_is_not_read(golden: Path, tmp_path: Path
     a = with_manifest(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "a")
     b = with_manifest(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "b")
     found = compare(a, b)
-    assert found.is_same
+    assert found.same
     assert (found.n_by_fingerprint, found.read_bytes) == (31, 0)
     read = compare(a, b, believes=False)
-    assert (read.is_same, read.n_by_fingerprint) == (True, 0)
+    assert (read.same, read.n_by_fingerprint) == (True, 0)
     assert read.read_bytes > 0
     assert compare(a, b, rule=Tolerance(equal_nan=False)).n_by_fingerprint == 0
     assert compare(golden / "mcore_legacy/dense_gqa/tp2_pp2", b).n_by_fingerprint == 0
@@ -477,7 +477,7 @@ def test_the_manifest_beside_a_tracker_is_used(golden: Path, tmp_path: Path) -> 
     )
     assert (b / "ckpt-manifest.json").exists()
     found = compare(a, b)
-    assert (found.is_same, found.n_by_fingerprint, found.read_bytes) == (True, 31, 0)
+    assert (found.same, found.n_by_fingerprint, found.read_bytes) == (True, 31, 0)
 
 
 def test_a_manifest_of_before_a_change_is_not_believed(golden: Path, tmp_path: Path) -> None:

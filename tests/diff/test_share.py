@@ -33,7 +33,7 @@ def said(found: Diff) -> Said:
         found.notes,
         found.read_bytes,
     )
-    return found.is_same, found.tensors, *rest
+    return found.same, found.tensors, *rest
 
 
 def compared(team: Team, jobs: list[DiffJob]) -> list[tuple[Said, tuple[Figures, ...]]]:

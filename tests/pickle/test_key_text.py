@@ -217,10 +217,10 @@ def test_keys_that_weights_only_refuses_are_set_aside_by_their_names(tmp_path: P
 def test_diff_compares_the_values_of_keys(tmp_path: Path) -> None:
     one = saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "a.pt")
     other = saved({"proto": {np.int64(5): numbers(2), np.int64(9): numbers(2)}}, tmp_path / "b.pt")
-    assert not compare(one, other).is_same
+    assert not compare(one, other).same
     assert compare(
         one, saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "c.pt")
-    ).is_same
+    ).same
 
 
 def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_path: Path) -> None:
@@ -228,8 +228,8 @@ def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_p
         return {"w": numbers(2), "history": [collections.deque([dict.fromkeys(keys, 1)])]}
 
     one = saved(state(np.int64(3), Color.RED), tmp_path / "a.pt")
-    assert compare(one, saved(state(np.int64(3), Color.RED), tmp_path / "b.pt")).is_same
-    assert not compare(one, saved(state(np.int64(4), Color.RED), tmp_path / "c.pt")).is_same
+    assert compare(one, saved(state(np.int64(3), Color.RED), tmp_path / "b.pt")).same
+    assert not compare(one, saved(state(np.int64(4), Color.RED), tmp_path / "c.pt")).same
 
 
 @pytest.mark.parametrize("to", FLAT)
