@@ -17,7 +17,7 @@ have parts of it; ``whole``: every tensor is an array.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -202,60 +202,67 @@ def target_of(
         chunk for contribution in contributions for chunk in contribution.chunks
     )
     _refuse_duplicates(contributions)
-    # Box of each array → number of the process that fills it, by key.
-    boxes: dict[str, dict[Box, int]] = {key: {} for key in metas}
-    for number, contribution in enumerate(contributions):
-        for chunk in contribution.chunks:
-            if format.partition == "as_stored":
-                boxes[chunk.key].update((box, number) for _, box in chunk.runs())
-            elif format.partition == "grid":
-                boxes[chunk.key].setdefault(chunk.box, number)
-    # Partition ``whole``, and tensors without elements: one array for the tensor.
-    for key, meta in metas.items():
-        if not boxes[key]:
-            boxes[key] = {full_box(meta.shape): 0}
-    streams = {
-        stream_key(key): (n_bytes, number)
-        for number, contribution in enumerate(contributions)
-        for key, n_bytes in contribution.streams
-    }
+    # The arrays to write: those of tensors, and one hidden array of bytes for each object.
+    boxes = _boxes_by_key(contributions, metas, format.partition)
+    streams: dict[str, TensorMeta] = {}
+    objects: dict[str, StoredObject] = {}
     has_files = format.partition == "as_stored"
-
-    def array(name: str, meta: TensorMeta, box: Box, number: int) -> PlannedArray:
-        return PlannedArray(
-            name, meta.dtype, box.shape, coords=((HOLDER, number),) if has_files else ()
-        )
+    for number, contribution in enumerate(contributions):
+        for key, n_bytes in contribution.streams:
+            hidden = stream_key(key)
+            streams[hidden] = TensorMeta(hidden, "uint8", (n_bytes,))
+            boxes[hidden] = {full_box((n_bytes,)): number}
+            coords = ((HOLDER, number),) if has_files else ()
+            objects[key] = StoredObject(key, raw_key=hidden, coords=coords)
 
     def fragments_of(key: str) -> Sequence[TargetFragment]:
-        if key in streams:
-            n_bytes, number = streams[key]
-            meta = TensorMeta(key, "uint8", (n_bytes,))
-            return (
-                Fragment(
-                    key, full_box(meta.shape), array(key, meta, full_box(meta.shape), number), (0,)
-                ),
+        meta = streams.get(key) or metas[key]
+        fragments = []
+        for box, number in boxes[key].items():
+            # Where every process has files of its own, the coordinate chooses the file.
+            array = PlannedArray(
+                key if key in streams else array_name(key, box),
+                meta.dtype,
+                box.shape,
+                coords=((HOLDER, number),) if has_files else (),
             )
-        meta = metas[key]
-        return tuple(
-            Fragment(key, box, array(array_name(key, box), meta, box, number), (0,) * box.rank)
-            for box, number in boxes[key].items()
-        )
+            fragments.append(Fragment(key, box, array, (0,) * box.rank))
+        return tuple(fragments)
 
     return Catalog(
         format=format.name,
         version=None,
         tensors=metas,
         fragments_of=fragments_of,
-        objects={
-            key: StoredObject(
-                key, raw_key=stream_key(key), coords=((HOLDER, number),) if has_files else ()
-            )
-            for number, contribution in enumerate(contributions)
-            for key, _ in contribution.streams
-        },
-        hidden={key: TensorMeta(key, "uint8", (n_bytes,)) for key, (n_bytes, _) in streams.items()},
+        objects=objects,
+        hidden=streams,
         write=options,
     )
+
+
+def _boxes_by_key(
+    contributions: Sequence[ProcessContribution],
+    metas: Mapping[str, TensorMeta],
+    partition: str,
+) -> dict[str, dict[Box, int]]:
+    """Return the boxes of each tensor's arrays, with the number of the process that fills each.
+
+    Args:
+        partition: ``Format.partition``.
+    """
+    boxes: dict[str, dict[Box, int]] = {key: {} for key in metas}
+    for number, contribution in enumerate(contributions):
+        for chunk in contribution.chunks:
+            if partition == "as_stored":
+                boxes[chunk.key].update((box, number) for _, box in chunk.runs())
+            elif partition == "grid":
+                # Several processes may have parts of a chunk; the first one stands for all.
+                boxes[chunk.key].setdefault(chunk.box, number)
+    # Partition ``whole``, and tensors without elements: one array for the tensor.
+    for key, meta in metas.items():
+        if not boxes[key]:
+            boxes[key] = {full_box(meta.shape): 0}
+    return boxes
 
 
 def _refuse_duplicates(contributions: Sequence[ProcessContribution]) -> None:
