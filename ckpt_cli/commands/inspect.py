@@ -116,7 +116,10 @@ def inspect(options: InspectOptions) -> int:
             print(json.dumps(fields))
             return 0
         screen = screen_of(sys.stdout)
-        for note in selection.notes:
+        notes = [*selection.notes]
+        if statistics and summary.view.is_rank_local:
+            notes.append("measured rank by rank: data that several ranks hold count several times")
+        for note in notes:
             print(screen.styled(escaped(f"note: {note}"), "yellow"))
         if statistics:
             measured = [meta for meta in tensors if meta.key in statistics]
@@ -210,10 +213,12 @@ def _lines(
             for meta in _in_order(tensors, options.sort)
         ]
         object_keys = sorted(objects) if options.sort else objects
-        # Values inside objects, which only KEY selects, are shown if they fit on the line.
+        # Objects that only KEY selects are shown by their values, if nothing has to be read.
+        items = summary.view.objects
         values = {
-            key: object_json(summary.view.objects[key], checkpoint)
-            for key in (object_keys if options.keys else ())
+            key: object_json(items[key], checkpoint)
+            for key in object_keys
+            if options.keys and items[key].raw_key is None
         }
         rows += [[Cell(escaped(key)), value_cell(values.get(key, {}))] for key in object_keys]
         yield from first_lines(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)

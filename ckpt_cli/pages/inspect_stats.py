@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, facts, n_text, table
-from ckpt_cli.screen.terminal import Screen, escaped
+from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
+from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.inspect.stats import FoldedStatistics, fold_statistics
 
 if TYPE_CHECKING:
@@ -39,25 +39,37 @@ def stats_lines(
     if sort is not None:
         folded.sort(key=lambda row: (0 if sort == "name" else -_n_bytes(row), row.label))
 
-    # Names are long: rows below the same layers share a line with the name of these.
+    # Names are long: rows below the same layers share a heading, which is no part of the table.
     rows: list[list[Cell]] = [[Cell(title, ("dim",)) for title in _TITLES]]
-    below: list[str] = [""]
-    heading = ""
+    headings, heading = [""], ""
+    extremes: list[list[str]] = [[]]
     for row in folded:
-        start = row.label.rfind("].") + 2 if "]." in row.label else 0
-        if start and row.label[: start - 1] != heading:
-            heading = row.label[: start - 1]
-            rows.append([Cell(escaped(heading), ("bold",))])
-            below.append("")
-        heading = heading if start else ""
-        rows.append(_cells(row, ("  " if start else "") + escaped(row.label[start:])))
-        below.append(_extremes_text(row))
-    for line, text in zip(table(screen, rows, align="<>>>><"), below, strict=True):
+        prefix, bracket, name = row.label.rpartition("].")
+        headings.append("" if prefix == heading else prefix)
+        heading = prefix
+        rows.append(_cells(row, ("  " if bracket else "") + escaped(name)))
+        extremes.append(_extreme_texts(row))
+    for line, title, texts in zip(
+        table(screen, rows, align="<>>>><"), headings, extremes, strict=True
+    ):
+        if title:
+            yield screen.plain(screen.styled(escaped(f"{title}]"), "bold"))
         yield line
-        if text:
-            yield from facts(screen, [("", Cell(escaped(text), ("dim",)))], indent=2)
+        for text in _filled(texts, None if screen.width is None else screen.width - 5):
+            yield screen.plain("    " + screen.styled(escaped(text), "dim"))
     yield ""
     yield _totals_line(screen, tensors, statistics)
+
+
+def _filled(texts: Sequence[str], width: int | None) -> list[str]:
+    """Join texts to as few lines as fit into a width."""
+    lines: list[str] = []
+    for text in texts:
+        if lines and (width is None or columns_of(f"{lines[-1]} · {text}") <= width):
+            lines[-1] += f" · {text}"
+        else:
+            lines.append(text)
+    return lines
 
 
 def _n_bytes(row: FoldedStatistics) -> int:
@@ -95,19 +107,18 @@ def _figure_text(figure: float | None) -> str:
     return str(figure) if isinstance(figure, int) and abs(figure) < 10**7 else f"{figure:.3g}"
 
 
-def _extremes_text(row: FoldedStatistics) -> str:
-    """Return which tensors of a folded row have the extremes; "" for a single tensor."""
+def _extreme_texts(row: FoldedStatistics) -> list[str]:
+    """Return which tensors of a folded row have the extremes; [] for a single tensor."""
     if len(row.members) == 1 or row.least_std is None or row.greatest_std is None:
-        return ""
+        return []
     stds = " to ".join(
-        f"{_figure_text(std)} ({row.numbers_of(key)})"
-        for key, std in (row.least_std, row.greatest_std)
+        f"{std:.4g} ({row.numbers_of(key)})" for key, std in (row.least_std, row.greatest_std)
     )
     texts = [f"std {stds}"]
     if row.least is not None and row.greatest is not None:
         texts.append(f"min in {row.numbers_of(row.least)}")
         texts.append(f"max in {row.numbers_of(row.greatest)}")
-    return " · ".join(texts)
+    return texts
 
 
 def _totals_line(

@@ -26,6 +26,7 @@ _MAX_DEPTH = 24
 """Maximum number of names on a path; deeper values are shown as a part of their container."""
 _MAX_VALUES = 10_000
 """Maximum number of values that a pattern is tried on."""
+_MAX_INT = 1 << 64
 _WILD = "*?["
 
 
@@ -72,9 +73,9 @@ def values_at(
         prefix = f"{root}.{literal}" if literal else root
         for container in _follow(value, literal) if literal else (value,):
             matches = matcher(pattern)
-            found = {key: item for key, item in leaves(container, prefix) if matches(key)}
-            if found:
-                return found
+            values = {key: item for key, item in leaves(container, prefix) if matches(key)}
+            if values:
+                return values
     return {}
 
 
@@ -120,17 +121,17 @@ def leaves(container: object, prefix: str) -> list[tuple[str, object]]:
     Args:
         prefix: path of the container.
     """
-    found: list[tuple[str, object]] = []
+    values: list[tuple[str, object]] = []
     # Reversed on the stack, so that the parts come in their order.
     stack = [(prefix, container, 0)]
-    while stack and len(found) < _MAX_VALUES:
+    while stack and len(values) < _MAX_VALUES:
         path, value, depth = stack.pop()
         parts = _parts(value) if depth < _MAX_DEPTH and not _is_short(value) else []
         if parts:
             stack += [(f"{path}.{name}", part, depth + 1) for name, part in reversed(parts)]
         elif depth:
-            found.append((path, value))
-    return found
+            values.append((path, value))
+    return values
 
 
 def _is_short(value: object) -> bool:
@@ -142,12 +143,10 @@ def _is_short(value: object) -> bool:
 
 def _parts(value: object) -> list[tuple[str, object]]:
     """Return the named parts of a mapping, an instance or a list; [] for other values."""
-    mapping: Mapping[object, object] | None = as_mapping(value)
-    if mapping is None:
-        fields = attributes(value)
-        mapping = None if fields is None else dict(fields)
-    if mapping is not None:
-        return [(str(name), item) for name, item in mapping.items() if _is_name(name)]
+    mapping = as_mapping(value)
+    entries = (attributes(value) or {}).items() if mapping is None else mapping.items()
+    if entries:
+        return [(str(name), item) for name, item in entries if _is_name(name)]
     if isinstance(value, (list, tuple)):
         return [(str(number), item) for number, item in enumerate(value[:_MAX_VALUES])]
     return []
@@ -155,4 +154,5 @@ def _parts(value: object) -> list[tuple[str, object]]:
 
 def _is_name(name: object) -> bool:
     """Return whether a key can be a part of a path: text that is not empty, or a number."""
-    return (isinstance(name, str) and name != "") or isinstance(name, int)
+    # Python refuses to print integers of thousands of digits, which a hostile pickle may contain.
+    return name != "" if isinstance(name, str) else isinstance(name, int) and abs(name) < _MAX_INT

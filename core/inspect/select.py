@@ -31,7 +31,7 @@ _MIN_PART = 2
 
 
 @dataclass(slots=True)
-class Selection:
+class SelectedEntries:
     """The entries that some KEYs select, each once, in the order of the KEYs.
 
     Args:
@@ -52,7 +52,7 @@ class Selection:
     def __bool__(self) -> bool:
         return bool(self.tensors or self.objects)
 
-    def add(self, other: Selection) -> None:
+    def add(self, other: SelectedEntries) -> None:
         """Add the entries of another KEY."""
         self.tensors.update(other.tensors)
         self.objects.update(other.objects)
@@ -61,7 +61,7 @@ class Selection:
 
 def select_entries(
     checkpoint: Checkpoint, summary: Summary, patterns: Sequence[str] | None
-) -> Selection:
+) -> SelectedEntries:
     """Return the entries that the patterns select; all tensors and objects without patterns.
 
     Raises:
@@ -70,15 +70,15 @@ def select_entries(
     """
     view = summary.view
     if not patterns:
-        return Selection(dict(view.tensors), dict(view.objects))
+        return SelectedEntries(dict(view.tensors), dict(view.objects))
     selector = _Selector(checkpoint, summary)
-    selection = Selection()
+    selection = SelectedEntries()
     for pattern in patterns:
         selection.add(selector.select(pattern))
     return selection
 
 
-def with_selected(summary: Summary, selection: Selection) -> Summary:
+def with_selected(summary: Summary, selection: SelectedEntries) -> Summary:
     """Return a summary whose view has the selected objects, and whose notes those of the KEYs."""
     return replace(
         summary,
@@ -120,7 +120,7 @@ class _Selector:
         self._stored = checkpoint.catalog
         self._shared = shared_objects(checkpoint, self._view)
 
-    def select(self, pattern: str) -> Selection:
+    def select(self, pattern: str) -> SelectedEntries:
         """Return the entries that a pattern selects.
 
         Raises:
@@ -134,7 +134,7 @@ class _Selector:
             or self._refuse(pattern)
         )
 
-    def _by_name(self, pattern: str) -> Selection:
+    def _by_name(self, pattern: str) -> SelectedEntries:
         """Return the tensors and objects with matching names."""
         view = self._view
         tensors = {key: view.tensors[key] for key in matching(view.tensors, pattern)}
@@ -143,20 +143,22 @@ class _Selector:
         if not tensors and self._stored is not view:
             stored = self._stored.tensors
             tensors = {key: stored[key] for key in matching(stored, pattern)}
-        return Selection(tensors, objects)
+        return SelectedEntries(tensors, objects)
 
-    def _by_path(self, pattern: str) -> Selection:
+    def _by_path(self, pattern: str) -> SelectedEntries:
         """Return the values inside objects at a matching path."""
         # ``args`` and ``config`` are one value; other objects of rank files are listed by rank.
         if pattern in self._shared and (
             pattern in ("args", "config") or not self._in_all_ranks(pattern)
         ):
-            return Selection(objects={pattern: self._shared[pattern]})
+            return SelectedEntries(objects={pattern: self._shared[pattern]})
         objects = {**self._shared, **self._view.objects}
         values = values_at(self._checkpoint, objects, pattern)
-        return Selection(objects={key: StoredObject(key, value) for key, value in values.items()})
+        return SelectedEntries(
+            objects={key: StoredObject(key, value) for key, value in values.items()}
+        )
 
-    def _in_all_ranks(self, pattern: str) -> Selection:
+    def _in_all_ranks(self, pattern: str) -> SelectedEntries:
         """Return the objects of all ranks: ``iteration`` selects ``mp_rank_00:iteration``, …."""
         objects = self._view.objects
         selected = {key: objects[key] for key in matching(objects, f"*:{pattern}")}
@@ -165,23 +167,25 @@ class _Selector:
             for rank in dict.fromkeys(key.partition(":")[0] for key in objects):
                 values = values_at(self._checkpoint, objects, f"{rank}:{pattern}")
                 selected.update((key, StoredObject(key, value)) for key, value in values.items())
-        return Selection(objects=selected)
+        return SelectedEntries(objects=selected)
 
-    def _by_part(self, part: str) -> Selection:
+    def _by_part(self, part: str) -> SelectedEntries:
         """Return the entries whose names contain a text, regardless of case.
 
         Values inside objects count only if no tensor or object does.
         """
         text = part.lower()
         if len(text) < _MIN_PART:
-            return Selection()
+            return SelectedEntries()
         view = self._view
-        selection = Selection(_containing(view.tensors, text), _containing(view.objects, text))
+        selection = SelectedEntries(
+            _containing(view.tensors, text), _containing(view.objects, text)
+        )
         if not selection:
-            selection = Selection(_containing(self._stored.tensors, text))
+            selection = SelectedEntries(_containing(self._stored.tensors, text))
         if not selection:
             values = dict(self._shared_values())
-            selection = Selection(
+            selection = SelectedEntries(
                 objects={
                     key: StoredObject(key, value)
                     for key, value in _containing(values, text).items()
@@ -198,7 +202,7 @@ class _Selector:
         for name, item in self._shared.items():
             yield from leaves(item.value, name)
 
-    def _refuse(self, pattern: str) -> Selection:
+    def _refuse(self, pattern: str) -> SelectedEntries:
         """Raise the error for a pattern that matches nothing.
 
         Raises:

@@ -185,7 +185,7 @@ def _fit_to_memory(
 
 
 @dataclass(slots=True)
-class _TensorJob:
+class _MeasuredTensor:
     """A tensor that is being read: its reader, and what is known and missing of it."""
 
     key: str
@@ -227,7 +227,7 @@ class _Measurement:
 
     def _all_items(
         self, tensors: Iterable[tuple[BoxReader, TensorMeta]]
-    ) -> Iterator[tuple[_TensorJob, list[Box]]]:
+    ) -> Iterator[tuple[_MeasuredTensor, list[Box]]]:
         """Yield each tensor in groups of bands; called under the lock."""
         for reader, meta in tensors:
             try:
@@ -243,11 +243,11 @@ class _Measurement:
             # A tensor without elements has no bands.
             if not groups:
                 self._results[meta.key] = ValueStatistics()
-            job = _TensorJob(meta.key, tensor, len(groups))
+            job = _MeasuredTensor(meta.key, tensor, len(groups))
             for group in groups:
                 yield job, group
 
-    def _next_item(self) -> tuple[_TensorJob, list[Box]] | None:
+    def _next_item(self) -> tuple[_MeasuredTensor, list[Box]] | None:
         """Return the next group of bands; None at the end."""
         with self._lock:
             return None if self._threads.is_stopped() else next(self._items, None)
