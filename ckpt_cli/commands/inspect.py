@@ -20,26 +20,35 @@
                               "byte_offset": int | null, "item_bytes": int | null,
                               "strides": [int] | null, "bytes": int,
                               "encoding": str | null, "stored_bytes": int | null}],
-                  "values": [number | "nan" | "inf" | "-inf" | [re, im]]}],
+                  "values": [number | "nan" | "inf" | "-inf" | [re, im]],
+                  "stats": {"min": number | null, "max": number | null, "mean": number | null,
+                            "std": number | null, "nan": int, "inf": int, "zeros": int} | null}],
      "objects": [{"key": str, "value": any}]}
 
 ``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
-selected by KEY. A place whose ``file`` is null is filled with zeros (vocabulary padding).
-``byte_offset`` is that of the array's first element or, if ``item_bytes`` is not null, of the
-container item that holds the array. ``encoding`` names the codec of an array that is not stored as
-plain numbers; ``stored_bytes`` is its length in the file, if the metadata contain it. ``beside``
-lists the files that a conversion copies along (configurations, tokenizers).
+selected by KEY, where a value inside an object has its path as key (``args.hidden_size``).
+``stats`` is present in tensors measured by ``--stats``; it is null if the dtype has no numbers
+(float4). ``min``, ``max``, ``mean`` and ``std`` (divided by n, not n - 1) are those of the finite
+elements, of their magnitudes if these are complex; null without such elements. A place whose
+``file`` is null is filled with zeros (vocabulary padding). ``byte_offset`` is that of the array's
+first element or, if ``item_bytes`` is not null, of the container item that holds the array.
+``encoding`` names the codec of an array that is not stored as plain numbers; ``stored_bytes`` is
+its length in the file, if the metadata contain it. ``beside`` lists the files that a conversion
+copies along (configurations, tokenizers).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ckpt_cli.options.values import parse_size_or
 from ckpt_cli.pages.inspect_json import inspect_json
+from ckpt_cli.pages.inspect_object import object_json, value_cell
 from ckpt_cli.pages.inspect_page import detail_lines, header_lines
+from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -49,9 +58,13 @@ from ckpt_cli.screen.blocks import (
     tree_rows,
 )
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
-from core.catalog.catalog import Catalog, TensorMeta
-from core.catalog.key_patterns import LIST_THEM, matching
+from ckpt_cli.workers.progress import progress_bar
+from core.catalog.catalog import TensorMeta
+from core.catalog.key_patterns import LIST_THEM
+from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UsageError
+from core.inspect.select import model_tensors, require_key, select_entries, with_selected
+from core.inspect.stats import measure_tensors
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
@@ -59,6 +72,7 @@ from core.opening.open import FILL, Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
+    from core.numbers.statistics import ValueStatistics
 
 TREE_LIMIT = 200
 """Default number of lines of a tree, and of the details of an entry."""
@@ -77,12 +91,17 @@ def inspect(options: InspectOptions) -> int:
     checkpoint = open_checkpoint(
         options.path,
         iteration=options.iteration,
-        samples=not options.all and not options.keys,
+        samples=not (options.all or options.keys or options.stats),
         missing_chunks=options.missing_chunks or FILL,
     )
     try:
         summary = summarize(checkpoint)
-        tensors, objects = _select_entries(summary.view, checkpoint.catalog, options.keys)
+        if options.values and not options.keys:
+            raise require_key(summary, f"--values {options.values}")
+        selection = select_entries(checkpoint, summary, options.keys)
+        summary = with_selected(summary, selection)
+        tensors, objects = list(selection.tensors.values()), list(selection.objects)
+        statistics = _measure(checkpoint, summary, tensors, options)
         if options.json:
             listed = _in_order(tensors, options.sort)[: options.limit or None]
             fields = inspect_json(
@@ -92,46 +111,71 @@ def inspect(options: InspectOptions) -> int:
                 objects,
                 is_selected=bool(options.keys),
                 n_values=options.values,
+                statistics=statistics,
             )
             print(json.dumps(fields))
             return 0
         screen = screen_of(sys.stdout)
-        for line in _lines(checkpoint, summary, tensors, objects, options, screen):
+        notes = [*selection.notes]
+        if statistics and summary.view.is_rank_local:
+            notes.append("measured rank by rank: data that several ranks hold count several times")
+        for note in notes:
+            print(screen.styled(escaped(f"note: {note}"), "yellow"))
+        if statistics:
+            measured = [meta for meta in tensors if meta.key in statistics]
+            lines = list(
+                stats_lines(
+                    screen,
+                    measured,
+                    statistics,
+                    is_flat=options.tree is False,
+                    sort=options.sort,
+                )
+            )
+            for line in first_lines(screen, lines, options.limit or 0):
+                print(line)
+            if not options.values:
+                return 0
+            print()
+        is_list = selection.is_searched and not options.values
+        for line in _lines(checkpoint, summary, tensors, objects, options, screen, is_list=is_list):
             print(line)
     finally:
         checkpoint.store.close()
     return 0
 
 
-def _select_entries(
-    view: Catalog, stored: Catalog, patterns: Sequence[str] | None
-) -> tuple[list[TensorMeta], list[str]]:
-    """Return the tensors and the object keys that match the patterns; all of them without patterns.
-
-    Args:
-        view: the catalog that the page shows.
-        stored: the catalog of the rank files; their own tensor names match, too.
+def _measure(
+    checkpoint: Checkpoint, summary: Summary, tensors: list[TensorMeta], options: InspectOptions
+) -> dict[str, ValueStatistics | None]:
+    """Return the descriptions that ``--stats`` requests, by key: of KEY's tensors or of the model.
 
     Raises:
-        UsageError: a pattern matches nothing.
+        UsageError: KEY selects no tensor, or an option does not apply.
+        CheckpointingException: a tensor cannot be read.
     """
-    if not patterns:
-        return list(view.tensors.values()), list(view.objects)
-    tensors: dict[str, TensorMeta] = {}
-    objects: dict[str, None] = {}
-    for pattern in patterns:
-        tensor_keys = matching(view.tensors, pattern)
-        object_keys = matching(view.objects, pattern)
-        # "iteration" selects that object of every rank file: "mp_rank_00:iteration", ….
-        if not tensor_keys and not object_keys:
-            object_keys = matching(view.objects, f"*:{pattern}")
-        stored_keys = [] if tensor_keys or stored is view else matching(stored.tensors, pattern)
-        if not tensor_keys and not object_keys and not stored_keys:
-            raise UsageError(f"no tensor or object matches {pattern!r}", hint=LIST_THEM)
-        tensors.update((key, view.tensors[key]) for key in tensor_keys)
-        tensors.update((key, stored.tensors[key]) for key in stored_keys)
-        objects.update(dict.fromkeys(object_keys))
-    return list(tensors.values()), list(objects)
+    if not options.stats:
+        if options.threads is not None or options.memory is not None:
+            raise UsageError("-j and --memory only apply to --stats", hint="add --stats")
+        return {}
+    chosen = tensors if options.keys else model_tensors(summary)
+    if not chosen:
+        raise UsageError(
+            "--stats needs tensors, but "
+            + (
+                "KEY selects only objects" if options.keys else "the checkpoint has none of a model"
+            ),
+            hint=LIST_THEM,
+        )
+    with progress_bar(is_wanted=not options.json) as progress:
+        return measure_tensors(
+            checkpoint,
+            summary.view,
+            chosen,
+            threads=options.threads,
+            memory_bytes=parse_size_or(options.memory, DEFAULT_MEMORY_BYTES),
+            progress=progress,
+        )
 
 
 def _lines(
@@ -141,11 +185,18 @@ def _lines(
     objects: list[str],
     options: InspectOptions,
     screen: Screen,
+    *,
+    is_list: bool,
 ) -> Iterator[str]:
-    """Yield the page: details of a few selected entries, a list, or a header with a tree."""
+    """Yield the page: details of a few selected entries, a list, or a header with a tree.
+
+    Args:
+        is_list: list the selected entries, even if they are few.
+    """
     # A few selected entries: all details of each.
     limit = TREE_LIMIT if options.limit is None else options.limit
-    if options.keys and (len(tensors) + len(objects) <= DETAILED or options.values):
+    is_few = len(tensors) + len(objects) <= DETAILED and not is_list
+    if options.keys and (is_few or options.values):
         yield from detail_lines(
             checkpoint, summary, tensors, objects, screen, n_values=options.values, limit=limit
         )
@@ -162,7 +213,14 @@ def _lines(
             for meta in _in_order(tensors, options.sort)
         ]
         object_keys = sorted(objects) if options.sort else objects
-        rows += [[Cell(escaped(key)), Cell("object", ("dim",))] for key in object_keys]
+        # Objects that only KEY selects are shown by their values, if nothing has to be read.
+        items = summary.view.objects
+        values = {
+            key: object_json(items[key], checkpoint)
+            for key in object_keys
+            if options.keys and items[key].raw_key is None
+        }
+        rows += [[Cell(escaped(key)), value_cell(values.get(key, {}))] for key in object_keys]
         yield from first_lines(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
         return
     # A tree of the tensors, the model first, then the optimizer; below a header, unless KEY

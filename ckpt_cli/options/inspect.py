@@ -26,7 +26,8 @@ class InspectOptions:
         list[str] | None,
         Argument(
             metavar="KEY…",
-            help="Entries to show: names, or patterns such as 'decoder.layers.[0-3].*'.",
+            help="Entries to show: names, patterns such as 'decoder.layers.[0-3].*', parts of "
+            "names, or values such as args.hidden_size.",
         ),
     ] = None
     iteration: Annotated[
@@ -58,9 +59,17 @@ class InspectOptions:
             metavar="N",
             parser=whole_number(0, 10_000),
             show_default=False,
-            help="Show the first N values of each tensor.",
+            help="Show the first N values of each tensor that KEY selects.",
         ),
     ] = 0
+    stats: Annotated[
+        bool,
+        Flag(
+            "--stats",
+            help="Read the model, or the tensors that KEY selects: min, max, mean, std, NaN, Inf, "
+            "zeros.",
+        ),
+    ] = False
     limit: Annotated[
         int | None,
         Option(
@@ -77,5 +86,18 @@ class InspectOptions:
             "--all", help="Read every rank file (default: one per pipeline stage). Implied by KEY."
         ),
     ] = False
+    memory: Annotated[
+        str | None, Option("--memory", metavar="SIZE", help="Memory limit of --stats. [512MiB]")
+    ] = None
+    threads: Annotated[
+        int | None,
+        Option(
+            "--threads",
+            "-j",
+            metavar="N",
+            parser=whole_number(1, 64),
+            help="Number of reading threads of --stats. [one per core]",
+        ),
+    ] = None
     json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
     debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import object_json
 from ckpt_cli.pages.inspect_page import catalog_of
+from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.pages.inspect_tensor import number_json, place_json
 from core.inspect.preview import first_values, places_of
 from core.inspect.summary import bare_key
@@ -14,6 +16,7 @@ from core.megatron.optimizer.form import role_of
 if TYPE_CHECKING:
     from core.catalog.catalog import TensorMeta
     from core.inspect.summary import Summary
+    from core.numbers.statistics import ValueStatistics
     from core.opening.open import Checkpoint
 
 
@@ -25,12 +28,14 @@ def inspect_json(
     *,
     is_selected: bool,
     n_values: int,
+    statistics: Mapping[str, ValueStatistics | None],
 ) -> dict[str, object]:
     """Return the object of ``--json``; its schema is in ``ckpt_cli.commands.inspect``.
 
     Args:
         is_selected: KEY selected the entries: add places of tensors and contents of objects.
         n_values: number of values to add of each selected tensor.
+        statistics: description of the values of each tensor that was measured, by key.
     """
     return {
         "schema": "ckpt.inspect/1",
@@ -72,6 +77,7 @@ def inspect_json(
         "notes": list(summary.notes),
         "tensors": [
             _tensor_json(checkpoint, summary, meta, is_selected=is_selected, n_values=n_values)
+            | ({"stats": stats_json(statistics[meta.key])} if meta.key in statistics else {})
             for meta in tensors
         ],
         "objects": [

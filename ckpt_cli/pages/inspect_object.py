@@ -8,10 +8,14 @@ dotted name, a tensor ``{"<tensor>": key}``, and bytes their number.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ckpt_cli.screen.blocks import Cell, first_lines, table
+from ckpt_cli.screen.terminal import Screen, escaped
 from core.catalog.catalog import StoredObject
+from core.inspect.nested import object_value
 from core.opening.open import Checkpoint
 from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, TensorLeaf, as_mapping
 
@@ -19,20 +23,51 @@ MAX_DEPTH = 24
 """Maximum nesting of the JSON value; deeper containers become "…"."""
 MAX_NODES = 20_000
 """Maximum number of values in the JSON value; the others are counted."""
+_MAX_CELL = 60
+"""Maximum length of a value in a list."""
 _MAX_BITS = 8192
 """Maximum size of an integer that is written in digits."""
 
 
 def object_json(item: StoredObject, checkpoint: Checkpoint) -> object:
     """Return an object as a JSON value; read it from its own stream if the metadata omit it."""
-    value = item.value
-    if item.raw_key is not None:
-        from core.formats.torch.format import load_object
+    return _JsonConverter().convert(object_value(checkpoint, item))
 
-        stream = checkpoint.catalog.fragments(item.raw_key)[0].array
-        assert stream is not None
-        value, _ = load_object(checkpoint.store, stream, key=item.key)
-    return _JsonConverter().convert(value)
+
+def object_lines(
+    screen: Screen, entries: Sequence[tuple[str, object]], *, limit: int
+) -> Iterator[str]:
+    """Yield objects: single values beside their keys, containers as JSON below theirs.
+
+    Args:
+        entries: key and JSON value of each.
+        limit: maximum number of lines of each container; 0 for all.
+    """
+    # The JSON text may contain characters that a terminal obeys.
+    rows: list[list[Cell]] = []
+    for key, value in entries:
+        if not isinstance(value, (dict, list)):
+            rows.append([Cell(escaped(key), ("bold",)), Cell(value_text(value))])
+            continue
+        yield from table(screen, rows, align="<<")
+        rows.clear()
+        yield screen.styled(escaped(key), "bold")
+        text = json.dumps(value, indent=2)
+        yield from first_lines(screen, [escaped(line) for line in text.splitlines()], limit)
+    yield from table(screen, rows, align="<<")
+
+
+def value_text(value: object) -> str:
+    """Return a JSON value on one line; text without quotation marks."""
+    return escaped(value if isinstance(value, str) else json.dumps(value))
+
+
+def value_cell(value: object) -> Cell:
+    """Return the cell of an object in a list: its value if that is short, else ``object``."""
+    text = value_text(value)
+    if isinstance(value, dict) or len(text) > _MAX_CELL:
+        return Cell("object", ("dim",))
+    return Cell(text)
 
 
 class _JsonConverter:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.inspect_object import object_json
+from ckpt_cli.pages.inspect_object import object_json, object_lines
 from ckpt_cli.pages.inspect_tensor import tensor_lines
 from ckpt_cli.screen.blocks import (
     Cell,
@@ -64,11 +63,8 @@ def detail_lines(
         values = first_values(checkpoint.store, catalog, meta.key, n_values) if n_values else None
         lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
         yield from first_lines(screen, lines, limit)
-    # Objects: the JSON text may contain characters that a terminal obeys.
-    for key in objects:
-        value = json.dumps(object_json(summary.view.objects[key], checkpoint), indent=2)
-        yield screen.styled(escaped(key), "bold")
-        yield from first_lines(screen, [escaped(line) for line in value.splitlines()], limit)
+    entries = [(key, object_json(summary.view.objects[key], checkpoint)) for key in objects]
+    yield from object_lines(screen, entries, limit=limit)
 
 
 def header_lines(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterator[str]:

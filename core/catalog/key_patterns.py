@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from core.errors import UsageError
 
@@ -161,37 +162,74 @@ def folded(lines: Iterable[str], *, end: str) -> list[str]:
         The lines, in order of first appearance.
     """
     # Group the lines that are equal except for their numbers.
-    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    groups: dict[tuple[str, ...], list[_Row]] = {}
     for line in lines:
         key, mark, reason = line.partition(end)
         parts = _NUMBER.split(key) if mark else [line]
-        groups.setdefault((*parts[::2], mark + reason), []).append(parts[1::2])
-    result: list[str] = []
-    for (*texts, ending), rows in groups.items():
-        # From the last position to the first: experts fold before the layers that contain them.
-        for position in reversed(range(len(texts) - 1)):
-            rows = _merge_rows(rows, position)
-        result += [
-            "".join(part for pair in zip(texts, [*row, ""], strict=True) for part in pair) + ending
-            for row in rows
-        ]
-    return result
+        groups.setdefault((*parts[::2], mark + reason), []).append(_Row(tuple(parts[1::2])))
+    return [
+        _label(texts, row) + ending
+        for (*texts, ending), rows in groups.items()
+        for row in _fold_rows(rows)
+    ]
 
 
-def _merge_rows(rows: Iterable[Sequence[str]], position: int) -> list[list[str]]:
+def fold_keys(kinds: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
+    """Fold keys that differ only in the numbers of layers and experts.
+
+    Args:
+        kinds: key → what folded keys have in common, such as dtype and shape.
+
+    Returns:
+        (label, keys) in order of first appearance. A label lists exactly the numbers of its keys,
+        like ``layers.[0-31].x``; that of a single key is the key.
+    """
+    groups: dict[tuple[Hashable, ...], list[_Row]] = {}
+    for key, kind in kinds.items():
+        parts = _NUMBER.split(key)
+        row = _Row(tuple(parts[1::2]), (key,))
+        groups.setdefault((kind, *parts[::2]), []).append(row)
+    return [
+        (_label(map(str, texts), row), list(row.keys))
+        for (_, *texts), rows in groups.items()
+        for row in _fold_rows(rows)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The numbers of one or more keys, as they are shown, and the keys if they are wanted."""
+
+    numbers: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+
+
+def _label(texts: Iterable[str], row: _Row) -> str:
+    """Join the texts between the numbers of a row with these numbers."""
+    return "".join(part for pair in zip(texts, (*row.numbers, ""), strict=True) for part in pair)
+
+
+def _fold_rows(rows: list[_Row]) -> list[_Row]:
+    """Merge rows, from the last position to the first: experts fold before their layers."""
+    for position in reversed(range(len(rows[0].numbers))):
+        rows = _merge_rows(rows, position)
+    return rows
+
+
+def _merge_rows(rows: Iterable[_Row], position: int) -> list[_Row]:
     """Merge the rows that differ only at one position.
 
     Returns:
         The merged rows, with the range of all their numbers at that position.
     """
-    numbers: dict[tuple[str, ...], list[str]] = {}
+    alike: dict[tuple[str, ...], list[_Row]] = {}
     for row in rows:
-        numbers.setdefault((*row[:position], *row[position + 1 :]), []).append(row[position])
-    return [
-        [
-            *others[:position],
-            texts[0] if len(set(texts)) == 1 else f"[{ranges(map(int, set(texts)))}]",
-            *others[position:],
-        ]
-        for others, texts in numbers.items()
-    ]
+        others = (*row.numbers[:position], *row.numbers[position + 1 :])
+        alike.setdefault(others, []).append(row)
+    merged = []
+    for others, members in alike.items():
+        texts = dict.fromkeys(row.numbers[position] for row in members)
+        text = next(iter(texts)) if len(texts) == 1 else f"[{ranges(map(int, texts))}]"
+        keys = tuple(key for row in members for key in row.keys)
+        merged.append(_Row((*others[:position], text, *others[position:]), keys))
+    return merged

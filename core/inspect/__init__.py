@@ -1,8 +1,10 @@
-"""``ckpt inspect``: the summary, the folded tree, single tensors, possible conversions.
+"""``ckpt inspect``: the summary, the folded tree, single tensors, statistics, possible conversions.
 
-Start at ``summary``; ``capabilities`` plans each conversion to find out whether it would succeed.
+Start at ``summary``; ``select`` finds what a KEY means, ``stats`` reads tensors, ``capabilities``
+plans each conversion to find out whether it would succeed.
 Imports: arrays, catalog, changes, convert, errors, files, formats, formats.torch, hf,
-megatron.model, megatron.optimizer, megatron.reshard, opening, pickle, plan, quantize.
+megatron.model, megatron.optimizer, megatron.reshard, numbers, opening, pickle, plan, quantize,
+team.
 """
 
 from core.verb_module import make_callable

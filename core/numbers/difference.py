@@ -146,7 +146,7 @@ def sum_squares(data: memoryview, dtype: str) -> float:
     size = itemsize(dtype)
     total = 0.0
     for first in range(0, len(data), _AT_ONCE * size):
-        values = _float64_parts(_decode(data[first : first + _AT_ONCE * size], dtype))
+        values = _float64_parts(decode_numbers(data[first : first + _AT_ONCE * size], dtype))
         with np.errstate(all="ignore"):
             part = float(np.einsum("i,i->", values, values))
             # Usually all elements are finite; the mask is computed only if the sum is not.
@@ -168,7 +168,7 @@ def has_nan(data: memoryview, dtype: str) -> bool:
 
     if DTYPES[dtype].kind not in ("float", "complex"):
         return False
-    return bool(np.isnan(_decode(data, dtype)).any())
+    return bool(np.isnan(decode_numbers(data, dtype)).any())
 
 
 def element_value(data: memoryview, dtype: str) -> Number | None:
@@ -178,7 +178,7 @@ def element_value(data: memoryview, dtype: str) -> Number | None:
     """
     if not has_numbers(dtype):
         return None
-    value = _decode(data, dtype)[0]
+    value = decode_numbers(data, dtype)[0]
     if DTYPES[dtype].kind == "complex":
         value = value.real
     return int(value) if DTYPES[dtype].kind in ("int", "uint", "bool") else float(value)
@@ -197,7 +197,7 @@ def _compare_block(
         return result
     # Mark the elements that differ: beyond the tolerance, in any bit, or, if the dtypes differ, in
     # value, where NaN equals NaN as payloads of different types cannot be compared.
-    values_a, values_b = _decode(a, dtypes[0]), _decode(b, dtypes[1])
+    values_a, values_b = decode_numbers(a, dtypes[0]), decode_numbers(b, dtypes[1])
     with np.errstate(all="ignore"):
         delta = _distance(values_a, values_b)
         if rule is not None:
@@ -296,7 +296,7 @@ def _differing_bits(a: memoryview, b: memoryview, size: int) -> Any:
     return halves.reshape(-1, size // 8).any(axis=1)
 
 
-def _decode(data: memoryview, dtype: str) -> Any:
+def decode_numbers(data: memoryview, dtype: str) -> Any:
     """Decode elements to numbers of a numpy type.
 
     Returns:
@@ -317,10 +317,10 @@ def _decode(data: memoryview, dtype: str) -> Any:
         return np.frombuffer(data, "f8")
     # Converting a signalling NaN raises numpy's "invalid" warning.
     with np.errstate(invalid="ignore"):
-        return _decode_float32(data, dtype).astype("f8")
+        return decode_float32(data, dtype).astype("f8")
 
 
-def _decode_float32(data: memoryview, dtype: str) -> Any:
+def decode_float32(data: memoryview, dtype: str) -> Any:
     """Decode floats of at most 32 bits to float32."""
     import numpy as np
 

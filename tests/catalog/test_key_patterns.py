@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.catalog.key_patterns import folded, matching, ranges
+from core.catalog.key_patterns import fold_keys, folded, matching, ranges
 from core.errors import UsageError
 
 KEYS = [f"decoder.layers.{i}.mlp.weight" for i in range(12)] + [
@@ -101,3 +101,24 @@ def test_numbers_inside_names_and_outside_of_keys_do_not_fold() -> None:
     ]
     assert folded(lines, end=": ") == lines
     assert folded([], end=": ") == []
+
+
+def test_keys_of_one_kind_fold_and_keep_their_members() -> None:
+    kinds = {
+        f"layers.{layer}.experts.{expert}.w": "wide" if layer == 2 else "narrow"
+        for layer in range(3)
+        for expert in range(2)
+    }
+    folded_keys = fold_keys({"embed": "narrow", **kinds, "final": "narrow"})
+    assert [label for label, _ in folded_keys] == [
+        "embed",
+        "layers.[0-1].experts.[0-1].w",
+        "layers.2.experts.[0-1].w",
+        "final",
+    ]
+    assert sorted(key for _, keys in folded_keys for key in keys) == sorted(
+        ["embed", *kinds, "final"]
+    )
+    # Every label is a pattern that selects its members.
+    for label, keys in folded_keys:
+        assert matching(["embed", *kinds, "final"], label) == keys

@@ -1,0 +1,159 @@
+"""The page of ``ckpt inspect --stats``, and its field of ``--json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
+from ckpt_cli.screen.terminal import Screen, columns_of, escaped
+from core.inspect.stats import FoldedStatistics, fold_statistics
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import TensorMeta
+    from core.numbers.statistics import ValueStatistics
+
+_TITLES = ("", "min", "max", "mean", "std")
+
+
+def stats_lines(
+    screen: Screen,
+    tensors: Sequence[TensorMeta],
+    statistics: Mapping[str, ValueStatistics | None],
+    *,
+    is_flat: bool,
+    sort: str | None,
+) -> Iterator[str]:
+    """Yield a row for each tensor, or for the equal tensors of all layers, and a line of totals.
+
+    Args:
+        statistics: description of each tensor by key; None for one without numbers.
+        is_flat: one row per tensor; otherwise a line below a folded row names the extreme members.
+        sort: ``size``, ``name``, or None for the order of ``tensors``.
+    """
+    # Fold, and sort the folded rows.
+    if is_flat:
+        folded = [FoldedStatistics(meta.key, (meta,), statistics[meta.key]) for meta in tensors]
+    else:
+        folded = fold_statistics(tensors, statistics)
+    if sort is not None:
+        folded.sort(key=lambda row: (0 if sort == "name" else -_n_bytes(row), row.label))
+
+    # Names are long: rows below the same layers share a heading, which is no part of the table.
+    rows: list[list[Cell]] = [[Cell(title, ("dim",)) for title in _TITLES]]
+    headings, heading = [""], ""
+    extremes: list[list[str]] = [[]]
+    for row in folded:
+        prefix, bracket, name = row.label.rpartition("].")
+        headings.append("" if prefix == heading else prefix)
+        heading = prefix
+        rows.append(_cells(row, ("  " if bracket else "") + escaped(name)))
+        extremes.append(_extreme_texts(row))
+    for line, title, texts in zip(
+        table(screen, rows, align="<>>>><"), headings, extremes, strict=True
+    ):
+        if title:
+            yield screen.plain(screen.styled(escaped(f"{title}]"), "bold"))
+        yield line
+        for text in _filled(texts, None if screen.width is None else screen.width - 5):
+            yield screen.plain("    " + screen.styled(escaped(text), "dim"))
+    yield ""
+    yield _totals_line(screen, tensors, statistics)
+
+
+def _filled(texts: Sequence[str], width: int | None) -> list[str]:
+    """Join texts to as few lines as fit into a width."""
+    lines: list[str] = []
+    for text in texts:
+        if lines and (width is None or columns_of(f"{lines[-1]} · {text}") <= width):
+            lines[-1] += f" · {text}"
+        else:
+            lines.append(text)
+    return lines
+
+
+def _n_bytes(row: FoldedStatistics) -> int:
+    """Return the size of all tensors of a row."""
+    return sum(meta.n_bytes for meta in row.members)
+
+
+def _cells(row: FoldedStatistics, name: str) -> list[Cell]:
+    """Return the cells of a row."""
+    total = row.total
+    if total is None:
+        return [Cell(name), *(Cell("–", ("dim",)) for _ in _TITLES[1:]), Cell(row.members[0].dtype)]
+    figures = [total.least, total.greatest, total.mean, total.std]
+    counts = [
+        text
+        for text in (
+            f"{total.n_nan:,} NaN" if total.n_nan else "",
+            f"{total.n_infinite:,} Inf" if total.n_infinite else "",
+            n_text(total.n_zeros, "zero") if total.n_zeros else "",
+        )
+        if text
+    ]
+    style = ("red",) if total.n_nan or total.n_infinite else ("dim",)
+    return [
+        Cell(name),
+        *(Cell(_figure_text(figure)) for figure in figures),
+        Cell(", ".join(counts), style),
+    ]
+
+
+def _figure_text(figure: float | None) -> str:
+    """Format a number with three digits; integers of up to seven digits exactly."""
+    if figure is None:
+        return "–"
+    return str(figure) if isinstance(figure, int) and abs(figure) < 10**7 else f"{figure:.3g}"
+
+
+def _extreme_texts(row: FoldedStatistics) -> list[str]:
+    """Return which tensors of a folded row have the extremes; [] for a single tensor."""
+    if len(row.members) == 1 or row.least_std is None or row.greatest_std is None:
+        return []
+    stds = " to ".join(
+        f"{std:.4g} ({row.numbers_of(key)})" for key, std in (row.least_std, row.greatest_std)
+    )
+    texts = [f"std {stds}"]
+    if row.least is not None and row.greatest is not None:
+        texts.append(f"min in {row.numbers_of(row.least)}")
+        texts.append(f"max in {row.numbers_of(row.greatest)}")
+    return texts
+
+
+def _totals_line(
+    screen: Screen,
+    tensors: Sequence[TensorMeta],
+    statistics: Mapping[str, ValueStatistics | None],
+) -> str:
+    """Return the line of totals: how much was read, and whether NaN or infinities were in it."""
+    read = [meta for meta in tensors if statistics[meta.key] is not None]
+    parts = [part for part in statistics.values() if part is not None]
+    n_bad = sum(1 for part in parts if part.n_nan or part.n_infinite)
+    n_bytes = sum(meta.n_bytes for meta in read)
+    verdict = (
+        screen.styled(
+            f"{n_text(n_bad, 'tensor')} with NaN or Inf, which min, max, mean and std leave out",
+            "red",
+        )
+        if n_bad
+        else "no NaN or Inf"
+    )
+    skipped = len(tensors) - len(read)
+    rest = f", {n_text(skipped, 'tensor')} without numbers to read" if skipped else ""
+    return screen.plain(f"{n_text(len(read), 'tensor')}, {bytes_text(n_bytes)}{rest}: {verdict}")
+
+
+def stats_json(part: ValueStatistics | None) -> dict[str, object] | None:
+    """Return the statistics of a tensor as an object of ``--json``."""
+    if part is None:
+        return None
+    return {
+        "min": part.least,
+        "max": part.greatest,
+        "mean": part.mean,
+        "std": part.std,
+        "nan": part.n_nan,
+        "inf": part.n_infinite,
+        "zeros": part.n_zeros,
+    }
