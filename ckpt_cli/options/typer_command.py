@@ -13,6 +13,8 @@ from typing import Any
 from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
+from core.errors import UsageError
+
 PANELS = ("Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
 LAUNCH_PANELS = ("Workers", "Hosts", "Failures", "Logs")
@@ -101,7 +103,7 @@ class _ValueConverter:
         """Convert a text, a list of texts or a default; typer calls this method by its name.
 
         Raises:
-            BadParameter: the parser refuses a text; the error names the parameter.
+            UsageError: the parser refuses a text; the error names the option.
         """
         is_repeatable = param.multiple or param.nargs == -1
         if value is None:
@@ -110,10 +112,12 @@ class _ValueConverter:
             return Path(value) if self._is_path else value
         try:
             return [self._parser(item) for item in value] if is_repeatable else self._parser(value)
-        except BadParameter as err:
-            # click's message names the option only if the error carries it.
-            err.param, err.ctx = param, ctx
-            raise
+        except (UsageError, BadParameter) as err:
+            name = next((name for name in param.opts if name.startswith("--")), param.metavar)
+            raise UsageError(
+                f"invalid value for '{name}': {err.message}",
+                hint=getattr(err, "hint", None) or f"see {ctx.command_path} --help",
+            ) from err
 
 
 def _shown_names(param: Any, all_names: str) -> str:

@@ -232,10 +232,6 @@ def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
         return UsageError(
             f"no such option: {option}", hint=hints[option].replace("ckpt COMMAND", command)
         )
-    # Of an option with several names, typer lists all ("'--tp-new' / '--target-tp' / …").
-    names = getattr(getattr(err, "param", None), "opts", None)
-    if names and len(names) > 1 and getattr(err, "message", ""):
-        message = f"invalid value for '{names[0]}': {getattr(err, 'message', '')}"
     # One line, without a capital letter and a full stop, and with a suggestion in parentheses.
     message = " ".join(message.split())
     message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message).rstrip(".?")

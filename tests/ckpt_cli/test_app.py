@@ -63,7 +63,10 @@ def test_python_m_is_the_same_program() -> None:
         (["inspect", "--limit", "x"], "'x' is not a whole number of at least 0"),
         (["inspect", "--sort", "shape"], "'shape' is not one of: name, size"),
         (["convert", "a", "b", "c"], "unexpected extra argument"),
-        (["convert", "--memory", "lots", "--to", "dcp"], "'lots' is not a size"),
+        (
+            ["convert", "--memory", "lots", "--to", "dcp"],
+            "invalid value for '--memory': 'lots' is not a size",
+        ),
         (
             ["convert", "--tp-new", "0", "--to", "dcp"],
             "invalid value for '--tp-new': '0' is not a whole number of at least 1",
