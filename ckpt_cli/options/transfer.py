@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
-from ckpt_cli.options.typer_command import PANELS
+from ckpt_cli.options.typer_command import HELP_ALL, PANELS
 from ckpt_cli.options.values import (
     AUTO,
     check_cast,
@@ -64,9 +64,18 @@ def accepts(
         )
         for field in fields(options)  # type: ignore[arg-type]  # any dataclass
     ]
+    parameters.append(
+        inspect.Parameter(
+            "help_all",
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[bool, HELP_ALL],
+            default=False,
+        )
+    )
 
     def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
-        def command(**values: Any) -> Result:
+        def command(*, help_all: bool = False, **values: Any) -> Result:
+            # help_all is False: its callback prints the page and exits.
             # Refuse URLs here, for all commands: Path("s3://bucket/x") is a local path for Python.
             for value in values.values():
                 for item in value if isinstance(value, (list, tuple)) else (value,):
