@@ -101,7 +101,9 @@ def _section_lines(section: Section, screen: Screen, width: int) -> Iterator[str
         lines = [*_wrapped(text, width, indent=indent)]
         styled = _styled_label(label, screen)
         if columns_of(label) > label_columns or not lines:
-            yield f"  {styled}"
+            # A switch with two long names, "--x / --no-x", may need a line for each.
+            is_too_wide = columns_of(label) > width - 2
+            yield from f"  {styled}".replace(" / ", " /\n  " if is_too_wide else " / ").split("\n")
         else:
             room = padded(label, label_columns + 2)[len(label) :]
             yield f"  {styled}{room}{lines.pop(0).lstrip()}"
