@@ -24,7 +24,7 @@ from ckpt_cli.options.inspect import InspectOptions
 from ckpt_cli.options.launch import LaunchOptions
 from ckpt_cli.options.manifest import ManifestOptions
 from ckpt_cli.options.transfer import TransferOptions, accepts
-from ckpt_cli.options.typer_command import Command, Group
+from ckpt_cli.options.typer_command import HELP_ALL, Command, Group, short_page
 from ckpt_cli.options.validate import ValidateOptions
 from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
 from ckpt_cli.screen.terminal import screen_of
@@ -84,6 +84,7 @@ def _root(
             "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
+    help_all: Annotated[bool, HELP_ALL] = False,
 ) -> None:
     pass
 
@@ -109,10 +110,7 @@ def _inspect(options: InspectOptions) -> Work:
 )
 @accepts(TransferOptions)
 def _convert(options: TransferOptions) -> Work:
-    """Write a checkpoint in another format (--to).
-
-    Tensors are streamed, so memory use stays small.
-    """
+    """Write a checkpoint in another format; tensors are streamed, so memory use stays small."""
     from ckpt_cli.commands.convert import convert
 
     return partial(convert, options)
@@ -247,7 +245,9 @@ def _report(
     # ``ckpt`` without arguments prints its help. The error's class is private, but has this name in
     # every version of typer.
     if type(err).__name__ == "NoArgsIsHelpError":
-        print(getattr(err, "message", ""), file=sys.stderr)
+        context = getattr(err, "ctx", None)
+        assert context is not None, "typer gives the context of the program"
+        print(short_page(context.command, context).text(screen_of(sys.stderr)), file=sys.stderr)
         return UsageError.exit_code
     # Translate the error; another process may be the one to print it.
     options = _option_words(arguments)

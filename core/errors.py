@@ -22,9 +22,27 @@ and a hint about what to do next. ``--json`` prints the fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Self
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str | None:
+    """Return the hint ``did you mean WORD?`` with the word most similar to a misspelt one.
+
+    Case does not matter, nor does the difference of - and _.
+
+    Returns:
+        None if no word is similar.
+    """
+    from difflib import get_close_matches
+
+    spellings = {name.lower().replace("_", "-"): name for name in words}
+    spelling = word.lower().replace("_", "-")
+    # An abbreviation is not similar enough for difflib: "trans" for "transformer_engine".
+    longer = [name for name in spellings if len(spelling) > 1 and name.startswith(spelling)]
+    matches = longer if len(longer) == 1 else get_close_matches(spelling, spellings, n=1)
+    return f"did you mean {spellings[matches[0]]}?" if matches else None
 
 
 class CheckpointingException(Exception):

@@ -43,7 +43,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import check_rules_file, parse_size_or
+from ckpt_cli.options.values import check_file
 from ckpt_cli.pages.diff_page import page_of, verdict_line
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import launch_of, team, worker_threads
@@ -100,7 +100,7 @@ def _build_job(options: DiffOptions) -> DiffJob:
             "--stat-only reads no values, so --rtol, --atol and --read do not apply",
             hint="drop --stat-only, or the other options",
         )
-    check_rules_file(options.rules)
+    check_file(options.rules, option="--rules")
     defaults = DiffJob(a=options.a, b=options.b)
     return DiffJob(
         a=options.a,
@@ -118,7 +118,7 @@ def _build_job(options: DiffOptions) -> DiffJob:
         with_entries=not options.tensors_only,
         rules=options.rules,
         threads=options.threads or worker_threads() or defaults.threads,
-        memory_bytes=parse_size_or(options.memory, defaults.memory_bytes),
+        memory_bytes=options.memory or defaults.memory_bytes,
     )
 
 

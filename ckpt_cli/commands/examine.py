@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import parse_size_or
 from ckpt_cli.workers.current_team import device, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
 from core.checks.level import Level
@@ -57,7 +56,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             iteration=options.iteration,
             rules=options.rules,
             threads=options.threads or worker_threads() or min(len(os.sched_getaffinity(0)), 64),
-            memory_bytes=parse_size_or(options.memory, DEFAULT_MEMORY_BYTES),
+            memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
             progress=progress,
             plan_for=plan_request(options),
             against=options.against,
@@ -71,11 +70,11 @@ def plan_request(options: ValidateOptions) -> PlanRequest | None:
     """Parse ``--plan-for``; return None if the option is not given.
 
     Raises:
-        UsageError: the text names an unknown size or format, or ``--memory`` is not a size.
+        UsageError: the text names an unknown size or format.
     """
     if options.plan_for is None:
         return None
     from core.checks.plan_request import parse_plan_request
 
-    memory_bytes = parse_size_or(options.memory, DEFAULT_MEMORY_BYTES)
+    memory_bytes = options.memory or DEFAULT_MEMORY_BYTES
     return parse_plan_request(options.plan_for, rules=options.rules, memory_bytes=memory_bytes)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import check_rules_file, parse_size_or
+from ckpt_cli.options.values import check_file
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
@@ -47,7 +47,7 @@ def manifest(options: ManifestOptions) -> int:
 
     workers = team()
     begun = time.monotonic()
-    check_rules_file(options.rules)
+    check_file(options.rules, option="--rules")
     # Check that the manifest can be written before reading the checkpoint, which may take hours.
     broadcast_result(
         workers,
@@ -64,7 +64,7 @@ def manifest(options: ManifestOptions) -> int:
             missing_chunks=options.missing_chunks or FILL,
             fingerprints=options.fingerprints,
             threads=options.threads or worker_threads(),
-            memory_bytes=parse_size_or(options.memory, DEFAULT_MEMORY_BYTES),
+            memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
             progress=progress,
             team=workers,
             device=device(),

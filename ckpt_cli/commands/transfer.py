@@ -39,14 +39,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.options.values import (
-    check_names,
-    check_rules_file,
+    check_file,
     parse_casts,
     parse_key_pairs,
     parse_quantizations,
     parse_renames,
-    parse_size,
-    parse_size_or,
     parse_unstack_globs,
 )
 from ckpt_cli.pages.transfer import explain_lines, plan_lines, report_lines
@@ -97,7 +94,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         rng=options.rng,
         missing_chunks=options.missing_chunks or defaults.missing_chunks,
         replicas=options.replicas or defaults.replicas,
-        names=check_names(options.names),
+        names=options.names,
         config=options.config,
         transformer_impl=options.transformer_impl,
         megatron_version=None
@@ -116,13 +113,11 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         unstack_layers=parse_unstack_globs(options.unstack_layers),
         dtype=parse_casts(options.dtype),
         quantize=parse_quantizations(options.quantize),
-        max_file_bytes=None
-        if options.max_shard_size is None
-        else parse_size(options.max_shard_size),
+        max_file_bytes=options.max_shard_size,
         metadata_only=options.metadata_only,
         weights_only=options.weights_only,
         drop_unknown=options.drop_unknown,
-        memory_bytes=parse_size_or(options.memory, defaults.memory_bytes),
+        memory_bytes=options.memory or defaults.memory_bytes,
         threads=options.threads or worker_threads() or defaults.threads,
         resume=options.resume,
         force=options.force,
@@ -156,7 +151,8 @@ def _check_conflicts(options: TransferOptions) -> None:
     """
     if options.rank is not None and not options.dry_run:
         raise UsageError("--rank only applies to --dry-run", hint="add --dry-run")
-    check_rules_file(options.rules)
+    check_file(options.rules, option="--rules")
+    check_file(options.config, option="--config")
     if options.dst is not None and options.output not in (None, options.dst):
         raise UsageError(
             f"two destinations: {options.dst} and -o {options.output}", hint="give only one"

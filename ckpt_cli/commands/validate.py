@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of, plan_request
 from ckpt_cli.findings.verdict import Verdict, exit_code_of
-from ckpt_cli.options.values import check_rules_file
+from ckpt_cli.options.values import check_file
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.output_file import check_report_path, write_lines
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
@@ -155,7 +155,7 @@ def _check_options(options: ValidateOptions) -> None:
     for path in (options.output, options.write_baseline, *(options.report or ())):
         if path is not None:
             check_report_path(path)
-    check_rules_file(options.rules)
+    check_file(options.rules, option="--rules")
 
 
 def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:

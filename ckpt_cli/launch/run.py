@@ -35,7 +35,7 @@ from ckpt_cli.options.worker import LONGEST_S, WorkerOptions
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note
 from ckpt_cli.workers.published import finish_published, recall_report
-from core.errors import StorageError, UsageError, WorkerError
+from core.errors import StorageError, UsageError, WorkerError, did_you_mean
 
 if TYPE_CHECKING:
     from ckpt_cli.launch.meeting_place import Rendezvous
@@ -75,7 +75,7 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
     if command[0] not in COMMANDS:
         raise UsageError(
             f"cannot launch {command[0]!r}: no such command",
-            hint=f"use one of: {', '.join(COMMANDS)}",
+            hint=did_you_mean(command[0], COMMANDS) or f"use one of: {', '.join(COMMANDS)}",
         )
     return command
 

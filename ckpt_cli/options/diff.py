@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, BadParameter, Option
+from typer import Argument, Option
 
 from ckpt_cli.options.transfer import (
     CHECKS,
@@ -24,20 +24,21 @@ from ckpt_cli.options.transfer import (
     threads_option,
 )
 from ckpt_cli.options.values import whole_number
+from core.errors import UsageError
 
 
 def _tolerance(text: str) -> float:
     """Parse a tolerance, a finite number of at least 0.
 
     Raises:
-        BadParameter: the text is not such a number.
+        UsageError: the text is not such a number.
     """
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise BadParameter(f"{text!r} is not a number of at least 0")
+        raise UsageError(f"{text!r} is not a number of at least 0")
     return value
 
 

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, BadParameter, Option
+from typer import Argument, Option
 
 from ckpt_cli.host.binding import MODES
 from ckpt_cli.options.typer_command import LAUNCH_PANELS
 from ckpt_cli.options.values import one_of, whole_number
 from ckpt_cli.options.worker import BACKENDS
 from core.device.device import NAMES as DEVICES
+from core.errors import UsageError, did_you_mean
 
 WORKERS, HOSTS, FAILURES, LOGS = LAUNCH_PANELS
 _COUNTS = ("auto", "cpu", "gpu")
@@ -41,18 +42,19 @@ def parse_nodes(text: str | None) -> tuple[int, int]:
 
 
 def _check_nodes(text: str) -> str:
-    """Return the text if it is a number of hosts or ``MIN:MAX``, else raise BadParameter."""
+    """Return the text if it is a number of hosts or ``MIN:MAX``, else raise UsageError."""
     low, high = parse_nodes(text)
     if not 1 <= low <= high:
-        raise BadParameter(f"{text!r} is neither a number of hosts nor MIN:MAX")
+        raise UsageError(f"{text!r} is neither a number of hosts nor MIN:MAX")
     return text
 
 
 def _check_workers(text: str) -> str:
-    """Return the text if it is a positive number or one of ``_COUNTS``, else raise BadParameter."""
+    """Return the text if it is a positive number or one of ``_COUNTS``, else raise UsageError."""
     if text not in _COUNTS and not re.fullmatch(r"0*[1-9]\d{0,4}", text):
-        raise BadParameter(
-            f"{text!r} is neither a number of workers nor one of: {', '.join(_COUNTS)}"
+        raise UsageError(
+            f"{text!r} is neither a number of workers nor one of: {', '.join(_COUNTS)}",
+            hint=did_you_mean(text, _COUNTS),
         )
     return text
 
@@ -66,7 +68,7 @@ def seconds(low: float) -> Callable[[str | float], float]:
         except ValueError:
             number = -1.0
         if not low <= number < 1e9:
-            raise BadParameter(f"{text!r} is not a number of seconds of at least {low:g}")
+            raise UsageError(f"{text!r} is not a number of seconds of at least {low:g}")
         return number
 
     return parse
@@ -76,10 +78,10 @@ def _check_streams(text: str) -> str:
     """Return the text if it selects streams as in torchrun: ``3``, or ``0:3,1:2`` by local rank.
 
     Raises:
-        BadParameter: the text has neither form.
+        UsageError: the text has neither form.
     """
     if not re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text):
-        raise BadParameter(
+        raise UsageError(
             f"{text!r} is neither 0, 1 (stdout), 2 (stderr), 3 (both) nor RANK:N,RANK:N,…"
         )
     return text
@@ -94,7 +96,7 @@ def parse_settings(text: str | None) -> dict[str, str]:
 def _check_settings(text: str) -> str:
     """Return the text if ``parse_settings`` finds a key and a value in each part, else raise."""
     if not all(key and value for key, value in parse_settings(text).items()):
-        raise BadParameter(f"{text!r} is not KEY=VALUE,KEY=VALUE,…")
+        raise UsageError(f"{text!r} is not KEY=VALUE,KEY=VALUE,…")
     return text
 
 

@@ -15,8 +15,18 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
-from ckpt_cli.options.typer_command import PANELS
-from ckpt_cli.options.values import AUTO, one_of, whole_number
+from ckpt_cli.options.typer_command import HELP_ALL, PANELS
+from ckpt_cli.options.values import (
+    AUTO,
+    check_cast,
+    check_dtype,
+    check_format,
+    check_names,
+    check_quantization,
+    one_of,
+    parse_size,
+    whole_number,
+)
 from core.files.url import refuse_url
 
 Options = TypeVar("Options")
@@ -54,9 +64,18 @@ def accepts(
         )
         for field in fields(options)  # type: ignore[arg-type]  # any dataclass
     ]
+    parameters.append(
+        inspect.Parameter(
+            "help_all",
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[bool, HELP_ALL],
+            default=False,
+        )
+    )
 
     def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
-        def command(**values: Any) -> Result:
+        def command(*, help_all: bool = False, **values: Any) -> Result:
+            # help_all is False: its callback prints the page and exits.
             # Refuse URLs here, for all commands: Path("s3://bucket/x") is a local path for Python.
             for value in values.values():
                 for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -135,8 +154,14 @@ def missing_chunks_option(panel: str) -> object:
 MissingChunks = Annotated[str | None, missing_chunks_option(CONTENT)]
 CheckedMissingChunks = Annotated[str | None, missing_chunks_option(CHECKS)]
 Memory = Annotated[
-    str | None,
-    Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Memory limit. [512MiB]"),
+    int | None,
+    Option(
+        "--memory",
+        metavar="SIZE",
+        parser=parse_size,
+        rich_help_panel=ENGINE,
+        help="Memory limit. [512MiB]",
+    ),
 ]
 ReadingThreads = Annotated[int | None, threads_option("Number of reading threads. [one per core]")]
 Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
@@ -192,6 +217,7 @@ class TransferOptions:
         Option(
             "--to",
             metavar="FORMAT",
+            parser=check_format,
             rich_help_panel=OUTPUT,
             help=f"Format to write: {', '.join(TARGETS)}. "
             "[by DST's suffix; SRC's format if only the content changes]",
@@ -199,10 +225,11 @@ class TransferOptions:
     ] = None
     iteration: Iteration = None
     max_shard_size: Annotated[
-        str | None,
+        int | None,
         Option(
             "--max-shard-size",
             metavar="SIZE",
+            parser=parse_size,
             rich_help_panel=OUTPUT,
             help="Maximum size of each output file: 5GB, 500MB.",
         ),
@@ -358,6 +385,7 @@ class TransferOptions:
         Option(
             "--names",
             metavar="SCHEME",
+            parser=check_names,
             rich_help_panel=LAYOUT,
             help="Tensor names to write: hf, hf:MODEL_TYPE or megatron.",
         ),
@@ -420,6 +448,7 @@ class TransferOptions:
         Option(
             "--dequantize",
             metavar="DTYPE",
+            parser=check_dtype,
             rich_help_panel=CONTENT,
             help="Dequantize float8 and int8 weights to bf16, fp16 or fp32 (applies their scales).",
         ),
@@ -511,6 +540,7 @@ class TransferOptions:
             "--dtype",
             "--torch-dtype",
             metavar="[GLOB=]DTYPE",
+            parser=check_cast,
             rich_help_panel=CONTENT,
             help="Cast the model's floating-point tensors, or those matching GLOB: "
             "bf16, fp16, fp32, …",
@@ -521,6 +551,7 @@ class TransferOptions:
         Option(
             "--quantize",
             metavar="[GLOB=]KIND",
+            parser=check_quantization,
             rich_help_panel=CONTENT,
             help="Quantize linear weights, or those matching GLOB, to scaled float8: "
             "block (128 × 128), tensor, none.",

@@ -1,4 +1,4 @@
-"""A typer command that starts faster and groups its options into sections on the help page.
+"""Typer commands that start faster and have two help pages, a short and a complete one.
 
 Help pages are written without rich, and values are converted without pydantic, which typer 0.29
 imports for that: each would double the start-up time. Instead, every option that needs more than
@@ -7,11 +7,18 @@ text, a path or a flag has a ``parser=``, which converts and checks its values.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-from typer import BadParameter
+from typer import BadParameter, Context, Exit, Option
 from typer.core import TyperCommand, TyperGroup
+
+from ckpt_cli.options.short_help import SHORT_HELP, documentation_of
+from ckpt_cli.screen.help_page import HelpPage, Section
+from ckpt_cli.screen.other_tools import COMMAND_HINTS
+from ckpt_cli.screen.terminal import screen_of
+from core.errors import UsageError, did_you_mean
 
 PANELS = ("Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
@@ -19,60 +26,164 @@ LAUNCH_PANELS = ("Workers", "Hosts", "Failures", "Logs")
 """Sections of the help page of ``ckpt launch``."""
 
 
-class Command(TyperCommand):
-    """A subcommand of ``ckpt``.
+class _Pages:
+    """The two help pages of a command: the short one of ``--help``, and all of ``--help-all``.
 
-    typer takes a class here and offers no other way to change its behaviour.
+    typer takes a class for a command and offers no other way to change its behaviour.
     """
 
-    def get_params(self, ctx: Any) -> list[Any]:
+    def get_params(self: Any, ctx: Any) -> list[Any]:
         """Return the parameters, converted by their own parsers instead of pydantic."""
-        return _without_pydantic(super().get_params(ctx))
+        return _without_pydantic(super().get_params(ctx))  # type: ignore[misc]
+
+    def get_help(self: Any, ctx: Any) -> str:
+        """Return the short page for stdout; typer calls this method for ``--help``."""
+        screen = screen_of(sys.stdout)
+        ctx.color = screen.has_color  # or typer removes the colours that FORCE_COLOR asks for
+        return short_page(self, ctx).text(screen)
+
+
+class Command(_Pages, TyperCommand):
+    """A subcommand of ``ckpt``."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line.
 
-        A metavar of several words gets no brackets and dots.
+        A metavar of several words gets no brackets, one with "…" no further dots.
         """
-        # click writes every repeatable argument as "[METAVAR]..."; ours contain their own "…".
-        metavars = {
-            f"[{p.metavar}]...": p.metavar for p in self.get_params(ctx) if " " in (p.metavar or "")
-        }
+        # typer writes a required argument as "{METAVAR}", a repeatable one as "[METAVAR]...".
+        metavars = {}
+        for metavar in (param.metavar or "" for param in self.get_params(ctx)):
+            metavars[f"{{{metavar}}}"] = metavar
+            if "…" in metavar:
+                metavars[f"[{metavar}]..."] = metavar if " " in metavar else f"[{metavar}]"
         return [metavars.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, then the options by section."""
-        # Collect the rows of every section in the order of the page.
-        sections: dict[str, list[tuple[str, str]]] = {
-            "Arguments": [],
-            "Options": [],
-            **{name: [] for name in PANELS + LAUNCH_PANELS},
-        }
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is None:
-                continue
-            names, text = record
-            if param.param_type_name == "argument":
-                sections["Arguments"].append((param.metavar or names, text))
-            else:
-                panel = getattr(param, "rich_help_panel", None) or "Options"
-                sections[panel].append((_shown_names(param, names), text))
-        # Options without a section (only --help) join the last one; inspect has no sections.
-        if sections["Messages"]:
-            sections["Messages"] += sections.pop("Options")
-        for name, rows in sections.items():
-            if rows:
-                with formatter.section(name):
-                    formatter.write_dl(rows, col_max=24)
+
+class Group(_Pages, TyperGroup):
+    """The root command ``ckpt``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the program's own options; ``help COMMAND`` is the same as ``COMMAND --help``."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return name, command and arguments of the command that the first word names.
+
+        Raises:
+            UsageError: there is no such command; the hint is the one that was probably meant.
+        """
+        name = args[0].lower().replace("_", "-")
+        if name not in self.commands and not name.startswith("-"):
+            hint = COMMAND_HINTS.get(name) or did_you_mean(name, self.commands)
+            raise UsageError(f"no such command: {args[0]}", hint=hint or "see ckpt --help")
+        return super().resolve_command(ctx, args)
 
 
-class Group(TyperGroup):
-    """The root command ``ckpt``, which also starts without pydantic."""
+def short_page(command: Any, ctx: Any) -> HelpPage:
+    """Return the page of ``--help``: examples and the options used most."""
+    name = _name_of(command)
+    short_help = SHORT_HELP[name]
+    params = {long: param for param in command.get_params(ctx) for long in param.opts}
+    options = [params[option] for option in (*short_help.options, "--help")]
+    sections = [
+        *_argument_sections(command, ctx),
+        *_command_sections(command),
+        Section("Options", [_row(param, ctx) for param in options]),
+    ]
+    every_option = "ckpt COMMAND --help-all" if name == "ckpt" else f"ckpt {name} --help-all"
+    return HelpPage(
+        ctx.command_path,
+        command.collect_usage_pieces(ctx),
+        _paragraphs(command.help),
+        short_help.examples,
+        sections,
+        (),
+        (("All options", every_option), ("Documentation", documentation_of(name))),
+    )
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, converted by their own parsers instead of pydantic."""
-        return _without_pydantic(super().get_params(ctx))
+
+def full_page(command: Any, ctx: Any) -> HelpPage:
+    """Return the page of ``--help-all``: every option, by section."""
+    panels: dict[str, list[tuple[str, str]]] = {"Options": []}
+    panels |= {name: [] for name in PANELS + LAUNCH_PANELS}
+    for param in command.get_params(ctx):
+        if param.param_type_name == "option" and not param.hidden:
+            panel = getattr(param, "rich_help_panel", None) or "Options"
+            panels.setdefault(panel, []).append(_row(param, ctx))
+    # Options without a section (--help) join the last one; inspect has no sections.
+    if panels["Messages"]:
+        panels["Messages"] += panels.pop("Options")
+    sections = [
+        *_argument_sections(command, ctx),
+        *_command_sections(command),
+        *(Section(heading, rows) for heading, rows in panels.items() if rows),
+    ]
+    return HelpPage(
+        ctx.command_path,
+        command.collect_usage_pieces(ctx),
+        _paragraphs(command.help),
+        (),
+        sections,
+        _paragraphs(command.epilog),
+        (("Documentation", documentation_of(_name_of(command))),),
+    )
+
+
+def show_all_options(ctx: Context, is_given: bool) -> None:
+    """Print the complete help page and exit, if ``--help-all`` is given."""
+    if is_given and not ctx.resilient_parsing:
+        print(full_page(ctx.command, ctx).text(screen_of(sys.stdout)))
+        raise Exit
+
+
+HELP_ALL = Option(
+    "--help-all",
+    is_eager=True,
+    callback=show_all_options,
+    show_default=False,
+    help="Show all options and exit.",
+)
+"""The option ``--help-all`` of every command."""
+
+
+def _name_of(command: Any) -> str:
+    """Return the key of a command in ``SHORT_HELP``."""
+    return command.name or "ckpt"
+
+
+def _paragraphs(text: str | None) -> list[str]:
+    """Return the paragraphs of a docstring or an epilogue."""
+    return [part for part in (text or "").split("\n\n") if part.strip()]
+
+
+def _argument_sections(command: Any, ctx: Any) -> list[Section]:
+    """Return the section of the arguments, or none for a command without arguments."""
+    params = [param for param in command.get_params(ctx) if param.param_type_name == "argument"]
+    rows = [(param.metavar, param.get_help_record(ctx)[1]) for param in params]
+    return [Section("Arguments", rows)] if rows else []
+
+
+def _command_sections(command: Any) -> list[Section]:
+    """Return the section of the subcommands, or none for a command without any."""
+    commands = getattr(command, "commands", {})
+    rows = [(name, child.short_help) for name, child in commands.items() if not child.hidden]
+    return [Section("Commands", rows)] if rows else []
+
+
+def _row(param: Any, ctx: Any) -> tuple[str, str]:
+    """Return an option's short name, first long name and metavar without its aliases, and its text.
+
+    The epilogue of a full page mentions the aliases.
+    """
+    all_names, text = param.get_help_record(ctx)
+    if param.is_flag:
+        return all_names, text
+    long = next(name for name in param.opts if name.startswith("--"))
+    short = next((name for name in param.opts if not name.startswith("--")), None)
+    return f"{f'{short}, ' if short else ''}{long} {param.metavar or ''}".rstrip(), text
 
 
 def _without_pydantic(params: list[Any]) -> list[Any]:
@@ -101,7 +212,7 @@ class _ValueConverter:
         """Convert a text, a list of texts or a default; typer calls this method by its name.
 
         Raises:
-            BadParameter: the parser refuses a text; the error names the parameter.
+            UsageError: the parser refuses a text; the error names the option.
         """
         is_repeatable = param.multiple or param.nargs == -1
         if value is None:
@@ -110,19 +221,9 @@ class _ValueConverter:
             return Path(value) if self._is_path else value
         try:
             return [self._parser(item) for item in value] if is_repeatable else self._parser(value)
-        except BadParameter as err:
-            # click's message names the option only if the error carries it.
-            err.param, err.ctx = param, ctx
-            raise
-
-
-def _shown_names(param: Any, all_names: str) -> str:
-    """Return an option's short name, first long name and metavar, without its aliases.
-
-    The epilogue of a help page mentions the aliases.
-    """
-    if param.is_flag:
-        return all_names
-    long = next(name for name in param.opts if name.startswith("--"))
-    short = next((name for name in param.opts if not name.startswith("--")), None)
-    return f"{f'{short}, ' if short else ''}{long} {param.metavar or ''}".rstrip()
+        except (UsageError, BadParameter) as err:
+            name = next((name for name in param.opts if name.startswith("--")), param.metavar)
+            raise UsageError(
+                f"invalid value for '{name}': {err.message}",
+                hint=getattr(err, "hint", None) or f"see {ctx.command_path} --help",
+            ) from err

@@ -1,7 +1,8 @@
 """Parsers for the values of options.
 
-``one_of`` and ``whole_number`` return parsers for typer. The other functions are called when a
-command builds its job from the options.
+``one_of`` and ``whole_number`` return parsers for typer, ``parse_size`` and the functions
+``check_…`` are parsers: a wrong value is refused before the command runs. The other functions are
+called when a command builds its job from the options.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from typer import BadParameter
-
-from core.errors import UsageError
+from core.errors import UsageError, did_you_mean
 
 AUTO = "auto"
 """Value of ``--unstack-layers`` that selects the stacked tensors by their usual names."""
@@ -46,13 +45,42 @@ def parse_size(text: str) -> int:
     return n_bytes
 
 
-def parse_size_or(text: str | None, default: int) -> int:
-    """Parse a size into bytes; return ``default`` if the option is not given.
+def check_format(text: str) -> str:
+    """Return the text if it is the name of a format; whether it can be written is decided later.
 
     Raises:
-        UsageError: the text is not a size, or the size is zero.
+        UsageError: no format has that name.
     """
-    return default if text is None else parse_size(text)
+    # Imported here, as the help pages do without the formats.
+    from core.formats.registry import format_called
+
+    format_called(text)
+    return text
+
+
+def check_dtype(text: str) -> str:
+    """Return the text if it is the name of an element type; raise UsageError if not."""
+    from core.arrays.dtypes import dtype_called
+
+    dtype_called(text)
+    return text
+
+
+def check_cast(text: str) -> str:
+    """Return a value of ``--dtype`` if its element type exists; raise UsageError if not."""
+    for _, dtype in parse_casts([text]):
+        check_dtype(dtype)
+    return text
+
+
+def check_quantization(text: str) -> str:
+    """Return a value of ``--quantize`` if its kind exists; raise UsageError if not."""
+    from core.changes.quantize import KINDS
+
+    parse_kind = one_of(*KINDS)
+    for _, kind in parse_quantizations([text]):
+        parse_kind(kind)
+    return text
 
 
 def parse_casts(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
@@ -141,29 +169,29 @@ def parse_unstack_globs(texts: list[str] | None) -> tuple[str, ...] | None:
     return () if texts == [AUTO] else tuple(texts)
 
 
-def check_names(text: str | None) -> str | None:
+def check_names(text: str) -> str:
     """Return the value of ``--names`` if it is valid.
 
     Raises:
         UsageError: the value is not ``hf``, ``hf:MODEL_TYPE`` or ``megatron``.
     """
-    if text is not None and not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
+    if not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
         raise UsageError(
-            f"--names: {text!r} is not one of: hf, hf:MODEL_TYPE, megatron",
-            hint="for example hf:qwen3_moe",
+            f"{text!r} is not one of: hf, hf:MODEL_TYPE, megatron",
+            hint=did_you_mean(text, ("hf", "megatron")) or "for example hf:qwen3_moe",
         )
     return text
 
 
-def check_rules_file(path: Path | None) -> None:
-    """Raise unless the file of ``--rules`` exists or the option is not given.
+def check_file(path: Path | None, *, option: str) -> None:
+    """Raise unless the file that an option names exists or the option is not given.
 
     Raises:
-        UsageError: the path is not a file.
+        UsageError: the path is not a file; the message names ``option``.
     """
     if path is not None and not path.is_file():
         raise UsageError(
-            "--rules: file not found", file=str(path), hint="check the spelling of the path"
+            f"{option}: file not found", file=str(path), hint="check the spelling of the path"
         )
 
 
@@ -172,7 +200,9 @@ def one_of(*words: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in words:
-            raise BadParameter(f"{text!r} is not one of: {', '.join(words)}")
+            raise UsageError(
+                f"{text!r} is not one of: {', '.join(words)}", hint=did_you_mean(text, words)
+            )
         return text
 
     return parse
@@ -191,7 +221,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:
             number = low - 1  # refused below, with the same message
         if not low <= number <= high:
             limits = f"from {low} to {high}" if high < 2**31 - 1 else f"of at least {low}"
-            raise BadParameter(f"{text!r} is not a whole number {limits}")
+            raise UsageError(f"{text!r} is not a whole number {limits}")
         return number
 
     return parse

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_cli.host.binding import MODES
 from core.device.device import NAMES
-from core.errors import UsageError
+from core.errors import UsageError, did_you_mean
 
 BACKENDS = ("auto", "gloo", "nccl")
 LONGEST_S = 86_400
@@ -59,7 +59,8 @@ class WorkerOptions:
         ):
             if value not in allowed:
                 raise UsageError(
-                    f"{option} is {value!r}, which is not one of: {', '.join(allowed)}"
+                    f"{option} is {value!r}, which is not one of: {', '.join(allowed)}",
+                    hint=did_you_mean(value, allowed),
                 )
         # Time limits; a NaN fails the comparison and is refused, too.
         for option, seconds in (
@@ -123,7 +124,8 @@ def parse_worker_arguments(arguments: Sequence[str]) -> tuple[WorkerOptions, lis
         if option not in _OPTIONS:
             raise UsageError(
                 f"no such worker option: {option}",
-                hint="options of the command go after it; see --help",
+                hint=did_you_mean(option, _OPTIONS)
+                or "options of the command go after it; see --help",
             )
         if not equals:
             if not words:

@@ -32,10 +32,9 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -49,6 +48,7 @@ from core.errors import (
     StorageError,
     UnsupportedError,
     UsageError,
+    did_you_mean,
 )
 
 INTERNAL_ERROR = 70
@@ -232,11 +232,25 @@ def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
         return UsageError(
             f"no such option: {option}", hint=hints[option].replace("ckpt COMMAND", command)
         )
-    # Of an option with several names, typer lists all ("'--tp-new' / '--target-tp' / …").
-    names = getattr(getattr(err, "param", None), "opts", None)
-    if names and len(names) > 1 and getattr(err, "message", ""):
-        message = f"invalid value for '{names[0]}': {getattr(err, 'message', '')}"
-    # One line, without a capital letter and a full stop, and with a suggestion in parentheses.
-    message = " ".join(message.split())
-    message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message).rstrip(".?")
-    return UsageError(message[:1].lower() + message[1:], hint=f"see {command} --help")
+    # An option that nobody knows: typer's own proposals are not sorted and include hidden ones.
+    hint = None
+    if context is not None and hasattr(err, "possibilities"):
+        message, hint = f"no such option: {option}", _option_hint(option, context)
+    # One line, without a capital letter and a full stop.
+    message = " ".join(message.split()).rstrip(".?")
+    return UsageError(message[:1].lower() + message[1:], hint=hint or f"see {command} --help")
+
+
+def _option_hint(option: str, context: Any) -> str | None:
+    """Return the command that has an option, or the most similar option of the command that ran."""
+    commands = getattr(context.find_root().command, "commands", {})
+    owners = [name for name, command in commands.items() if option in _option_names(command.params)]
+    if owners:
+        return f"it is an option of ckpt {', '.join(owners)}"
+    return did_you_mean(option, _option_names(context.command.get_params(context)))
+
+
+def _option_names(params: Iterable[Any]) -> list[str]:
+    """Return all names of the options that help pages show."""
+    shown = [param for param in params if not getattr(param, "hidden", False)]
+    return [name for param in shown for name in (*param.opts, *param.secondary_opts)]

@@ -1,4 +1,4 @@
-"""Options of other tools, with the options of ``ckpt`` to use instead.
+"""Commands and options of other tools, with those of ``ckpt`` to use instead.
 
 The tools are Megatron-LM, Megatron-Bridge, NeMo, verl, torchrun, accelerate, deepspeed and mpirun.
 Most of these options mean something slightly different there, so ``ckpt`` does not accept them as
@@ -6,6 +6,30 @@ aliases: it refuses them with a hint. Options are spelled with ``-`` for ``_``.
 """
 
 from __future__ import annotations
+
+_COMMANDS = (
+    ("ls list show info cat head tree stat describe summary print", "use ckpt inspect PATH"),
+    ("check verify fsck lint doctor test", "use ckpt validate PATH"),
+    ("cp copy export import save transform translate consolidate", "use ckpt convert SRC DST"),
+    ("cast dtype", "use ckpt convert SRC DST --dtype DTYPE"),
+    ("quantize", "use ckpt convert SRC DST --quantize block"),
+    (
+        "merge unshard join",
+        (
+            "use ckpt reshard SRC DST --tp-new 1 --pp-new 1 for one rank, "
+            "or ckpt convert SRC DST --to safetensors"
+        ),
+    ),
+    ("split shard repartition resize", "use ckpt reshard SRC DST --tp-new N --pp-new N"),
+    ("compare cmp", "use ckpt diff A B"),
+    ("hash checksum sha256sum fingerprint sign", "use ckpt manifest PATH"),
+    ("run torchrun", "use ckpt launch -- COMMAND ARGS"),
+    ("version", "use ckpt --version"),
+)
+"""Commands of other tools and likely guesses, separated by spaces; hint."""
+
+COMMAND_HINTS = {command: hint for commands, hint in _COMMANDS for command in commands.split()}
+"""Command that ``ckpt`` lacks → hint."""
 
 _HINTS = (
     # Parallel sizes.

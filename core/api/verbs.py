@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.convert.job import DEFAULT_MEMORY_BYTES, Job, Progress, Report, TopologyChange
-from core.errors import UsageError
+from core.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from core.diff.result import Diff
@@ -188,7 +188,9 @@ def validate(
 
     levels = {item.name.lower(): item for item in Level}
     if level not in levels:
-        raise UsageError(f"level={level!r} is none of: {', '.join(levels)}")
+        raise UsageError(
+            f"level={level!r} is none of: {', '.join(levels)}", hint=did_you_mean(level, levels)
+        )
     return run_checks(
         Path(path),
         level=levels[level],

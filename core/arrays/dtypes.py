@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import UnsupportedError
+from core.errors import UnsupportedError, UsageError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,19 @@ def dtype_of(name: str) -> DType:
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {name!r}", hint=f"known dtypes: {', '.join(DTYPES)}")
     return dtype
+
+
+def dtype_called(name: str) -> DType:
+    """Look up an element type that a user named, as ``dtype_of`` does.
+
+    Raises:
+        UsageError: the name is not in the table.
+    """
+    try:
+        return dtype_of(name)
+    except UnsupportedError as err:
+        guess = did_you_mean(name.removeprefix("torch."), (*_ALIASES, *DTYPES))
+        raise UsageError(err.message, hint=guess or err.hint) from None
 
 
 def numpy_dtype(name: str) -> Any:

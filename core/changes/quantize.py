@@ -38,13 +38,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.arrays.box import Shape
-from core.arrays.dtypes import dtype_of, itemsize
+from core.arrays.dtypes import dtype_called, dtype_of, itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.stored import Extent, StoredArray
 from core.changes.rename import is_optimizer_key, nest_again
 from core.changes.tie import aliases_among
-from core.errors import CorruptError, UsageError
+from core.errors import CorruptError, UsageError, did_you_mean
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import REMOVED, ListIndex, entries, map_leaves
 from core.quantize.from_float8 import Dequantized
@@ -117,11 +117,11 @@ def dequantize(
         config: the model's ``config.json``, or None.
 
     Raises:
-        UsageError: ``dtype`` is not such a float type, or no tensor has scales.
+        UsageError: ``dtype`` is not known or not such a float type, or no tensor has scales.
         CorruptError: scales have a shape or dtype that does not fit, or belong to no tensor.
-        UnsupportedError: ``dtype`` is not known, or the scheme of a weight cannot be dequantized.
+        UnsupportedError: the scheme of a weight cannot be dequantized.
     """
-    target = dtype_of(dtype)
+    target = dtype_called(dtype)
     if target.kind != "float" or target.itemsize < 2:
         raise UsageError(
             f"--dequantize: {dtype!r} is not a float type of 16 bits or more",
@@ -399,7 +399,10 @@ def _choose_kinds(
     kind_of: dict[str, str] = {}
     for glob, kind in rules:
         if kind not in KINDS:
-            raise UsageError(f"--quantize: {kind!r} is not one of {', '.join(KINDS)}")
+            raise UsageError(
+                f"--quantize: {kind!r} is not one of: {', '.join(KINDS)}",
+                hint=did_you_mean(kind, KINDS),
+            )
         if glob is None:
             chosen = [key for key in matrices if _is_default(catalog.tensors[key])]
         else:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from core.arrays.dtypes import dtype_of
+from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import LIST_THEM, matcher
@@ -202,9 +202,8 @@ def cast_of(
             with the last part of their name reaches them.
 
     Raises:
-        UnsupportedError: a dtype is unknown.
-        UsageError: a glob matches nothing, or a rule without a glob casts to 8 bits; raised by the
-            returned function if a float8 tensor with scales would be cast.
+        UsageError: a dtype is unknown, a glob matches nothing, or a rule without a glob casts to
+            8 bits; raised by the returned function if a float8 tensor with scales would be cast.
     """
     # Parse the rules before anything is read.
     present = None if keys is None else dict.fromkeys(keys)
@@ -212,10 +211,10 @@ def cast_of(
         if glob is not None and present is not None and not any(map(_reaches(glob), present)):
             raise UsageError(f"--dtype: no tensor matches {glob!r}", hint=LIST_THEM)
     parsed = [
-        (None if glob is None else _reaches(glob, quantized), dtype_of(name).name)
+        (None if glob is None else _reaches(glob, quantized), dtype_called(name).name)
         for glob, name in rules
     ]
-    if any(matches is None and dtype_of(name).itemsize == 1 for matches, name in parsed):
+    if any(matches is None and dtype_called(name).itemsize == 1 for matches, name in parsed):
         raise UsageError(
             "--dtype: casting a whole model to 8 bits needs scales",
             hint="use --quantize block or tensor; --dtype GLOB=DTYPE casts without scales",

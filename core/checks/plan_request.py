@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.convert.job import DEFAULT_MEMORY_BYTES
-from core.errors import CheckpointingException, UsageError
+from core.errors import CheckpointingException, UsageError, did_you_mean
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 _DIGITS = re.compile("[0-9]+")
@@ -68,7 +68,8 @@ def parse_plan_request(
         elif name not in SIZES:
             allowed = ", ".join((*SIZES, "format"))
             raise UsageError(
-                f"--plan-for: unknown name {name!r}, expected one of: {allowed}", hint=_EXAMPLE
+                f"--plan-for: unknown name {name!r}, expected one of: {allowed}",
+                hint=did_you_mean(name, (*SIZES, "format")) or _EXAMPLE,
             )
         # Python refuses to convert very long digit strings; no size has more than ten digits.
         elif _DIGITS.fullmatch(value) and len(value) <= 10 and 1 <= int(value) < 2**31:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.arrays.dtypes import dtype_of
+from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of, with_documents
 from core.catalog.key_patterns import some_of
@@ -160,7 +160,8 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
         "float8" if is_float8(catalog.tensors[key].dtype) else "int8" for key in result.keys
     )
     notes = [
-        f"{n} {kind} tensors become {dtype_of(job.dequantize).name}" for kind, n in counts.items()
+        f"{n} {kind} tensors become {dtype_called(job.dequantize).name}"
+        for kind, n in counts.items()
     ]
     edits: dict[str, object] = {} if result.remaining else {"quantization_config": None}
     return _ChangeStep(result.catalog, [*notes, *result.notes], edits=edits)
@@ -275,7 +276,7 @@ def _cast(
         return _ChangeStep(catalog)
     weights = quantized_weights(catalog.tensors, scheme_config)
     # The glob None stands for the complete model; its last dtype wins.
-    model_dtypes = [dtype_of(name).name for glob, name in job.dtype if glob is None]
+    model_dtypes = [dtype_called(name).name for glob, name in job.dtype if glob is None]
     if weights or model_dtypes:
         check_scheme(scheme_config, doing="--dtype")
     parts = {key for weight in weights for key in weight.keys}
@@ -337,7 +338,7 @@ def _uncast_scale_notes(
         before, after: the catalog before and after the cast.
     """
     uncast: dict[str, list[str]] = {}
-    requested = {dtype_of(name).name for _, name in job.dtype}
+    requested = {dtype_called(name).name for _, name in job.dtype}
     for weight in weights:
         for key in weight.keys:
             meta = before.tensors[key]

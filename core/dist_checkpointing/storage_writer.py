@@ -114,8 +114,8 @@ class CkptStorageWriter(StorageWriter):
             ``topology``, ``rename`` or ``dtype``; the module's docstring describes their cost.
 
     Raises:
-        UnsupportedError: the format is unknown, or cannot be written.
-        UsageError: ``path`` is a URL.
+        UnsupportedError: the format cannot be written.
+        UsageError: the format is unknown, or ``path`` is a URL.
         TypeError: a keyword is not a field of Job.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from core.errors import UnsupportedError
+from core.errors import UnsupportedError, UsageError, did_you_mean
 from core.formats.format import Format
 
 if TYPE_CHECKING:
@@ -36,6 +36,16 @@ _BUILT_IN = (
 They are sniffed in this order: a format whose files also look like those of a more general one
 comes first.
 """
+
+
+_OTHER_WORDS = {
+    **dict.fromkeys(("pt", "pth", "pytorch"), "torch"),
+    **dict.fromkeys(("distcp", "fsdp", "fsdp2"), "dcp"),
+    **dict.fromkeys(("mcore", "dist_checkpointing"), "torch_dist"),
+    **dict.fromkeys(("zero", "zero3", "universal"), "deepspeed_universal"),
+    "transformers": "hf",
+}
+"""Words for formats that are no names or aliases here → name of the format to suggest."""
 
 
 def formats() -> list[Format]:
@@ -69,23 +79,23 @@ def format_called(name: str) -> Format:
     """Return the format with a name or alias; case, and the difference of - and _, do not matter.
 
     Raises:
-        UnsupportedError: no format has that name.
+        UsageError: no format has that name.
     """
     all_formats = formats()
     canonical_name = name.lower().replace("-", "_")
     for format in all_formats:
         if canonical_name in (format.name, *format.aliases):
             return format
-    from difflib import get_close_matches
-
-    # Suggest the most similar name of a format that can be written.
+    # Suggest the format that the word stands for elsewhere, or the most similar name of those that
+    # can be written.
     writable = [format for format in all_formats if format.lay_out is not None]
     known_names = [name for format in writable for name in (format.name, *format.aliases)]
-    matches = get_close_matches(canonical_name, known_names, n=1)
-    guess = f"did you mean {matches[0]}? " if matches else ""
-    raise UnsupportedError(
+    word = canonical_name.removeprefix(".")
+    guess = did_you_mean(_OTHER_WORDS.get(word, word), known_names)
+    raise UsageError(
         f"unknown format {name!r}",
-        hint=f"{guess}Formats that can be written: {_format_names(writable)}, hf",
+        hint=f"{f'{guess} ' if guess else ''}Formats that can be written: "
+        f"{_format_names(writable)}, hf",
     )
 
 

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any
 
 from core.arrays.box import Shape
-from core.errors import UnsupportedError
+from core.errors import UnsupportedError, UsageError, did_you_mean
 from core.hf.traits import Model
 
 LAYERS = "decoder.layers."
@@ -215,6 +215,21 @@ def family_of(model_type: object) -> Family:
         f"models of type {str(model_type)[:80]!r} are not supported",
         hint=f"supported: {', '.join(families())}",
     )
+
+
+def family_called(model_type: str) -> Family:
+    """Return the family of a model type that a user named.
+
+    Raises:
+        UsageError: the model type is not supported.
+    """
+    try:
+        return family_of(model_type)
+    except UnsupportedError as err:
+        names = [
+            name for family in families().values() for name in (family.model_type, *family.aliases)
+        ]
+        raise UsageError(err.message, hint=did_you_mean(model_type, names) or err.hint) from None
 
 
 def _parse_family(table: Mapping[str, Any]) -> Family:

@@ -16,7 +16,7 @@ from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
 from core.hf.config import CONFIG, config_of, document
-from core.hf.name_tables import Family, Pair, families, family_of, pairs_of
+from core.hf.name_tables import Family, Pair, families, family_called, pairs_of
 from core.hf.traits import FEATURES, model_of
 from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
@@ -48,6 +48,7 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         UnsupportedError: the model belongs to no supported family, or not to the requested one; it
             has tensors that the family does not have; or the number of vocabulary rows without
             padding is unknown.
+        UsageError: the requested family is unknown.
         MissingShardError: a tensor is missing.
         CorruptError: shapes and arguments contradict each other, or an argument is invalid.
     """
@@ -131,13 +132,14 @@ def _choose_family(
 
     Raises:
         UnsupportedError: no family, or not the requested one, has these features; the message names
-            the arguments. Also: the requested family is unknown.
+            the arguments.
+        UsageError: the requested family is unknown.
     """
     # The family that fits best is also the one to name in the error, if none fits.
     if model_type is None:
         family = min(families().values(), key=lambda family: len(family.misfits(features)))
     else:
-        family = family_of(model_type)
+        family = family_called(model_type)
     misfits = family.misfits(features)
     if misfits:
         values = ", ".join(

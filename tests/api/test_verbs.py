@@ -43,6 +43,10 @@ def test_inspect_returns_the_summary(golden: Path) -> None:
 def test_wrong_arguments(golden: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no target size"):
         core.reshard(golden / RUN, tmp_path / "x")
+    with pytest.raises(UsageError, match="Did you mean torch_dist"):
+        core.convert(golden / RUN, to="torchdist")
+    with pytest.raises(UsageError, match="Did you mean bf16"):
+        core.convert(golden / RUN, dtype="b16")
     with pytest.raises(UsageError, match="level='all' is none of: metadata, headers, deep"):
         core.validate(golden / RUN, level="all")
 

@@ -33,7 +33,7 @@ def modules_after(*arguments: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("inspect", "--help"), ("convert", "--help"), ("--version",)]
+    "arguments", [("--help",), ("inspect", "--help"), ("convert", "--help-all"), ("--version",)]
 )
 def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -> None:
     found = modules_after(*arguments)
@@ -59,11 +59,22 @@ def test_python_m_is_the_same_program() -> None:
     ("arguments", "text"),
     [
         (["inspect", "--no-such"], "no such option: --no-such"),
-        (["explode"], "no such command 'explode'"),
+        (["inspect", "--limt", "3"], "did you mean --limit?"),
+        (["reshard", "--tp-nwe", "2"], "did you mean --tp-new?"),
+        (["inspect", "a", "--to", "hf"], "it is an option of ckpt convert, reshard"),
+        (["explode"], "no such command: explode\n  hint: see ckpt --help"),
+        (["inspct", "a"], "no such command: inspct\n  hint: did you mean inspect?"),
+        (["help", "convrt"], "did you mean convert?"),
+        (["ls", "a"], "no such command: ls\n  hint: use ckpt inspect PATH"),
+        (["check", "a"], "use ckpt validate PATH"),
+        (["merge", "a", "b"], "use ckpt reshard SRC DST --tp-new 1"),
         (["inspect", "--limit", "x"], "'x' is not a whole number of at least 0"),
         (["inspect", "--sort", "shape"], "'shape' is not one of: name, size"),
         (["convert", "a", "b", "c"], "unexpected extra argument"),
-        (["convert", "--memory", "lots", "--to", "dcp"], "'lots' is not a size"),
+        (
+            ["convert", "--memory", "lots", "--to", "dcp"],
+            "invalid value for '--memory': 'lots' is not a size",
+        ),
         (
             ["convert", "--tp-new", "0", "--to", "dcp"],
             "invalid value for '--tp-new': '0' is not a whole number of at least 1",

@@ -425,7 +425,7 @@ def test_rank_files_of_a_model_with_other_names_are_refused(tmp_path: Path):
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path):
-    with pytest.raises(UnsupportedError, match="unknown format"):
+    with pytest.raises(UsageError, match="unknown format"):
         CkptStorageWriter(tmp_path / "out", "pickle")
     with pytest.raises(UnsupportedError, match="not written"):
         CkptStorageWriter(tmp_path / "out", "orbax")

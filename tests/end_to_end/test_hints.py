@@ -110,7 +110,7 @@ def params_of() -> dict[str, dict[str, Any]]:
             for param in command.params
             for option in (*param.opts, *param.secondary_opts)
         }
-        | {"help": None}
+        | {"help": None, "help-all": None}
         for name, command in group.commands.items()
     }
 

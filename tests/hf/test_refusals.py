@@ -471,7 +471,7 @@ def test_options_are_checked(folders: Folders) -> None:
     catalog, config = folders("llama")
     with pytest.raises(UsageError, match="transformer_impl is 'apex'"):
         to_megatron(catalog, config, transformer_impl="apex")
-    with pytest.raises(UnsupportedError, match="'bert' are not supported"):
+    with pytest.raises(UsageError, match="'bert' are not supported"):
         to_hf(to_megatron(catalog, config), model_type="bert")
 
 

@@ -178,9 +178,69 @@ def test_stacks_go_by_the_usual_names_or_by_globs(
     assert parse_unstack_globs(texts) == globs
 
 
-@pytest.mark.parametrize("text", ["hf", "hf:llama", "hf:deepseek_v3", "megatron", None])
-def test_names_are_those_of_a_family(text: str | None) -> None:
+@pytest.mark.parametrize("text", ["hf", "hf:llama", "hf:deepseek_v3", "megatron"])
+def test_names_are_those_of_a_family(text: str) -> None:
     assert check_names(text) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "guess"),
+    [
+        (("convert", "a", "--to", "safetensor"), "safetensors"),
+        (("convert", "a", "--to", "pt"), "torch"),
+        (("reshard", "a", "--to", "torchdist"), "torch_dist"),
+        (("convert", "a", "--names", "megatorn"), "megatron"),
+        (("convert", "a", "--dtype", "*.bias=b16"), "bf16"),
+        (("convert", "a", "--dequantize", "f32"), "fp32"),
+        (("convert", "a", "--quantize", "blok"), "block"),
+        (("convert", "a", "--transformer-impl", "trans"), "transformer_engine"),
+        (("convert", "a", "--rng", "kep"), "keep"),
+        (("inspect", "a", "--sort", "sise"), "size"),
+        (("validate", "a", "--format", "Json"), "json"),
+        (("validate", ".", "--plan-for", "tpp=2"), "tp"),
+        (("validate", ".", "--plan-for", "format=zar"), "zarr"),
+        (("launch", "--device", "cudaa", "--", "validate", "a"), "cuda"),
+        (("launch", "--nproc-per-node", "gpus", "--", "validate", "a"), "gpu"),
+        (("launch", "--", "valdate", "a"), "validate"),
+        (("launch", "--", "validate", "a", "--format", "jsn"), "json"),
+    ],
+)
+def test_a_misspelt_value_is_a_usage_error_with_the_nearest_one(
+    words: tuple[str, ...], guess: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(words)) == 2
+    assert f"hint: did you mean {guess}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--to", "gguf"),
+        ("--dtype", "int"),
+        ("--dequantize", "?"),
+        ("--quantize", "*.w=4"),
+        ("--names", "nemo"),
+        ("--memory", "1XB"),
+        ("--max-shard-size", "five"),
+        ("--threads", "0"),
+        ("--unknown", "x"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_the_source_is_looked_at(
+    words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "no/such/source", *words]) == 2
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"error: invalid value for '{words[0]}': ")
+    assert hint.startswith("  hint: ")
+
+
+def test_a_format_that_is_only_read_is_unsupported(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(golden / "torch_dcp/tp2_only")
+    assert main(["convert", source, str(tmp_path / "out"), "--to", "orbax"]) == 4
+    assert "orbax is read-only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

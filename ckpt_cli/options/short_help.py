@@ -1,0 +1,218 @@
+"""What ``ckpt COMMAND --help`` shows: examples to paste and the options used most.
+
+``--help-all`` shows every option. A page should fit one screen of 80 × 40, so an option is listed
+here only if many users need it; tests/ckpt_cli/options/test_short_help.py checks the size, and
+that each option and each command line exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ShortHelp:
+    """The help page of a command that fits one screen.
+
+    Args:
+        examples: (what it does, command line) pairs.
+        options: long names of the options to show, in this order.
+        guide: page about the command in ``docs``, without its suffix.
+    """
+
+    examples: tuple[tuple[str, str], ...]
+    options: tuple[str, ...]
+    guide: str
+
+
+SHORT_HELP: Mapping[str, ShortHelp] = {
+    "ckpt": ShortHelp(
+        examples=(
+            ("what a checkpoint holds", "ckpt inspect run"),
+            ("Megatron to Hugging Face", "ckpt convert run model-hf --to hf --no-optim"),
+            ("other parallel sizes", "ckpt reshard run run-tp4 --tp-new 4 --pp-new 2"),
+            ("is every byte intact?", "ckpt validate run-tp4 --deep"),
+        ),
+        options=("--version",),
+        guide="guide/first-steps",
+    ),
+    "inspect": ShortHelp(
+        examples=(
+            ("the newest iteration of a run", "ckpt inspect run"),
+            (
+                "where the first layer is stored, and its first values",
+                "ckpt inspect run 'decoder.layers.0.*' --values 4",
+            ),
+            ("one line per tensor, the largest first", "ckpt inspect run --flat --sort size"),
+        ),
+        options=("--iteration", "--tree", "--sort", "--values", "--limit", "--all", "--json"),
+        guide="guide/first-steps",
+    ),
+    "convert": ShortHelp(
+        examples=(
+            (
+                "Megatron to Hugging Face, weights only",
+                "ckpt convert run/iter_0010000 model-hf --to hf --no-optim --dtype bf16",
+            ),
+            (
+                "Hugging Face to Megatron rank files, TP 4 × PP 2",
+                "ckpt convert model-hf run --to megatron --tp-new 4 --pp-new 2",
+            ),
+            (
+                "FSDP2 or any other DCP checkpoint to one file; print the plan only",
+                "ckpt convert dcp-dir model.safetensors --no-optim --dry-run",
+            ),
+        ),
+        options=(
+            "--to",
+            "--iteration",
+            "--tp-new",
+            "--pp-new",
+            "--no-optim",
+            "--dtype",
+            "--include",
+            "--exclude",
+            "--dry-run",
+            "--verify",
+            "--force",
+        ),
+        guide="guide/convert",
+    ),
+    "reshard": ShortHelp(
+        examples=(
+            ("to TP 4 × PP 2, optimizer included", "ckpt reshard run out --tp-new 4 --pp-new 2"),
+            (
+                "print what would be read and written",
+                "ckpt reshard run out --tp-new 8 --pp-new 1 --dry-run",
+            ),
+            (
+                "a mixture of experts, compared with the source afterwards",
+                "ckpt reshard run out --tp-new 2 --ep-new 8 --verify",
+            ),
+        ),
+        options=(
+            "--tp-new",
+            "--pp-new",
+            "--vpp-new",
+            "--ep-new",
+            "--etp-new",
+            "--pipeline-model-parallel-layout",
+            "--vocab-size",
+            "--to",
+            "--iteration",
+            "--no-optim",
+            "--dry-run",
+            "--verify",
+            "--force",
+        ),
+        guide="guide/reshard",
+    ),
+    "manifest": ShortHelp(
+        examples=(
+            ("checksums and fingerprints, next to the data", "ckpt manifest run/iter_0010000"),
+            ("the same in a file of its own", "ckpt manifest run -o run-manifest.json"),
+            ("check the data against it later", "ckpt validate run/iter_0010000 --deep"),
+        ),
+        options=(
+            "--output",
+            "--fingerprints",
+            "--force",
+            "--iteration",
+            "--threads",
+            "--memory",
+            "--json",
+            "--quiet",
+        ),
+        guide="guide/manifest",
+    ),
+    "validate": ShortHelp(
+        examples=(
+            ("read every byte", "ckpt validate run/iter_0010000 --deep"),
+            ("the iteration to resume from", "ckpt validate --newest-valid run"),
+            ("can TP 8 × PP 2 load it?", "ckpt validate run --plan-for tp=8,pp=2"),
+        ),
+        options=(
+            "--headers",
+            "--deep",
+            "--strict",
+            "--ignore",
+            "--plan-for",
+            "--newest-valid",
+            "--iteration",
+            "--format",
+            "--list-checks",
+            "--quiet",
+        ),
+        guide="guide/validate",
+    ),
+    "diff": ShortHelp(
+        examples=(
+            ("bit for bit, across formats and layouts", "ckpt diff run-tp8 run-tp4"),
+            ("by value, after a cast", "ckpt diff run model-hf --no-optim --rtol 1e-2"),
+            ("names, shapes and dtypes only", "ckpt diff run-a run-b --stat-only"),
+        ),
+        options=(
+            "--rtol",
+            "--atol",
+            "--stat-only",
+            "--include",
+            "--exclude",
+            "--tensors-only",
+            "--no-optim",
+            "--iteration",
+            "--iteration-b",
+            "--limit",
+            "--json",
+            "--quiet",
+        ),
+        guide="guide/compare",
+    ),
+    "launch": ShortHelp(
+        examples=(
+            (
+                "eight workers on this host",
+                "ckpt launch --nproc-per-node 8 -- reshard run out --tp-new 4",
+            ),
+            (
+                "two hosts: run this on both",
+                "ckpt launch --nnodes 2 --rdzv-endpoint node1 -- validate run --deep",
+            ),
+            (
+                "casts on the GPUs",
+                "ckpt launch --device cuda -- convert run out --to dcp --dtype bf16",
+            ),
+        ),
+        options=(
+            "--nproc-per-node",
+            "--nnodes",
+            "--rdzv-endpoint",
+            "--device",
+            "--timeout",
+            "--max-restarts",
+            "--log-dir",
+            "--tee",
+        ),
+        guide="guide/launch",
+    ),
+}
+"""Command, or ``ckpt`` for the program's own page → its short help."""
+
+
+def documentation_of(command: str) -> str:
+    """Return where the documentation of a command is: an address, or a file of the repository.
+
+    The address is the ``Documentation`` of pyproject.toml's ``[project.urls]``: a site built with
+    mkdocs.yml. Without one, the page is named by its path in the repository.
+    """
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    guide = SHORT_HELP[command].guide
+    try:
+        urls = metadata("ckpt-toolkit").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        urls = []
+    for label, _, address in (url.partition(",") for url in urls):
+        if label.strip().lower() == "documentation":
+            return f"{address.strip().rstrip('/')}/{guide}/"
+    return f"docs/{guide}.md"
