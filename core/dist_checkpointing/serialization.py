@@ -84,6 +84,7 @@ def save(
     content_metadata: dict[str, Any] | None = None,
     *,
     overwrite: bool = False,
+    manifest: bool = False,
 ) -> AsyncRequest | None:
     """Save the sharded and common state of all ranks as a checkpoint; collective.
 
@@ -103,6 +104,8 @@ def save(
             Process groups in it are skipped.
         overwrite: replace the checkpoint in the directory once the new one is complete. Files that
             belong to no checkpoint stay, unless a new file has the same name.
+        manifest: write ``ckpt-manifest.json``, too, with checksums that are computed from the bytes
+            as they are written; ``ckpt validate`` compares the files with it.
 
     Returns:
         None, or with ``async_sharded_save`` a request that the caller schedules. Its last finalize
@@ -131,6 +134,7 @@ def save(
         begin,
         validate_access_integrity=validate_access_integrity,
         async_sharded_save=async_sharded_save,
+        manifest=manifest,
     )
     # Split the state dict.
     tree, state = comm.together(
@@ -143,7 +147,11 @@ def save(
     # Rank 0 creates the staging directory that all ranks write into.
     target = Path(os.path.abspath(checkpoint_dir))
     publication = comm.together(
-        lambda: Publication(target, overwrite=overwrite) if comm.rank() == 0 else None
+        lambda: (
+            Publication(target, overwrite=overwrite, manifest=manifest)
+            if comm.rank() == 0
+            else None
+        )
     )
     try:
         # Write the common state first, so that only tensors are left for an asynchronous save.

@@ -52,6 +52,7 @@ from typing_extensions import override
 from core.convert.job import Job
 from core.convert.prepare import is_file_of
 from core.convert.run import run
+from core.dist_checkpointing._directory.sums import SUMS
 from core.dist_checkpointing.torch_dcp.planned_files import write_part, write_rest
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
@@ -66,6 +67,8 @@ from core.files.url import refuse_url
 from core.formats.dcp import format as dcp
 from core.formats.format import Format
 from core.formats.registry import format_called
+from core.manifest.file import manifest_name
+from core.manifest.partial_sums import write_combined
 from core.stage.existing import check_replaceable
 from core.stage.files import StageStore
 from core.stage.stage import Stage, stage_dir_of
@@ -110,6 +113,9 @@ class CkptStorageWriter(StorageWriter):
             its default.
         fsync: flush the files to disk before the checkpoint is published.
         threads: number of copying threads on each rank.
+        manifest: write ``ckpt-manifest.json``, too, with checksums that are computed from the bytes
+            as they are written; files that several ranks fill are read back for it. Checkpoints
+            that are converted have a manifest in any case.
         changes: fields of ``core.convert.job.Job`` that change what is written, such as ``names``,
             ``topology``, ``rename`` or ``dtype``; the module's docstring describes their cost.
 
@@ -128,6 +134,7 @@ class CkptStorageWriter(StorageWriter):
         max_file_bytes: int | None = None,
         fsync: bool = True,
         threads: int = 2,
+        manifest: bool = False,
         **changes: Any,
     ) -> None:
         super().__init__()
@@ -141,6 +148,7 @@ class CkptStorageWriter(StorageWriter):
         self._max_file_bytes = max_file_bytes
         self._fsync = fsync
         self._threads = threads
+        self._has_manifest = manifest
         self._changes = changes
         self._running: _RunningSave | None = None
         # Create the job only to check the changes, so that a wrong keyword is an error here and not
@@ -233,6 +241,8 @@ class CkptStorageWriter(StorageWriter):
         try:
             # Leave a token by which the ranks recognise the directory, and split the work.
             _token_path(stage.stage_dir, self.save_id).touch()
+            if self._has_manifest and not is_converted:
+                (stage.stage_dir / SUMS).mkdir()
             parts = split_by_rank(layout, save, token=self.save_id, is_converted=is_converted)
             # Create the files that several ranks write to before any of the ranks opens them.
             n_writers = Counter(image.path for part in parts for image in part.images)
@@ -277,7 +287,15 @@ class CkptStorageWriter(StorageWriter):
         # would not.
         store = StageStore(stage_dir / "data", is_durable=self._fsync)
         try:
-            results = write_part(plan, planner, part, store, threads=self._threads)
+            sums_dir = stage_dir / SUMS
+            results = write_part(
+                plan,
+                planner,
+                part,
+                store,
+                threads=self._threads,
+                sums_dir=sums_dir if sums_dir.is_dir() else None,
+            )
             if self._fsync:
                 store.sync_files()
         except BaseException:
@@ -321,6 +339,15 @@ class CkptStorageWriter(StorageWriter):
                 dst=running.dst,
                 max_file_bytes=running.max_file_bytes,
             )
+            sums_dir = running.stage.stage_dir / SUMS
+            if sums_dir.is_dir():
+                is_file = running.stage.is_file
+                write_combined(
+                    running.stage.data_dir,
+                    sums_dir,
+                    manifest_name(running.dst.name if is_file else None),
+                    fsync=self._fsync,
+                )
             running.stage.commit()
         finally:
             self._abandon()

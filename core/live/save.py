@@ -40,8 +40,10 @@ from core.errors import UsageError
 from core.files.folders import sync_folders
 from core.formats.format import Format
 from core.live.share import HOLDER, ProcessShare, find_share, has_one_holder
+from core.live.sums import complete_arrays, complete_files
 from core.live.tensors import Chunk, LiveTensor, live_source, metas_of_chunks
 from core.manifest.of_copy import finish_files
+from core.manifest.partial_sums import write_sums
 from core.plan.plan import DEFAULT_THREADS, make_plan
 from core.plan.positions import Places
 from core.stage.files import StageStore
@@ -75,6 +77,8 @@ class LiveSave:
         without: paths of images that the caller writes itself.
         fsync: wait for the disk.
         threads: number of copying threads.
+        sums_dir: existing directory for the checksums of what each process writes
+            (``core.manifest.partial_sums``); None computes none.
     """
 
     format: Format
@@ -87,6 +91,7 @@ class LiveSave:
     without: Collection[str] = ()
     fsync: bool = True
     threads: int = DEFAULT_THREADS
+    sums_dir: Path | None = None
     _layout: tuple[TargetCatalog, tuple[FileImage, ...]] | None = None
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
@@ -127,12 +132,17 @@ class LiveSave:
         )
         stage = StageStore(self.root, is_durable=self.fsync)
         try:
-            result = execute(plan, memory, stage, CopyOptions(digest=False))
-            finish_files(plan, result, stage, crc=False)
+            with_sums = self.sums_dir is not None
+            result = execute(plan, memory, stage, CopyOptions(digest=with_sums))
+            files = finish_files(plan, result, stage, crc=with_sums)
             if self.fsync:
                 stage.sync_files()
         finally:
             stage.close()
+        if self.sums_dir is not None:
+            arrays = complete_arrays(plan, result)
+            images = self.laid_out()[1]
+            write_sums(self.sums_dir, self.number, complete_files(files, images, arrays), arrays)
         return result.written_bytes
 
     def finish(self) -> None:

@@ -13,7 +13,6 @@ from core.manifest.file import FileSum as FileSum
 from core.manifest.file import ManifestArray, manifest_lines, write_lines
 from core.manifest.file import manifest_name as manifest_name
 from core.manifest.file import read_manifest as read_manifest
-from core.plan.positions import Places
 
 if TYPE_CHECKING:
     from core.catalog.file_image import FileImage
@@ -52,7 +51,9 @@ def finish_files(
     order = sorted(range(len(plan.images)), key=lambda n: plan.images[n].is_metadata)
     for number in order:
         image = plan.images[number]
-        ranges = _FileRanges(plan.places, result, range(first[number], first[number + 1]))
+        ranges = FileRanges()
+        for n in range(first[number], first[number + 1]):
+            ranges.add_sum(plan.places.offset_of(n), plan.places.bytes_of(n), result.crcs[n])
         for offset, data in image.literals(result.crc_of):
             if data:
                 store.write(image.path, offset, data)
@@ -62,19 +63,23 @@ def finish_files(
     return [sums[number] for number in range(len(plan.images))]
 
 
-class _FileRanges:
+class FileRanges:
     """The byte ranges of one file that contain arrays and literals, as columns."""
 
-    def __init__(self, places: Places, result: CopyResult, numbers: range) -> None:
-        self._offsets = columns("q", (places.offset_of(n) for n in numbers))
-        self._sizes = columns("q", (places.bytes_of(n) for n in numbers))
-        self._crcs = columns("I", (result.crcs[n] for n in numbers))
+    def __init__(self) -> None:
+        self._offsets = columns("q")
+        self._sizes = columns("q")
+        self._crcs = columns("I")
 
     def add(self, offset: int, data: bytes) -> None:
         """Add a literal."""
+        self.add_sum(offset, len(data), crc32(data))
+
+    def add_sum(self, offset: int, n_bytes: int, crc: int) -> None:
+        """Add an array whose CRC-32 is known."""
         self._offsets.append(offset)
-        self._sizes.append(len(data))
-        self._crcs.append(crc32(data))
+        self._sizes.append(n_bytes)
+        self._crcs.append(crc)
 
     def crc_of(self, image: FileImage) -> int:
         """Return the CRC-32 of the entire file; bytes outside all ranges are zero.
@@ -129,11 +134,11 @@ def write_manifest(
     write_lines(
         store,
         name,
-        manifest_lines(tool, digest, files, _arrays(plan, result, crc=crc), fingerprints),
+        manifest_lines(tool, digest, files, manifest_arrays(plan, result, crc=crc), fingerprints),
     )
 
 
-def _arrays(plan: Plan, result: CopyResult, *, crc: bool) -> Iterator[ManifestArray]:
+def manifest_arrays(plan: Plan, result: CopyResult, *, crc: bool) -> Iterator[ManifestArray]:
     """Yield the entries of the arrays that the plan filled, each once."""
     places = plan.places
     is_listed = bytearray(len(places))

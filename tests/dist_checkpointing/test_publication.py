@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import core.dist_checkpointing._directory.publication as publication
-from core.dist_checkpointing._directory.publication import STAGE, Publication, data_dir_of
+from core.dist_checkpointing._directory.publication import Publication, data_dir_of
+from core.dist_checkpointing._directory.sums import STAGE
 from core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
 from core.errors import CheckpointingException, StorageError, UsageError
 

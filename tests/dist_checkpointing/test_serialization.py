@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.dist_checkpointing._directory.publication import STAGE
+from core.dist_checkpointing._directory.sums import STAGE
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.core import check_is_distributed_checkpoint, maybe_load_config
 from core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject

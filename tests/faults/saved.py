@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from core.dist_checkpointing._directory.publication import STAGE
+from core.dist_checkpointing._directory.sums import STAGE
 from core.dist_checkpointing.core import CONFIG_FNAME
 from tests.faults.disturb import nothing
 from tests.faults.operations import Disturb

@@ -6,6 +6,7 @@ renamed to its path. Files are written into a *staging directory* in it::
     iter_0000010/              exists, empty
     └── .ckpt-stage/           locked (flock) as long as the saving process lives
         ├── data/              the checkpoint_dir that the strategies see
+        ├── sums/              only with a manifest: checksums of what each rank wrote
         ├── entries.json       only while entries move: the names that are moving
         └── old/               only while a checkpoint is replaced: its entries
 
@@ -29,21 +30,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.dist_checkpointing._directory.durable_file import write_file
+from core.dist_checkpointing._directory.sums import DATA, STAGE, SUMS
 from core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.files.folders import empty_folder, sync_folder, sync_tree
 from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
-from core.manifest.of_copy import manifest_name
+from core.manifest.file import manifest_name
+from core.manifest.partial_sums import write_combined
 from core.stage.folder_lock import is_current, lock_folder
 
 if TYPE_CHECKING:
     from core.dist_checkpointing.core import CheckpointingConfig
 
-STAGE = ".ckpt-stage"
 _ATTEMPTS = 2
-_DATA = "data"
 _OLD = "old"
 _ENTRIES = "entries.json"
 _NO_ENTRIES = ("", ".", "..", STAGE)
@@ -55,7 +56,7 @@ _FILE_OF_A_KEY = re.compile(r"(\.zarray|zarr\.json|shard_.*\.pt)$")
 
 def data_dir_of(checkpoint_dir: Path) -> Path:
     """Return the directory that strategies write into during a save; the same on every rank."""
-    return checkpoint_dir / STAGE / _DATA
+    return checkpoint_dir / STAGE / DATA
 
 
 class Publication:
@@ -68,6 +69,7 @@ class Publication:
         checkpoint_dir: an existing directory.
         overwrite: accept a directory that is not empty. Publishing then replaces a distributed
             checkpoint in it; other files stay, unless a new file has the same name.
+        manifest: let the ranks compute checksums, and publish the checkpoint with its manifest.
 
     Attributes:
         data_dir: the directory that the strategies write into.
@@ -77,11 +79,14 @@ class Publication:
         StorageError: another process is saving into the directory, or it cannot be read or written.
     """
 
-    def __init__(self, checkpoint_dir: Path, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, checkpoint_dir: Path, *, overwrite: bool = False, manifest: bool = False
+    ) -> None:
         self.checkpoint_dir = Path(os.path.abspath(checkpoint_dir))
         self.data_dir = data_dir_of(self.checkpoint_dir)
         self._stage_dir = self.data_dir.parent
         self._overwrite = overwrite
+        self._has_manifest = manifest
         _check_directory(self.checkpoint_dir)
 
         # Lock the staging directory before anything in the directory is read or changed.
@@ -122,6 +127,8 @@ class Publication:
                 )
         with translate_os_errors(str(self.data_dir), doing="create"):
             self.data_dir.mkdir()
+            if self._has_manifest:
+                (self._stage_dir / SUMS).mkdir()
 
     def publish(self, config: CheckpointingConfig, *, is_synced: bool = False) -> None:
         """Turn the directory into the checkpoint that was written.
@@ -140,6 +147,8 @@ class Publication:
             self._check_stage()
             with translate_os_errors(str(self.checkpoint_dir), doing="publish"):
                 save_config(config, self.data_dir)
+                if self._has_manifest:
+                    write_combined(self.data_dir, self._stage_dir / SUMS, manifest_name())
                 # Data must be on disk before metadata.json makes it a checkpoint.
                 if not is_synced:
                     sync_tree(self.data_dir)
@@ -271,7 +280,7 @@ def _check_directory(checkpoint_dir: Path) -> None:
 
 def _undo_interrupted_save(stage_dir: Path) -> None:
     """Empty a staging directory, after undoing the renames of a process that was killed."""
-    checkpoint_dir, data_dir, old_dir = stage_dir.parent, stage_dir / _DATA, stage_dir / _OLD
+    checkpoint_dir, data_dir, old_dir = stage_dir.parent, stage_dir / DATA, stage_dir / _OLD
     # If the new metadata.json has moved, the checkpoint is published; only the staging directory
     # has to be removed.
     if not (checkpoint_dir / CONFIG_FNAME).exists() or (data_dir / CONFIG_FNAME).exists():

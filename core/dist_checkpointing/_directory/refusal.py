@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.dist_checkpointing._directory.publication import STAGE
+from core.dist_checkpointing._directory.sums import STAGE
 from core.dist_checkpointing.core import CONFIG_FNAME
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.formats.mcore.common_state import COMMON_FILE

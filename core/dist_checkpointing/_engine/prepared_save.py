@@ -21,6 +21,7 @@ import torch
 
 from core.catalog.facets import WriteOptions
 from core.dist_checkpointing._background.staging import POOL
+from core.dist_checkpointing._directory.sums import sums_dir_of
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._values.objects import stream_of
@@ -188,6 +189,7 @@ def prepare_save(
         options=options,
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
         threads=threads,
+        sums_dir=sums_dir_of(checkpoint_dir),
         _layout=agreed.layout if agreed is not None else None,
     )
     # Lay out the files on all ranks, so that an error is raised on all before any byte is written.

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from core.arrays.box import Box, full_box
+from core.arrays.dtypes import itemsize
 from core.catalog.catalog import StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
@@ -35,13 +36,23 @@ from core.formats.format import Format
 from core.formats.torch.format import load_object
 from core.live.save import finish_file
 from core.live.share import HOLDER, find_share
+from core.live.sums import complete_arrays
 from core.live.tensors import LiveTensor, live_source
+from core.manifest.file import FileSum, ManifestArray
+from core.manifest.of_copy import FileRanges
+from core.manifest.partial_sums import write_sums
 from core.plan.plan import make_plan
 from core.stage.files import StageStore
 
 
 def write_part(
-    plan: SavePlan, planner: SavePlanner, part: RankSave, store: StageStore, *, threads: int
+    plan: SavePlan,
+    planner: SavePlanner,
+    part: RankSave,
+    store: StageStore,
+    *,
+    threads: int,
+    sums_dir: Path | None = None,
 ) -> list[WriteResult]:
     """Write the tensors of a rank's plan, in batches, and finish the files that it fills alone.
 
@@ -50,6 +61,7 @@ def write_part(
         part: the part of the save that this rank writes.
         store: the staging directory.
         threads: number of copying threads.
+        sums_dir: existing directory for the checksums of what this rank writes; None computes none.
 
     Returns:
         The size of every item. The result for an entry that is not a tensor also contains its
@@ -61,7 +73,7 @@ def write_part(
         CheckpointingException: a file cannot be written.
     """
     catalog = part.catalog()
-    crcs: dict[str, int] = {}
+    written: dict[str, ManifestArray] = {}
     results = []
     # Write the tensors, in batches so that few of them are in host memory at a time.
     for batch in batches(filter(is_tensor, plan.items), lambda item: chunk_of(item).n_bytes):
@@ -70,18 +82,45 @@ def write_part(
             bridge.live_tensor(chunk_of(item), data)
             for item, data in zip(batch, tensors, strict=True)
         ]
-        crcs |= _write_tensors(live, catalog, part.images, store, threads=threads)
+        written |= {
+            array.name: array
+            for array in _write_tensors(
+                live,
+                catalog,
+                part.images,
+                store,
+                threads=threads,
+                with_digests=sums_dir is not None,
+            )
+        }
         results += [
             WriteResult(index=item.index, size_in_bytes=tensor.chunk.n_bytes, storage_data=None)
             for item, tensor in zip(batch, live, strict=True)
         ]
     # Write the headers and trailers of the files that this rank fills alone. They come after the
     # tensors, because they contain their checksums.
+    files: list[FileSum] = []
+
+    def crc_of(name: str) -> int:
+        array = written.get(name)
+        return (array and array.crc) or 0
+
     for image in part.images:
         if is_finished_by_rank(image):
             store.create(image.path, image.size)
-            for offset, data in image.literals(lambda name: crcs.get(name, 0)):
+            ranges = FileRanges()
+            arrays = [written.get(placed.array.name) for placed in image.arrays]
+            for array in filter(None, arrays):
+                n_bytes = itemsize(array.dtype) * prod(array.shape)
+                ranges.add_sum(array.offset, n_bytes, array.crc or 0)
+            for offset, data in image.literals(crc_of):
                 store.write(image.path, offset, data)
+                ranges.add(offset, data)
+            # Without the checksum of an array, that of its file is computed by reading it later.
+            if all(arrays):
+                files.append(FileSum(image.path, image.size, ranges.crc_of(image)))
+    if sums_dir is not None:
+        write_sums(sums_dir, part.number, files, written.values())
     # Return every other entry, which torch sends to the coordinator with the results.
     for item in plan.items:
         if not is_tensor(item):
@@ -99,7 +138,8 @@ def _write_tensors(
     store: StageStore,
     *,
     threads: int,
-) -> dict[str, int]:
+    with_digests: bool,
+) -> list[ManifestArray]:
     """Write some tensors of this rank into their arrays.
 
     Args:
@@ -108,9 +148,10 @@ def _write_tensors(
         images: the files that contain the arrays.
         store: the staging directory.
         threads: number of copying threads.
+        with_digests: compute digests, too.
 
     Returns:
-        The CRC-32 of every array that is completely written, by the array's name.
+        The positions and checksums of the arrays that are completely written.
     """
     # Select the tensors that the combined plan has assigned to this rank.
     to_write = [
@@ -127,15 +168,7 @@ def _write_tensors(
     plan = make_plan(
         source, share.target, share.images, threads=threads, compares=False, is_share=True
     )
-    result = execute(plan, memory, store, CopyOptions(digest=False))
-    # An array has a checksum only if one fragment fills it.
-    arrays = [
-        fragment.array
-        for key in share.target.tensors
-        for fragment in share.target.fragments(key)
-        if fragment.array is not None and fragment.box.n_elements == prod(fragment.array.shape)
-    ]
-    return {array.name: result.crc_of(array.name) for array in arrays}
+    return complete_arrays(plan, execute(plan, memory, store, CopyOptions(digest=with_digests)))
 
 
 def write_rest(

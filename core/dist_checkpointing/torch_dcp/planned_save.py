@@ -307,6 +307,7 @@ class RankSave:
             ``is_finished_by_rank``.
         token: identifier of the save.
         is_converted: True if the files belong to a checkpoint that will be converted.
+        number: number of the rank.
     """
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
@@ -314,6 +315,7 @@ class RankSave:
     images: tuple[FileImage, ...] = ()
     token: str = ""
     is_converted: bool = False
+    number: int = 0
 
     def catalog(self) -> TargetCatalog:
         """Return the target catalog with only the regions of this rank."""
@@ -339,7 +341,10 @@ def split_by_rank(
         save: the combined plans.
         token, is_converted: fields of every ``RankSave``.
     """
-    parts = [RankSave(token=token, is_converted=is_converted) for _ in range(save.n_ranks)]
+    parts = [
+        RankSave(token=token, is_converted=is_converted, number=number)
+        for number in range(save.n_ranks)
+    ]
     # Assign to every rank the fragments of the target that its regions fill.
     for key, writers in save.pieces.items():
         fragment_at = {fragment.box: fragment for fragment in layout.target.fragments(key)}

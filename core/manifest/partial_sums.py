@@ -1,0 +1,102 @@
+"""The manifest of a checkpoint that several processes write, from the checksums that they compute.
+
+::
+
+    process 0 ── write_sums ──▶ sums/0.json ─┐
+    process 1 ── write_sums ──▶ sums/1.json ─┴─ write_combined ──▶ ckpt-manifest.json
+
+The files in ``sums`` are manifests of what one process has written completely. Files that are in
+none of them (those that several processes filled, and those of other software) are read back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from core.arrays.checksum import ALGORITHM, BLOCK_BYTES, RunSum, digest_of_blocks
+from core.files.store import LocalStore, translate_os_errors
+from core.files.walk import list_tree
+from core.manifest.file import FileSum, ManifestArray, manifest_lines, read_manifest
+from core.version import __version__
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+
+def write_sums(
+    folder: Path, number: int, files: Iterable[FileSum], arrays: Iterable[ManifestArray]
+) -> None:
+    """Write the checksums of one process, for ``write_combined``.
+
+    Args:
+        folder: an existing directory that all processes share.
+        number: number of the process.
+
+    Raises:
+        CapacityError, StorageError: the system cannot write.
+    """
+    _write_manifest(folder / f"{number}.json", files, arrays, fsync=False)
+
+
+def write_combined(data_dir: Path, folder: Path, name: str, *, fsync: bool = True) -> None:
+    """Write the manifest of a complete checkpoint.
+
+    Args:
+        data_dir: directory of the checkpoint; the manifest goes there.
+        folder: the directory that ``write_sums`` wrote to.
+        name: file name of the manifest.
+        fsync: wait for the disk.
+
+    Raises:
+        CorruptError: the checksums of a process are damaged.
+        CapacityError, StorageError: the system cannot read or write.
+    """
+    # Combine what the processes recorded, in the order of their numbers.
+    files: dict[str, FileSum] = {}
+    arrays: list[ManifestArray] = []
+    with translate_os_errors(str(folder), doing="list the directory"):
+        numbers = sorted(int(path.stem) for path in folder.iterdir())
+    with closing(LocalStore(folder)) as sums:
+        for number in numbers:
+            manifest = read_manifest(sums, f"{number}.json")
+            files.update((file.path, file) for file in manifest.files)
+            arrays += manifest.arrays
+    # Read the remaining files back.
+    with closing(LocalStore(data_dir)) as store:
+        for path, n_bytes in list_tree(data_dir).files.items():
+            if path not in files and path != name:
+                files[path] = _read_file_sum(store, path, n_bytes)
+    # Write the manifest, without files that were renamed or removed after they were written.
+    entries = [files[path] for path in sorted(files) if (data_dir / path).exists()]
+    _write_manifest(data_dir / name, entries, arrays, fsync=fsync)
+
+
+def _write_manifest(
+    path: Path, files: Iterable[FileSum], arrays: Iterable[ManifestArray], *, fsync: bool
+) -> None:
+    """Write a manifest into a directory that nobody else reads yet.
+
+    Raises:
+        CapacityError, StorageError: the system cannot write.
+    """
+    tool = f"ckpt-toolkit {__version__}"
+    with translate_os_errors(str(path), doing="write"), open(path, "w", encoding="utf-8") as file:
+        file.writelines(manifest_lines(tool, ALGORITHM, files, arrays))
+        if fsync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _read_file_sum(store: ReadStore, path: str, n_bytes: int) -> FileSum:
+    """Compute the entry of a file by reading it, 1 MiB at a time."""
+    run = RunSum(0, n_bytes, crc=True, digest=True)
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
+    for start in range(0, n_bytes, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, n_bytes - start)]
+        store.read_into(path, start, block)
+        run.feed(block)
+    return FileSum(path, n_bytes, run.crc, digest_of_blocks(run.blocks).hex())
