@@ -2,5 +2,5 @@
 
 Start at ``planned_save``; ``torch_metadata`` turns ``.metadata`` into torch's own classes and back.
 Imports: arrays, catalog, convert, copy, dist_checkpointing._engine, errors, files, formats,
-formats.dcp, formats.torch, live, opening, pickle, plan, stage.
+formats.dcp, formats.torch, live, manifest, opening, pickle, plan, stage.
 """
