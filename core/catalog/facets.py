@@ -32,6 +32,8 @@ class WriteOptions:
             objects of other classes are set aside.
         separation_hint: DCP and torch_dist store items whose keys begin with this prefix in
             separate files.
+        files_per_rank: DCP and torch_dist divide the items of a rank among so many files of about
+            equal size, half of them for those with ``separation_hint``.
         shard_bytes: size of zarr 3's shards; None for the format's default.
     """
 
@@ -40,6 +42,7 @@ class WriteOptions:
     is_release: bool = False
     weights_only: bool = True
     separation_hint: str | None = None
+    files_per_rank: int = 1
     shard_bytes: int | None = None
 
 

@@ -138,6 +138,7 @@ def prepare_save(
     *,
     format: str,
     separation_hint: str | None = None,
+    files_per_rank: int = 1,
     threads: int = DEFAULT_THREADS,
     previous: Agreement | None = None,
 ) -> PreparedSave:
@@ -149,7 +150,7 @@ def prepare_save(
             else ().
         checkpoint_dir: an existing directory.
         format: name of a writable format.
-        separation_hint: as in ``core.catalog.facets.WriteOptions``.
+        separation_hint, files_per_rank: as in ``core.catalog.facets.WriteOptions``.
         threads: number of copying threads on each rank.
         previous: agreement of an earlier save. If all ranks pass one that still fits, metadata is
             neither exchanged nor computed.
@@ -158,7 +159,8 @@ def prepare_save(
         CheckpointingException: a tensor has no data, ranks disagree on a tensor, or the format
             cannot store it; on every rank.
     """
-    kind, options = format_called(format), WriteOptions(separation_hint=separation_hint)
+    kind = format_called(format)
+    options = WriteOptions(separation_hint=separation_hint, files_per_rank=files_per_rank)
 
     def prepare_own() -> tuple[list[tuple[Chunk, torch.Tensor]], list[tuple[str, bytes]]]:
         pairs = []

@@ -3,8 +3,8 @@
 On disk, as these strategies write it (``core.formats.dcp.torch_dist`` has the details)::
 
     iter_0000010/
-    ├── __0_0.distcp …           one file per rank that has any data
-    ├── <hint>__0_0.distcp …     the same, for the keys that begin with the separation hint
+    ├── __0_0.distcp …           ``thread_count`` files of each rank that has any data
+    ├── <hint>__0_1.distcp …     of these, half for the keys that begin with the separation hint
     └── .metadata                written last
 
 Saving and loading use the engine (``core.dist_checkpointing._engine.bridge``), not torch's
@@ -120,14 +120,16 @@ def register_default_torch_strategies() -> None:
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """A strategy that saves ShardedTensors and ShardedObjects as DCP files, one or two per rank.
+    """A strategy that saves ShardedTensors and ShardedObjects as DCP files, some of each rank.
 
     Args:
         backend: name of the backend, for ``metadata.json``.
         version: version of the backend, for ``metadata.json``.
         keep_only_main_replica: save main replicas only. Otherwise the lowest rank that has any
             replica of a shard writes it, so that shards without a main replica are saved, too.
-        thread_count: number of threads per rank that write; all write to the same file.
+        thread_count: number of files that each rank writes, ``__<rank>_0.distcp`` and so on, if it
+            has that many entries, and number of threads that write them. The entries are divided
+            among the files by size, as megatron-core does.
         cached_metadata: while the structure stays the same on all ranks, reuse the agreement of
             this strategy's last save, instead of exchanging and computing it again.
         separation_hint: prefix of keys; their entries go to separate files, whose names also begin
@@ -229,6 +231,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             checkpoint_dir,
             format=BACKEND,
             separation_hint=self.separation_hint,
+            files_per_rank=self.thread_count,
             threads=self.thread_count,
             previous=self._agreement,
         )

@@ -23,6 +23,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING, overload
 
@@ -162,6 +163,7 @@ def lay_out_items(
     *,
     max_file_bytes: int | None = None,
     separate_prefix: str | None = None,
+    files_per_number: int = 1,
 ) -> ItemLayout:
     """Place every tensor of a target catalog and the given objects in ``.distcp`` files.
 
@@ -178,6 +180,7 @@ def lay_out_items(
             no maximum for files that coords select.
         separate_prefix: prefix of keys whose items go to separate files, with the same prefix in
             their names; None for no such files.
+        files_per_number: number of files among which the items of one file number are divided.
 
     Raises:
         UnsupportedError: a chunk does not fit its tensor, or two chunks of a tensor begin at the
@@ -188,7 +191,8 @@ def lay_out_items(
     chunk_items = _chunk_items(target)
     items = [*object_items.values(), *chain.from_iterable(chunk_items.values())]
     files = []
-    for file, (name, members) in enumerate(_group_by_file(items, max_file_bytes, separate_prefix)):
+    groups = _group_by_file(items, max_file_bytes, separate_prefix, files_per_number)
+    for file, (name, members) in enumerate(groups):
         # Place the items of a file one after the other. Its layout is columns and refers to no
         # item, so that it is small enough to be passed to other processes.
         placed = _Arrays(array("q"), [])
@@ -269,33 +273,65 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
 
 
 def _group_by_file(
-    items: Iterable[Item], max_file_bytes: int | None, separate_prefix: str | None
+    items: Iterable[Item],
+    max_file_bytes: int | None,
+    separate_prefix: str | None,
+    files_per_number: int,
 ) -> Iterator[tuple[str, list[Item]]]:
     """Yield the name of each file and its items, objects first.
 
     Args:
         items: items that are not placed yet.
-        max_file_bytes, separate_prefix: the arguments of ``lay_out_items``.
+        max_file_bytes, separate_prefix, files_per_number: the arguments of ``lay_out_items``.
     """
+    prefixes = ["", separate_prefix] if separate_prefix else [""]
     for number, members in _group_by_number(items, max_file_bytes or DEFAULT_MAX_FILE_BYTES):
         members.sort(key=lambda item: item.box is not None)
-        # Divide the items of a number by the prefix of their keys, then by size.
-        groups: dict[str, list[Item]] = {"": [], separate_prefix or "": []}
-        behind = []
-        for item in members:
-            if item.coords[1:] == BEHIND:
-                behind.append(item)
-            elif separate_prefix is not None and item.key.startswith(separate_prefix):
-                groups[separate_prefix].append(item)
-            else:
-                groups[""].append(item)
-        part = -1
-        for prefix, group in groups.items():
-            parts = [group] if max_file_bytes is None else _split(group, max_file_bytes)
-            for part, part_items in enumerate(filter(None, parts)):
-                yield f"{prefix}__{number}_{part}.distcp", part_items
+        behind = [item for item in members if item.coords[1:] == BEHIND]
+        others = [item for item in members if item.coords[1:] != BEHIND]
+        # Divide the items of a number as Megatron's writer does: by size, each part by the prefix
+        # of the keys. Its files are numbered without gaps, over both prefixes.
+        parts = _balance(others, max(1, files_per_number // len(prefixes)))
+        part_number = -1
+        for prefix in prefixes:
+            for part in parts:
+                group = [
+                    item for item in part if _has_prefix(item, separate_prefix) == bool(prefix)
+                ]
+                for file_items in (
+                    [group] if max_file_bytes is None else _split(group, max_file_bytes)
+                ):
+                    if file_items:
+                        part_number += 1
+                        yield f"{prefix}__{number}_{part_number}.distcp", file_items
         if behind:
-            yield f"__{number}_{part + 1}.distcp", behind
+            yield f"__{number}_{part_number + 1}.distcp", behind
+
+
+def _has_prefix(item: Item, prefix: str | None) -> bool:
+    return prefix is not None and item.key.startswith(prefix)
+
+
+def _balance(items: list[Item], n_parts: int) -> list[list[Item]]:
+    """Divide items into parts of about equal size: objects in turn, chunks the largest first.
+
+    This is the assignment of megatron-core's ``FileSystemWriterAsync``, so that a rank's files
+    contain the same items.
+    """
+    if n_parts == 1:
+        return [items]
+    parts: list[list[Item]] = [[] for _ in range(n_parts)]
+    objects = [item for item in items if item.box is None]
+    for number, item in enumerate(objects):
+        parts[number % n_parts].append(item)
+    # Give each chunk to the smallest part so far, the first one of equal ones.
+    sizes = [(0, number) for number in range(n_parts)]
+    chunks = [item for item in items if item.box is not None]
+    for item in sorted(chunks, key=lambda item: item.size, reverse=True):
+        size, number = heappop(sizes)
+        parts[number].append(item)
+        heappush(sizes, (size + item.size, number))
+    return parts
 
 
 def _group_by_number(items: Iterable[Item], max_file_bytes: int) -> list[tuple[int, list[Item]]]:

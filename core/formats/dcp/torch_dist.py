@@ -189,7 +189,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         target: every array becomes a chunk. An object with the key of a ShardedObject becomes an
             item; all others go into the common state, nested as in the skeleton. Also used:
             ``common``, ``TorchDistFacts``, and of ``WriteOptions`` ``max_file_bytes`` and
-            ``separation_hint`` (``separate_prefix`` of ``lay_out_items``).
+            ``separation_hint`` (``separate_prefix`` of ``lay_out_items``) and ``files_per_rank``.
 
     Returns:
         The layouts of the files, ``.metadata`` last.
@@ -215,6 +215,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         objects,
         max_file_bytes=target.write.max_file_bytes,
         separate_prefix=target.write.separation_hint,
+        files_per_number=target.write.files_per_rank,
     )
     # 0.12 always has mcore_data, newer dialects only if a written tensor has such facts.
     mcore_data = {
