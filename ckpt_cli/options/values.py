@@ -167,15 +167,22 @@ def check_rules_file(path: Path | None) -> None:
         )
 
 
-def one_of(*words: str) -> Callable[[str], str]:
-    """Return a typer parser that accepts only the given words."""
+class OneOf:
+    """A typer parser that accepts only some words; shell completion offers them."""
 
-    def parse(text: str) -> str:
-        if text not in words:
-            raise BadParameter(f"{text!r} is not one of: {', '.join(words)}")
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.words = words
+
+    def __call__(self, text: str) -> str:
+        """Return the text if it is one of the words, else raise BadParameter."""
+        if text not in self.words:
+            raise BadParameter(f"{text!r} is not one of: {', '.join(self.words)}")
         return text
 
-    return parse
+
+def one_of(*words: str) -> OneOf:
+    """Return a typer parser that accepts only the given words."""
+    return OneOf(words)
 
 
 def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:
