@@ -13,8 +13,8 @@ from pathlib import Path
 
 from core.errors import StorageError, TruncatedError, UnsupportedError
 from core.files.folders import sync_file, sync_folders
-from core.files.store import check_name, translate_os_errors
-from core.files.syscalls import allocate, start_writeback
+from core.files.store import MAX_IO_BYTES, check_name, translate_os_errors
+from core.files.syscalls import allocate, flush, start_writeback
 
 MAX_OPEN_FILES = 128
 _SYNC_THREADS = 4
@@ -94,9 +94,9 @@ class StageStore:
         """
         with self._file(name) as fd, translate_os_errors(name, doing="write"):
             # The system may write less than requested.
-            done = os.pwrite(fd, data, offset)
-            while done < len(data):
-                done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+            view, done = memoryview(data), 0
+            while done < len(view):
+                done += os.pwrite(fd, view[done : done + MAX_IO_BYTES], offset + done)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of a file from ``offset`` on.
@@ -108,7 +108,7 @@ class StageStore:
         with self._file(name) as fd, translate_os_errors(name, doing="read back"):
             done = 0
             while done < len(buffer):
-                n = os.preadv(fd, [buffer[done:]], offset + done)
+                n = os.preadv(fd, [buffer[done : done + MAX_IO_BYTES]], offset + done)
                 if n == 0:
                     raise TruncatedError("the unfinished file is too short", file=name)
                 done += n
@@ -126,7 +126,7 @@ class StageStore:
             StorageError: the system could not write them.
         """
         with self._file(name) as fd, translate_os_errors(name, doing="sync"):
-            os.fsync(fd)
+            flush(fd)
 
     def sync_files(self) -> None:
         """Sync every file that was created, opened or linked here.
