@@ -25,7 +25,7 @@ def shell_script(shell: str | None = None) -> str:
     Raises:
         UsageError: the shell is none of ``SHELLS``.
     """
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     shell = shell or _current_shell("--show-completion")
     script = get_completion_script(prog_name="ckpt", complete_var=VARIABLE, shell=shell)
@@ -42,7 +42,7 @@ def install_script() -> tuple[str, Path]:
         UsageError: the shell is none of ``SHELLS``.
         OSError: a file of the shell cannot be written.
     """
-    from typer.completion import install
+    from typer.completion import install  # type: ignore[attr-defined]
 
     # typer also adds the lines that load the file to the shell's own start-up file.
     shell = _current_shell("--install-completion")

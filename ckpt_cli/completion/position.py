@@ -6,7 +6,7 @@ typer would parse the words before it, and refuse those that are not valid yet.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 LAUNCH = "launch"
@@ -74,23 +74,23 @@ def position_of(root: Any, words: Sequence[str], incomplete: str) -> Position:
             arguments.append(word)
 
     # The word is the value of an option, as a word of its own or behind "=".
-    common = {"arguments": tuple(arguments), "values": values}
+    base = Position(arguments=tuple(arguments), values=values)
     if awaited is not None:
-        return Position(value_of=awaited, **common)
+        return replace(base, value_of=awaited)
     if incomplete.startswith("-") and not has_dashes:
         name, equals, _ = incomplete.partition("=")
         option = _option_of(command, name) if equals else None
         if option is not None and _takes_value(option):
-            return Position(value_of=option, start=f"{name}=", **common)
+            return replace(base, value_of=option, start=f"{name}=")
         is_free = [p for p in _options(command) if p.multiple or p.name not in values]
-        return Position(options=tuple(is_free), **common)
+        return replace(base, options=tuple(is_free))
     # It is a command, or an argument.
     if command is root or command.name == LAUNCH:
         commands = [item for item in root.commands.values() if item is not command]
-        return Position(commands=tuple(commands), **common)
+        return replace(base, commands=tuple(commands))
     for number, param in enumerate(p for p in command.params if p.param_type_name == "argument"):
         if number == len(arguments) or param.nargs == -1:
-            return Position(value_of=param, **common)
+            return replace(base, value_of=param)
     return Position()
 
 

@@ -35,6 +35,7 @@ class StageStore:
         self._is_durable = is_durable
         self._open: OrderedDict[str, _StageFile] = OrderedDict()
         self._names: set[str] = set()
+        self._name_of: dict[int, str] = {}  # inode → the name that created it
         self._linked: set[str] = set()
         self._is_closed = False
         self._lock = threading.Lock()
@@ -44,6 +45,7 @@ class StageStore:
 
         Raises:
             CapacityError: the disk is full, or a limit on file sizes is reached.
+            UnsupportedError: the file system takes the name for that of another file.
             StorageError: the file cannot be created.
         """
         path = self.root / check_name(name)
@@ -51,7 +53,16 @@ class StageStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, _FLAGS | os.O_CREAT, 0o666))
             with self._file(name) as fd:
-                size = os.fstat(fd).st_size
+                status = os.fstat(fd)
+                # Names that differ in case are one file on macOS and on many network shares.
+                other = self._name_of.setdefault(status.st_ino, name)
+                if other != name:
+                    raise UnsupportedError(
+                        f"the file system cannot tell this file from {other}",
+                        file=name,
+                        hint="write to a file system that distinguishes upper and lower case",
+                    )
+                size = status.st_size
                 if size != n_bytes:
                     # Old bytes of another size are discarded. An empty file is not truncated
                     # again: another process may be filling it right now.
