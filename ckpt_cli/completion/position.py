@@ -82,8 +82,8 @@ def position_of(root: Any, words: Sequence[str], incomplete: str) -> Position:
         option = _option_of(command, name) if equals else None
         if option is not None and _takes_value(option):
             return replace(base, value_of=option, start=f"{name}=")
-        is_free = [p for p in _options(command) if p.multiple or p.name not in values]
-        return replace(base, options=tuple(is_free))
+        options = [p for p in _options(command) if p.multiple or p.name not in values]
+        return replace(base, options=tuple(options))
     # It is a command, or an argument.
     if command is root or command.name == LAUNCH:
         commands = [item for item in root.commands.values() if item is not command]
