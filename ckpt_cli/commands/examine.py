@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from ckpt_cli.workers.progress import progress_bar
 from core.checks.level import Level
 from core.checks.registry import codes
 from core.convert.job import DEFAULT_MEMORY_BYTES
+from core.files.syscalls import allowed_cores
 from core.opening.open import FILL
 from core.validate.accepted import Acceptance, parse_patterns, read_baseline
 from core.validate.run import Validation
@@ -55,7 +55,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             level=level,
             iteration=options.iteration,
             rules=options.rules,
-            threads=options.threads or worker_threads() or min(len(os.sched_getaffinity(0)), 64),
+            threads=options.threads or worker_threads() or min(len(allowed_cores()), 64),
             memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
             progress=progress,
             plan_for=plan_request(options),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ckpt_cli
-from ckpt_cli.host.binding import allowed_cores, n_cores
+from ckpt_cli.host.binding import n_cores
 from ckpt_cli.launch.agent import AgentJob, FailureHooks, LaunchHistory, run_agent, silence_torch
 from ckpt_cli.launch.failure import Cause, LaunchError, cause_of
 from ckpt_cli.launch.guard import Limits, Overdue, guard_agent
@@ -36,6 +36,7 @@ from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note
 from ckpt_cli.workers.published import finish_published, recall_report
 from core.errors import StorageError, UsageError, WorkerError, did_you_mean
+from core.files.syscalls import allowed_cores
 
 if TYPE_CHECKING:
     from ckpt_cli.launch.meeting_place import Rendezvous

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from core.checks.watch import ByteScan, combine_watches
 from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
 from core.files.store import LocalStore
+from core.files.syscalls import allowed_cores
 from core.files.walk import Tree, list_tree, sparse_files
 from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
@@ -315,7 +315,7 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         subject.device = choose_device(
             subject.device,
             (VALUES,) if subject.against is None else (VALUES, FINGERPRINT),
-            threads=subject.threads or len(os.sched_getaffinity(0)),
+            threads=subject.threads or len(allowed_cores()),
         )
     # Every rank collects the needs of the modules itself; ranks that see other data are an error.
     watches = require_agreement(

@@ -24,6 +24,7 @@ from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.files.store import LocalStore
+from core.files.syscalls import drop_from_cache
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import Rules, unshard
 from core.megatron.rules.experts import transposed
@@ -149,7 +150,7 @@ def forget_cached(path: Path) -> None:
     """Drop a file from the page cache, except for bytes that are not on the disk yet."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_from_cache(fd)
     finally:
         os.close(fd)
 

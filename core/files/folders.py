@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from core.files.store import translate_os_errors
+from core.files.syscalls import flush
 
 _SYNC_THREADS = 4
 
@@ -113,6 +114,6 @@ def _sync(path: Path, flags: int = 0) -> None:
     with translate_os_errors(str(path), doing="sync"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
-            os.fsync(fd)
+            flush(fd)
         finally:
             os.close(fd)

@@ -39,6 +39,8 @@ else:
 
 MAX_OPEN_FILES = 128
 MAX_LINKED_FOLDERS = 10_000
+MAX_IO_BYTES = 2**30
+"""Maximum number of bytes to read or write in one call; macOS refuses 2 GiB and more."""
 _IOV_MAX = 1024
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP, errno.ENAMETOOLONG)
 
@@ -362,7 +364,7 @@ class LocalStore(ReadStore):
             # A call may read less than requested.
             done = 0
             while done < len(buffer):
-                n_read = os.preadv(fd, [buffer[done:]], offset + done)
+                n_read = os.preadv(fd, [buffer[done : done + MAX_IO_BYTES]], offset + done)
                 if n_read == 0:
                     raise _too_short(name, offset + done, offset, len(buffer))
                 done += n_read
@@ -384,8 +386,9 @@ class LocalStore(ReadStore):
             batch = buffers[first : first + _IOV_MAX]
             batch_bytes = n_bytes if len(batch) == len(buffers) else sum(map(len, batch))
             with self._file(name) as fd, translate_os_errors(name, doing="read"):
-                is_short = os.preadv(fd, batch, offset) != batch_bytes
-            # After a signal, or at the end of the file, fill the buffers one by one.
+                is_short = batch_bytes > MAX_IO_BYTES or os.preadv(fd, batch, offset) != batch_bytes
+            # If they are too long for one call, after a signal, or at the end of the file, fill the
+            # buffers one by one.
             if is_short:
                 position = offset
                 for buffer in batch:

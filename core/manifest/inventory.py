@@ -24,7 +24,7 @@ from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.folders import sync_folder
 from core.files.store import translate_os_errors
-from core.files.syscalls import rename_new
+from core.files.syscalls import allowed_cores, flush, rename_new
 from core.files.url import refuse_url
 from core.files.walk import list_tree, sparse_files
 from core.fingerprint.definition import Fingerprint
@@ -126,7 +126,7 @@ def read_inventory(
         subject=str(path),
     )
     opened = source.opened
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or len(allowed_cores())
     device_for_sums = (
         choose_device(device, [FINGERPRINT], threads=threads) if fingerprints else None
     )
@@ -385,7 +385,7 @@ def write_inventory(
             with open(partial, "x", encoding="utf-8") as file:
                 file.writelines(content.lines())
                 file.flush()
-                os.fsync(file.fileno())
+                flush(file.fileno())
             # Without --force, fail if another process has created the destination meanwhile.
             if force:
                 os.replace(partial, path)

@@ -48,6 +48,7 @@ from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
+from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.unrecognised import checkpoints_below, listed, refusal_of
 from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
@@ -60,13 +61,8 @@ Megatron then starts at iteration 0 and loads no optimizer.
 """
 NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's trackers, which contain a directory name."""
-ITERATION_DIR = re.compile(
-    r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$"
-)
 ERROR, FILL = MISSING_CHUNKS = ("error", "fill")
 """Treatments of zarr chunks that are not stored; some writers omit those of the fill value."""
-_ORBAX_STEP = "_CHECKPOINT_METADATA"
-"""File in the directories of Orbax's CheckpointManager, whose names are bare numbers."""
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
 _WEIGHTS = re.compile(
     r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup"
@@ -358,18 +354,6 @@ def store_of_file(path: Path) -> LocalStore:
     if path.name in _METADATA_FILES or path.suffix == ".distcp" or _INDEX_FILE.search(path.name):
         return LocalStore(path.parent)
     return LocalStore(path.parent, entry=path.name)
-
-
-def iteration_dirs(store: LocalStore) -> dict[int, str]:
-    """Return iteration → directory name, for the directories right below a training root."""
-    names: dict[int, str] = {}
-    # Folders are sorted, so that a plain directory comes before its ``_universal`` form.
-    for name in store.folders():
-        if match := ITERATION_DIR.match(name):
-            names.setdefault(int(match.group(1)), name)
-        elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
-            names.setdefault(int(name), name)
-    return names
 
 
 def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:

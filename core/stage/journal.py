@@ -22,6 +22,7 @@ from pathlib import Path
 from core.copy.ledger import CheckedRun, ItemRecord, WrittenRun
 from core.errors import CapacityError, MissingShardError, StorageError
 from core.files.store import translate_os_errors
+from core.files.syscalls import flush_content
 from core.plan.addresses import RecordCrc
 from core.plan.items import ItemNumber
 
@@ -147,7 +148,7 @@ class FileJournal:
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-            os.fdatasync(self._fd)
+            flush_content(self._fd)
         except OSError:
             self.distrust()
             # An incomplete line would hide the lines after it.

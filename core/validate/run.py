@@ -23,7 +23,8 @@ from core.errors import CheckpointingException, UsageError, WorkerError
 from core.files.store import LocalStore
 from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
-from core.opening.open import FILL, iteration_dirs, locate_checkpoint
+from core.opening.iterations import iteration_dirs
+from core.opening.open import FILL, locate_checkpoint
 from core.opening.unrecognised import listed
 from core.pickle.reader import gc_paused
 from core.team.agreement import observe_files, require_agreement
