@@ -13,6 +13,8 @@
      "can": [{"action": "convert" | "reshard", "possible": bool,
               "to": [format], "why": str | null}],
      "is_unsharded": bool, "notes": [str],
+     "problems": [{"code": str, "message": str, "file": str, "key": str, "rank": str, "hint": str,
+                   "span": [int, int]}],
      "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
                   "places": [{"offset": [int], "shape": [int],
                               "file": str | null, "rank": {"tp": int, …},
@@ -28,7 +30,22 @@ selected by KEY. A place whose ``file`` is null is filled with zeros (vocabulary
 ``byte_offset`` is that of the array's first element or, if ``item_bytes`` is not null, of the
 container item that holds the array. ``encoding`` names the codec of an array that is not stored as
 plain numbers; ``stored_bytes`` is its length in the file, if the metadata contain it. ``beside``
-lists the files that a conversion copies along (configurations, tokenizers).
+lists the files that a conversion copies along (configurations, tokenizers). A damaged checkpoint is
+shown as far as it can be read; ``problems``, whose fields other than ``code`` and ``message`` are
+present where they are known, says what is missing, and the exit code is that of the first problem
+(3; 6 if the system refused to read). If nothing can be read there is only an ``error`` object.
+
+A directory that is not a checkpoint but contains some, up to three levels below, is a success; it
+prints them, the newest first::
+
+    {"schema": "ckpt.inspect-list/1", "path": str,
+     "checkpoints": [{"path": str, "format": str | null, "title": str | null,
+                      "iteration": int | null, "files": int | null, "bytes": int | null,
+                      "modified": str}]}
+
+``iteration`` is that in the directory's name, ``modified`` the time (ISO 8601, UTC) of the newest
+file; ``files`` and ``bytes`` are null where there are too many files to count. With KEY or
+``--iteration`` such a directory is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +55,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
+from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
 from ckpt_cli.pages.inspect_page import detail_lines, header_lines
 from ckpt_cli.screen.blocks import (
     Cell,
@@ -51,11 +70,14 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.key_patterns import LIST_THEM, matching
-from core.errors import UsageError
+from core.errors import UnsupportedError, UsageError
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
-from core.opening.open import FILL, Checkpoint, open_checkpoint
+from core.opening.damaged import open_readable_part
+from core.opening.listing import list_checkpoints
+from core.opening.open import FILL, Checkpoint
+from core.opening.unrecognised import CHECKPOINTS_BELOW
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
@@ -74,13 +96,24 @@ def inspect(options: InspectOptions) -> int:
         CheckpointingException: the checkpoint cannot be read.
     """
     # A KEY may select something that only one rank has: read every rank file then.
-    checkpoint = open_checkpoint(
-        options.path,
-        iteration=options.iteration,
-        samples=not options.all and not options.keys,
-        missing_chunks=options.missing_chunks or FILL,
-    )
     try:
+        checkpoint = open_readable_part(
+            options.path,
+            iteration=options.iteration,
+            samples=not options.all and not options.keys,
+            missing_chunks=options.missing_chunks or FILL,
+        )
+    except UnsupportedError as err:
+        if err.rule != CHECKPOINTS_BELOW or options.keys or options.iteration is not None:
+            raise
+        _print_listing(options)
+        return 0
+    try:
+        # The damage comes first: it may be why a KEY matches nothing.
+        screen = screen_of(sys.stdout)
+        if not options.json:
+            for line in damage_lines(screen, checkpoint.problems):
+                print(line)
         summary = summarize(checkpoint)
         tensors, objects = _select_entries(summary.view, checkpoint.catalog, options.keys)
         if options.json:
@@ -93,14 +126,29 @@ def inspect(options: InspectOptions) -> int:
                 is_selected=bool(options.keys),
                 n_values=options.values,
             )
-            print(json.dumps(fields))
-            return 0
-        screen = screen_of(sys.stdout)
+            print(json.dumps(fields | {"problems": damage_json(checkpoint.problems)}))
+            return _exit_code(checkpoint)
         for line in _lines(checkpoint, summary, tensors, objects, options, screen):
             print(line)
     finally:
         checkpoint.store.close()
-    return 0
+    return _exit_code(checkpoint)
+
+
+def _print_listing(options: InspectOptions) -> None:
+    """Print the checkpoints in a directory that is not one itself."""
+    checkpoints = list_checkpoints(options.path)
+    if options.json:
+        print(json.dumps(listing_json(options.path, checkpoints)))
+        return
+    limit = TREE_LIMIT if options.limit is None else options.limit
+    for line in listing_lines(screen_of(sys.stdout), options.path, checkpoints, limit=limit):
+        print(line)
+
+
+def _exit_code(checkpoint: Checkpoint) -> int:
+    """Return 0, or that of the error that a damaged checkpoint would have failed with."""
+    return checkpoint.problems[0].exit_code if checkpoint.problems else 0
 
 
 def _select_entries(
