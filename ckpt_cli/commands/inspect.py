@@ -13,6 +13,8 @@
      "can": [{"action": "convert" | "reshard", "possible": bool,
               "to": [format], "why": str | null}],
      "is_unsharded": bool, "notes": [str],
+     "problems": [{"code": str, "message": str, "file": str, "key": str, "rank": str, "hint": str,
+                   "span": [int, int]}],
      "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
                   "places": [{"offset": [int], "shape": [int],
                               "file": str | null, "rank": {"tp": int, …},
@@ -35,6 +37,23 @@ first element or, if ``item_bytes`` is not null, of the container item that hold
 ``encoding`` names the codec of an array that is not stored as plain numbers; ``stored_bytes`` is
 its length in the file, if the metadata contain it. ``beside`` lists the files that a conversion
 copies along (configurations, tokenizers).
+
+A damaged checkpoint is shown as far as it can be read; ``problems``, whose fields other than
+``code`` and ``message`` are present where they are known, says what is missing, and the exit code
+is that of the first problem (3; 6 if the system refused to read). If nothing can be read there is
+only an ``error`` object.
+
+A directory that is not a checkpoint but contains some, up to three levels below, is a success; it
+prints them, the newest first::
+
+    {"schema": "ckpt.inspect-list/1", "path": str,
+     "checkpoints": [{"path": str, "format": str | null, "title": str | null,
+                      "iteration": int | null, "files": int | null, "bytes": int | null,
+                      "modified": str}]}
+
+``iteration`` is that in the directory's name, ``modified`` the time (ISO 8601, UTC) of the newest
+file; ``files`` and ``bytes`` are null where there are too many files to count. With KEY or
+``--iteration`` such a directory is an error.
 """
 
 from __future__ import annotations
@@ -44,8 +63,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import parse_size_or
+from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
+from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
 from ckpt_cli.pages.inspect_object import object_json, value_cell
 from ckpt_cli.pages.inspect_page import detail_lines, header_lines
 from ckpt_cli.pages.inspect_stats import stats_lines
@@ -62,13 +82,16 @@ from ckpt_cli.workers.progress import progress_bar
 from core.catalog.catalog import TensorMeta
 from core.catalog.key_patterns import LIST_THEM
 from core.convert.job import DEFAULT_MEMORY_BYTES
-from core.errors import UsageError
+from core.errors import UnsupportedError, UsageError
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
 from core.inspect.stats import measure_tensors
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
-from core.opening.open import FILL, Checkpoint, open_checkpoint
+from core.opening.damaged import open_readable_part
+from core.opening.listing import list_checkpoints
+from core.opening.open import FILL, Checkpoint
+from core.opening.unrecognised import CHECKPOINTS_BELOW
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
@@ -88,61 +111,87 @@ def inspect(options: InspectOptions) -> int:
         CheckpointingException: the checkpoint cannot be read.
     """
     # A KEY may select something that only one rank has: read every rank file then.
-    checkpoint = open_checkpoint(
-        options.path,
-        iteration=options.iteration,
-        samples=not (options.all or options.keys or options.stats),
-        missing_chunks=options.missing_chunks or FILL,
-    )
     try:
-        summary = summarize(checkpoint)
-        if options.values and not options.keys:
-            raise require_key(summary, f"--values {options.values}")
-        selection = select_entries(checkpoint, summary, options.keys)
-        summary = with_selected(summary, selection)
-        tensors, objects = list(selection.tensors.values()), list(selection.objects)
-        statistics = _measure(checkpoint, summary, tensors, options)
-        if options.json:
-            listed = _in_order(tensors, options.sort)[: options.limit or None]
-            fields = inspect_json(
-                checkpoint,
-                summary,
-                listed,
-                objects,
-                is_selected=bool(options.keys),
-                n_values=options.values,
-                statistics=statistics,
-            )
-            print(json.dumps(fields))
-            return 0
-        screen = screen_of(sys.stdout)
-        notes = [*selection.notes]
-        if statistics and summary.view.is_rank_local:
-            notes.append("measured rank by rank: data that several ranks hold count several times")
-        for note in notes:
-            print(screen.styled(escaped(f"note: {note}"), "yellow"))
-        if statistics:
-            measured = [meta for meta in tensors if meta.key in statistics]
-            lines = list(
-                stats_lines(
-                    screen,
-                    measured,
-                    statistics,
-                    is_flat=options.tree is False,
-                    sort=options.sort,
-                )
-            )
-            for line in first_lines(screen, lines, options.limit or 0):
-                print(line)
-            if not options.values:
-                return 0
-            print()
-        is_list = selection.is_searched and not options.values
-        for line in _lines(checkpoint, summary, tensors, objects, options, screen, is_list=is_list):
-            print(line)
+        checkpoint = open_readable_part(
+            options.path,
+            iteration=options.iteration,
+            samples=not (options.all or options.keys or options.stats),
+            missing_chunks=options.missing_chunks or FILL,
+        )
+    except UnsupportedError as err:
+        if err.rule != CHECKPOINTS_BELOW or options.keys or options.iteration is not None:
+            raise
+        _print_listing(options)
+        return 0
+    try:
+        _print_checkpoint(checkpoint, options)
     finally:
         checkpoint.store.close()
-    return 0
+    return checkpoint.problems[0].exit_code if checkpoint.problems else 0
+
+
+def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
+    """Print the page, or the JSON object, of a checkpoint that may be damaged.
+
+    Raises:
+        UsageError: a KEY matches nothing, or an option does not apply.
+        CheckpointingException: values cannot be read.
+    """
+    # The damage comes first: it may be why a KEY matches nothing.
+    screen = screen_of(sys.stdout)
+    if not options.json:
+        for line in damage_lines(screen, checkpoint.problems):
+            print(line)
+    # Select the entries, and measure the values if requested.
+    summary = summarize(checkpoint)
+    if options.values and not options.keys:
+        raise require_key(summary, f"--values {options.values}")
+    selection = select_entries(checkpoint, summary, options.keys)
+    summary = with_selected(summary, selection)
+    tensors, objects = list(selection.tensors.values()), list(selection.objects)
+    statistics = _measure(checkpoint, summary, tensors, options)
+    if options.json:
+        listed = _in_order(tensors, options.sort)[: options.limit or None]
+        fields = inspect_json(
+            checkpoint,
+            summary,
+            listed,
+            objects,
+            is_selected=bool(options.keys),
+            n_values=options.values,
+            statistics=statistics,
+        )
+        print(json.dumps(fields | {"problems": damage_json(checkpoint.problems)}))
+        return
+    # Print notes, then the statistics or the entries.
+    notes = [*selection.notes]
+    if statistics and summary.view.is_rank_local:
+        notes.append("measured rank by rank: data that several ranks hold count several times")
+    for note in notes:
+        print(screen.styled(escaped(f"note: {note}"), "yellow"))
+    if statistics:
+        measured = [meta for meta in tensors if meta.key in statistics]
+        is_flat = options.tree is False
+        page = stats_lines(screen, measured, statistics, is_flat=is_flat, sort=options.sort)
+        for line in first_lines(screen, list(page), options.limit or 0):
+            print(line)
+        if not options.values:
+            return
+        print()
+    is_list = selection.is_searched and not options.values
+    for line in _lines(checkpoint, summary, tensors, objects, options, screen, is_list=is_list):
+        print(line)
+
+
+def _print_listing(options: InspectOptions) -> None:
+    """Print the checkpoints in a directory that is not one itself."""
+    checkpoints = list_checkpoints(options.path)
+    if options.json:
+        print(json.dumps(listing_json(options.path, checkpoints)))
+        return
+    limit = TREE_LIMIT if options.limit is None else options.limit
+    for line in listing_lines(screen_of(sys.stdout), options.path, checkpoints, limit=limit):
+        print(line)
 
 
 def _measure(
@@ -173,7 +222,7 @@ def _measure(
             summary.view,
             chosen,
             threads=options.threads,
-            memory_bytes=parse_size_or(options.memory, DEFAULT_MEMORY_BYTES),
+            memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
             progress=progress,
         )
 

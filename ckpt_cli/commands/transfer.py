@@ -15,6 +15,8 @@ If several workers shared the work, ``"launch"`` contains the figures of each
      "src": str, "source_format": str, "dst": str, "target_format": str,
      "n_tensors": int, "n_fragments": int,
      "read_bytes": int, "least_read_bytes": int, "write_bytes": int, "memory_bytes": int,
+     "free_bytes": int, "resumed_bytes": int, "expected_seconds": float | null,
+     "read_rate": int | null, "write_rate": int | null,
      "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}],
      "notes": [str], "dropped": [str], "rank": {"number": int, "files": [str]}}
 
@@ -26,7 +28,10 @@ and with ``--explain``::
                   "pattern": str, "where": str, "source": str}]}
 
 ``files`` are relative to ``dst``; ``rank`` is present with ``--rank`` and lists files of the
-source.
+source. ``read_rate`` and ``write_rate`` are measured, in bytes per second, and ``expected_seconds``
+is that of one process; they are null where nothing could be measured. ``resumed_bytes`` is what an
+interrupted run has written already. With too little free space (exit code 7) the object is that of
+an error.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -54,6 +60,7 @@ from ckpt_cli.workers.published import finish_published, recall_report, remember
 from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
+from core.forecast.forecast import forecast
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.version import parse_version
 from core.team.protocol import broadcast_result, gather_results, is_lead
@@ -203,7 +210,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
         KeyboardInterrupt: a signal ended the job.
     """
     workers = team()
-    # A plan or an explanation reads no tensor data, so the lead works alone.
+    # A plan or an explanation copies no tensor data, so the lead works alone.
     if options.explain:
         return broadcast_result(workers, lambda: _explain(job, options))
     if options.dry_run:
@@ -241,11 +248,19 @@ def _explain(job: Job, options: TransferOptions) -> int:
 
 
 def _plan(job: Job, options: TransferOptions) -> int:
-    """Print what the job would read and write, and return the exit code."""
+    """Print what the job would read and write, and return the exit code.
+
+    Raises:
+        CapacityError: the job needs more space than is free; the plan has been printed as text.
+    """
+    begun = time.monotonic()
     with prepare(job) as prepared:
+        expected = forecast(prepared, prepare_seconds=time.monotonic() - begun)
         files = None if options.rank is None else prepared.files_for_rank(options.rank)
         if options.json:
-            plan = prepared.as_dict()
+            if expected.shortage is not None:
+                raise expected.shortage
+            plan = prepared.as_dict() | expected.as_dict()
             if files is not None:
                 plan["rank"] = {"number": options.rank, "files": files}
             print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
@@ -253,9 +268,11 @@ def _plan(job: Job, options: TransferOptions) -> int:
             _note_dropped(prepared.dropped)
         else:
             for line in plan_lines(
-                screen_of(sys.stdout), prepared, rank=options.rank, rank_files=files
+                screen_of(sys.stdout), prepared, expected, rank=options.rank, rank_files=files
             ):
                 print(line)
+        if expected.shortage is not None:
+            raise expected.shortage
     return 0
 
 

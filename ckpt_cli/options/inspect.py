@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.options.transfer import Flag, missing_chunks_option
-from ckpt_cli.options.values import one_of, whole_number
+from ckpt_cli.options.values import one_of, parse_size, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,13 @@ class InspectOptions:
         ),
     ] = False
     memory: Annotated[
-        str | None, Option("--memory", metavar="SIZE", help="Memory limit of --stats. [512MiB]")
+        int | None,
+        Option(
+            "--memory",
+            metavar="SIZE",
+            parser=parse_size,
+            help="Memory limit of --stats. [512MiB]",
+        ),
     ] = None
     threads: Annotated[
         int | None,

@@ -257,7 +257,7 @@ class TransferOptions:
             "--dry-run",
             "-n",
             rich_help_panel=OUTPUT,
-            help="Print the plan; read and write no tensor data.",
+            help="Print the plan: bytes, files, free space, expected time; write nothing.",
         ),
     ] = False
     metadata_only: Annotated[

@@ -43,6 +43,12 @@ def make_folders(folder: Path) -> list[Path]:
     return new_folders
 
 
+def nearest_folder(path: Path) -> Path:
+    """Return the innermost existing path among a path and its parents."""
+    path = Path(os.path.abspath(path))
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def remove_empty(folders: Sequence[Path]) -> None:
     """Remove nested directories, the last (innermost) first, until one is not empty."""
     for folder in reversed(folders):

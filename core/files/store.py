@@ -396,6 +396,27 @@ class LocalStore(ReadStore):
                     position += len(buffer)
             offset += batch_bytes
 
+    def is_cached(self, name: str, offset: int) -> bool:
+        """Return whether a byte of a file is in memory; False where the system does not tell.
+
+        Raises:
+            MissingShardError, UnsafeError, StorageError: as for ``size``.
+        """
+        with self._file(name) as fd:
+            try:
+                return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+            except (OSError, AttributeError):  # not in memory; or no such call on this system
+                return False
+
+    def drop_cached(self, name: str, offset: int, n_bytes: int) -> None:
+        """Ask the system to forget a range of a file, so that the disk is read the next time.
+
+        Raises:
+            MissingShardError, UnsafeError, StorageError: as for ``size``.
+        """
+        with self._file(name) as fd, suppress(OSError, AttributeError):
+            os.posix_fadvise(fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
+
     def verify_unchanged(self) -> None:
         """Raise if any file has changed since it was first opened.
 

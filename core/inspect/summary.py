@@ -170,15 +170,19 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         )
     notes += _warn_of_pickles(checkpoint)
 
-    # Plan the conversions to find out which are possible.
-    capabilities = capabilities_of(
-        checkpoint,
-        ModelTraits(
-            layout_refusal=unsharded.refusal,
-            is_hf=unsharded.is_hf,
-            has_optimizer=optimizer is not None,
-            has_scales=unsharded.has_scales,
-        ),
+    # Plan the conversions to find out which are possible; nothing converts a damaged checkpoint.
+    capabilities = (
+        (Capability("convert", False, why="the checkpoint is damaged"),)
+        if checkpoint.problems
+        else capabilities_of(
+            checkpoint,
+            ModelTraits(
+                layout_refusal=unsharded.refusal,
+                is_hf=unsharded.is_hf,
+                has_optimizer=optimizer is not None,
+                has_scales=unsharded.has_scales,
+            ),
+        )
     )
     if capabilities is None:
         notes.append(

@@ -100,6 +100,7 @@ class Checkpoint:
             are not in the catalog.
         below: paths of separate checkpoints in subdirectories.
         passed: the directories that were descended through, the outermost first.
+        problems: what is damaged and left out (``core.opening.damaged``); () if it is complete.
     """
 
     path: Path
@@ -111,6 +112,7 @@ class Checkpoint:
     uses: frozenset[Use] = frozenset()
     below: tuple[str, ...] = ()
     passed: tuple[Path, ...] = ()
+    problems: tuple[CheckpointingException, ...] = ()
 
     @property
     def is_release(self) -> bool:

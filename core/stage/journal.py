@@ -162,6 +162,19 @@ def is_journal_of(path: Path, identity: str) -> bool:
     return _read(path, identity, ())[1] > 0
 
 
+def recorded_bytes(stage_dir: Path, identity: str) -> int:
+    """Return the bytes of the destination that the journals of a plan list as written.
+
+    Args:
+        identity: identity of the plan and of the data directory (``Stage.journal_identity``).
+    """
+    done: dict[ItemNumber, list[object]] = {}
+    for path in journals_in(stage_dir):
+        done.update(_read(path, identity, None)[0])
+    records = filter(None, map(_decode, done.values()))
+    return sum(run.n_bytes for record in records for run in record.written)
+
+
 def _read(
     path: Path, identity: str, keys: Container[int] | None
 ) -> tuple[dict[ItemNumber, list[object]], int]:
