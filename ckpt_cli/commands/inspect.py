@@ -6,6 +6,12 @@
      "format": str, "title": str, "version": str | null, "iteration": int | null,
      "files": int, "unopened_files": int, "file_bytes": int, "beside": [str],
      "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
+     "architecture": {"family": str | null, "parameters": int | null, "layers": int | null,
+                      "hidden": int | null, "heads": int | null, "groups": int | null,
+                      "ffn": int | null, "swiglu": bool | null, "experts": int | null,
+                      "experts_per_token": int | null, "expert_ffn": int | null,
+                      "vocabulary": int | null, "padded_vocabulary": int | null,
+                      "tied": bool | null},
      "groups": [{"name": "model" | "moments" | "masters" | "other",
                  "tensors": int, "elements": int, "bytes": int, "dtypes": {dtype: bytes}}],
      "totals": {"tensors": int, "elements": int, "bytes": int, "objects": int},
@@ -23,6 +29,8 @@
                   "values": [number | "nan" | "inf" | "-inf" | [re, im]]}],
      "objects": [{"key": str, "value": any}]}
 
+``architecture`` describes the model from its training arguments or its ``config.json``;
+``parameters`` counts each parameter once, without optimizer, padding and tied copies.
 ``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
 selected by KEY. A place whose ``file`` is null is filled with zeros (vocabulary padding).
 ``byte_offset`` is that of the array's first element or, if ``item_bytes`` is not null, of the
