@@ -47,7 +47,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_json import inspect_json
-from ckpt_cli.pages.inspect_page import detail_lines, header_lines
+from ckpt_cli.pages.inspect_page import detail_lines, header_lines, optimizer_lines
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -56,10 +56,12 @@ from ckpt_cli.screen.blocks import (
     table,
     tree_rows,
 )
+from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.key_patterns import LIST_THEM, matching
 from core.errors import UsageError
+from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
 
 TREE_LIMIT = 200
-"""Default number of lines of a tree, and of the details of an entry."""
+"""Default number of lines of a tree, and of the details of an entry, without a pager."""
 DETAILED = 8
 """Maximum number of selected entries that are shown in detail; more are listed."""
 
@@ -103,9 +105,12 @@ def inspect(options: InspectOptions) -> int:
             )
             print(json.dumps(fields))
             return 0
+        # A pager shows everything, whatever the length.
+        pager = None if options.no_pager else pager_of(sys.stdout)
+        limit = (0 if pager else TREE_LIMIT) if options.limit is None else options.limit
         screen = screen_of(sys.stdout)
-        for line in _lines(checkpoint, summary, tensors, objects, options, screen):
-            print(line)
+        lines = _lines(checkpoint, summary, tensors, objects, options, screen, limit=limit)
+        print_page(lines, pager)
     finally:
         checkpoint.store.close()
     return 0
@@ -149,10 +154,15 @@ def _lines(
     objects: list[str],
     options: InspectOptions,
     screen: Screen,
+    *,
+    limit: int,
 ) -> Iterator[str]:
-    """Yield the page: details of a few selected entries, a list, or a header with a tree."""
+    """Yield the page: details of a few selected entries, a list, or a header with a tree.
+
+    Args:
+        limit: maximum number of lines of a tree, and of the details of an entry; 0 for all.
+    """
     # A few selected entries: all details of each.
-    limit = TREE_LIMIT if options.limit is None else options.limit
     if options.keys and (len(tensors) + len(objects) <= DETAILED or options.values):
         yield from detail_lines(
             checkpoint, summary, tensors, objects, screen, n_values=options.values, limit=limit
@@ -171,20 +181,29 @@ def _lines(
         ]
         object_keys = sorted(objects) if options.sort else objects
         rows += [[Cell(escaped(key)), Cell("object", ("dim",))] for key in object_keys]
-        yield from first_lines(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
+        yield from first_lines(
+            screen, list(table(screen, rows, align="<<<>", fits=True)), options.limit or 0
+        )
         return
-    # A tree of the tensors, the model first, then the optimizer; below a header, unless KEY
-    # selected only some of them.
+    # A tree of the tensors, the model first; below a header, unless KEY selected only some of them.
+    # The optimizer is one line, unless there is nothing else.
+    view = summary.view
+    states: list[TensorMeta] = []
     if not options.keys:
         yield from header_lines(screen, summary, checkpoint)
         yield ""
-    tensors.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, summary.view))))
-    is_rank_local = summary.view.is_rank_local
-    nodes = tree_of(
-        tensors, split=lambda key: path_of(key, summary.view), folds_roots=is_rank_local
-    )
-    lines = list(table(screen, list(tree_rows(nodes, sort=options.sort)), align="<<<>"))
-    yield from first_lines(screen, lines, limit)
+        if not options.optim:
+            states = [meta for meta in tensors if is_state(bare_key(meta.key, view))]
+        if len(states) == len(tensors):
+            states = []
+    hidden = {meta.key for meta in states}
+    shown = [meta for meta in tensors if meta.key not in hidden]
+    shown.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, view))))
+    nodes = tree_of(shown, split=lambda key: path_of(key, view), folds_roots=view.is_rank_local)
+    rows = list(tree_rows(nodes, sort=options.sort))
+    yield from first_lines(screen, list(table(screen, rows, align="<<<>", fits=True)), limit)
+    if states:
+        yield from optimizer_lines(screen, states_of(states, bare=lambda key: bare_key(key, view)))
 
 
 def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from core.catalog.catalog import Catalog, TensorMeta
     from core.inspect.capabilities import Capability
     from core.inspect.model_description import ModelDescription
+    from core.inspect.optimizer_states import OptimizerStates
     from core.inspect.summary import Summary
     from core.opening.open import Checkpoint
 
@@ -94,7 +95,25 @@ def header_lines(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> It
                 bytes_text(total.n_bytes),
             ]
         )
-    yield from table(screen, rows, align="<>>><")
+    yield from table(screen, rows, align="<>>><", fits=True)
+
+
+def optimizer_lines(screen: Screen, states: OptimizerStates) -> Iterator[str]:
+    """Yield the line below the tree for an optimizer whose tensors are not listed.
+
+    For example ``Adam: exp_avg, exp_avg_sq, fp32 masters, 3 × 1.21 GiB (--optim shows them)``.
+    """
+    # States of equal size share a number.
+    names_of: dict[int, list[str]] = {}
+    for name, n_bytes in states.bytes_of.items():
+        names_of.setdefault(n_bytes, []).append(escaped(name))
+    texts = []
+    for n_bytes, names in names_of.items():
+        times = f"{len(names)} × " if len(names) > 1 else ""
+        texts.append(f"{', '.join(names)}, {times}{bytes_text(n_bytes)}")
+    algorithm = f"{states.algorithm}: " if states.algorithm else ""
+    text = f"{algorithm}{'; '.join(texts)} (--optim shows them)"
+    yield from facts(screen, [("optimizer", text)])
 
 
 def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Cell | str]]:
