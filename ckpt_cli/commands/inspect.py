@@ -181,9 +181,9 @@ def _lines(
         ]
         object_keys = sorted(objects) if options.sort else objects
         rows += [[Cell(escaped(key)), Cell("object", ("dim",))] for key in object_keys]
-        yield from first_lines(
-            screen, list(table(screen, rows, align="<<<>", fits=True)), options.limit or 0
-        )
+        # Keys of a list are there to be copied: they are never shortened.
+        lines = list(table(screen, rows, align="<<<>", fits=True, keeps_names=True))
+        yield from first_lines(screen, lines, options.limit or 0)
         return
     # A tree of the tensors, the model first; below a header, unless KEY selected only some of them.
     # The optimizer is one line, unless there is nothing else.

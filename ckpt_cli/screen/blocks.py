@@ -124,6 +124,7 @@ def table(
     align: str,
     indent: int = 0,
     fits: bool = False,
+    keeps_names: bool = False,
 ) -> Iterator[str]:
     """Yield the rows with aligned columns.
 
@@ -132,6 +133,7 @@ def table(
         indent: spaces before each row.
         fits: where the terminal is too narrow, wrap a last column with ``<``, otherwise shorten the
             first one.
+        keeps_names: instead of shortening a long cell of the first column, give it its own line.
     """
     # Rows may have fewer cells than there are columns.
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
@@ -140,8 +142,9 @@ def table(
         for i in range(len(align))
     ]
     if fits and screen.width is not None:
-        cells = _fitted(screen, cells, widths, align=align, room=screen.width - indent)
-        widths[0] = max((columns_of(row[0].text) for row in cells), default=0)
+        room = screen.width - indent
+        cells = _fitted(screen, cells, widths, align=align, room=room, keeps_names=keeps_names)
+        widths[0] = max((columns_of(row[0].text) for row in cells if len(row) > 1), default=0)
     for row in cells:
         parts = []
         for i, cell in enumerate(row):
@@ -155,7 +158,13 @@ def table(
 
 
 def _fitted(
-    screen: Screen, rows: list[list[Cell]], widths: Sequence[int], *, align: str, room: int
+    screen: Screen,
+    rows: list[list[Cell]],
+    widths: Sequence[int],
+    *,
+    align: str,
+    room: int,
+    keeps_names: bool,
 ) -> list[list[Cell]]:
     """Return the rows with their last cells wrapped, or else their first ones shortened.
 
@@ -170,6 +179,8 @@ def _fitted(
     if align[-1] == "<" and last_room >= _LEAST_WRAPPED:
         return [line for row in rows for line in _wrapped_row(row, len(align), last_room)]
     first_room = max(widths[0] - lack, min(widths[0], _SHORTEST))
+    if keeps_names:
+        return [line for row in rows for line in _row_below_name(row, first_room)]
     ellipsis = screen.plain("…")
 
     def fitted(cell: Cell) -> Cell:
@@ -177,6 +188,13 @@ def _fitted(
         return replace(cell, text=text)
 
     return [[fitted(row[0]), *row[1:]] for row in rows]
+
+
+def _row_below_name(row: list[Cell], room: int) -> list[list[Cell]]:
+    """Return a row with its first cell, if that is longer than ``room``, on a line of its own."""
+    if columns_of(row[0].text) <= room:
+        return [row]
+    return [row[:1], [Cell(" " * room), *row[1:]]]
 
 
 def _wrapped_row(row: list[Cell], n_columns: int, room: int) -> list[list[Cell]]:

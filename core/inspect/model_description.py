@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from core.catalog.catalog import Catalog, TensorMeta
 from core.errors import CheckpointingException, UnsupportedError
@@ -115,26 +116,29 @@ def describe_model(
             is_tied=not untied if isinstance(untied, bool) else None,
             **sizes,
         )
+    from core.hf import model_types
+
     if config is None:
         return ModelDescription(n_parameters=_count_parameters(view, unsharded, None))
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else dict(config)
-    is_tied = _is_tied(config, fields)
-    is_gated = any(gate in key for key in view.tensors for gate in _GATES)
     family = config.get("model_type")
+    # The families with a table of names are SwiGLU, and untied by default; others differ.
+    is_known = family in model_types()
+    is_gated = is_known or any(gate in key for key in view.tensors for gate in _GATES)
+    is_tied = fields.get("tie_word_embeddings", False if is_known else None)
+    is_tied = is_tied if isinstance(is_tied, bool) else None
     return ModelDescription(
         family=family if isinstance(family, str) else None,
         n_parameters=_count_parameters(view, unsharded, config, is_tied=is_tied is True),
-        is_swiglu=is_gated and fields.get("hidden_act") == "silu",
+        is_swiglu=is_gated and fields.get("hidden_act", "silu") == "silu",
         is_tied=is_tied,
         **_sizes({**_defaults_of(family), **fields}, _IN_CONFIG),
     )
 
 
-def _sizes(
-    fields: Mapping[str, object], names: Mapping[str, tuple[str, ...]]
-) -> dict[str, int | None]:
-    """Return the sizes under the first of their names whose value is a positive integer."""
+def _sizes(fields: Mapping[str, object], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return each field's first value that is a positive integer, or None."""
     return {
         field: next(
             (
@@ -156,19 +160,6 @@ def _defaults_of(family: object) -> Mapping[str, object]:
         return family_of(family).defaults
     except UnsupportedError:
         return {}
-
-
-def _is_tied(config: Mapping[str, object], fields: Mapping[str, object]) -> bool | None:
-    """Return whether embeddings are tied; None if the configuration does not decide it.
-
-    The families with a table of names are untied by default; others differ.
-    """
-    from core.hf import model_types
-
-    value = fields.get("tie_word_embeddings")
-    if isinstance(value, bool):
-        return value
-    return False if config.get("model_type") in model_types() else None
 
 
 def _count_parameters(

@@ -111,6 +111,15 @@ def test_a_table_shortens_its_names_in_a_narrow_terminal_only() -> None:
     assert len(next(table(Screen(width=40), rows, align="<<<>", fits=True))) > 40
 
 
+def test_names_that_are_kept_have_a_line_of_their_own() -> None:
+    rows = [["a.very.long.name.of.a.layer", "[4, 4]", "9 B"], ["short", "[4]", "1 B"]]
+    assert list(table(Screen(width=30), rows, align="<<>", fits=True, keeps_names=True)) == [
+        "a.very.long.name.of.a.layer",
+        "                   [4, 4]  9 B",
+        "short              [4]     1 B",
+    ]
+
+
 def test_a_table_continues_its_last_cell_below() -> None:
     rows = [["model", "9", "bfloat16, float32, int64"], ["total", "10"]]
     assert list(table(Screen(width=30), rows, align="<><", fits=True)) == [
