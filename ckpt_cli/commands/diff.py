@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.options.values import check_file
 from ckpt_cli.pages.diff_page import page_of, verdict_line
+from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import launch_of, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
@@ -83,8 +84,8 @@ def run_diff(options: DiffOptions) -> int:
             print(verdict_line(screen, result))
         else:
             limit = _LIMIT if options.limit is None else options.limit
-            for line in page_of(screen, result, limit=limit, is_flat=options.flat):
-                print(line)
+            lines = page_of(screen, result, limit=limit, is_flat=options.flat)
+            print_page(lines, None if options.no_pager else pager_of(sys.stdout))
     return 0 if result.same else 1
 
 

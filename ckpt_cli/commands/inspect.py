@@ -6,6 +6,12 @@
      "format": str, "title": str, "version": str | null, "iteration": int | null,
      "files": int, "unopened_files": int, "file_bytes": int, "beside": [str],
      "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
+     "architecture": {"family": str | null, "parameters": int | null, "layers": int | null,
+                      "hidden": int | null, "heads": int | null, "groups": int | null,
+                      "ffn": int | null, "swiglu": bool | null, "experts": int | null,
+                      "experts_per_token": int | null, "expert_ffn": int | null,
+                      "vocabulary": int | null, "padded_vocabulary": int | null,
+                      "tied": bool | null},
      "groups": [{"name": "model" | "moments" | "masters" | "other",
                  "tensors": int, "elements": int, "bytes": int, "dtypes": {dtype: bytes}}],
      "totals": {"tensors": int, "elements": int, "bytes": int, "objects": int},
@@ -27,6 +33,8 @@
                             "std": number | null, "nan": int, "inf": int, "zeros": int} | null}],
      "objects": [{"key": str, "value": any}]}
 
+``architecture`` describes the model from its training arguments or its ``config.json``;
+``parameters`` counts each parameter once, without optimizer, padding and tied copies.
 ``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
 selected by KEY, where a value inside an object has its path as key (``args.hidden_size``).
 ``stats`` is present in tensors measured by ``--stats``; it is null if the dtype has no numbers
@@ -60,14 +68,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
 from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
 from ckpt_cli.pages.inspect_object import object_json, value_cell
-from ckpt_cli.pages.inspect_page import detail_lines, header_lines
+from ckpt_cli.pages.inspect_page import detail_lines, header_lines, optimizer_lines
 from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.screen.blocks import (
     Cell,
@@ -77,12 +85,14 @@ from ckpt_cli.screen.blocks import (
     table,
     tree_rows,
 )
+from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.progress import progress_bar
 from core.catalog.catalog import TensorMeta
 from core.catalog.key_patterns import LIST_THEM
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UnsupportedError, UsageError
+from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
 from core.inspect.stats import measure_tensors
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
@@ -95,10 +105,11 @@ from core.opening.unrecognised import CHECKPOINTS_BELOW
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
+    from core.inspect.select import Selection
     from core.numbers.statistics import ValueStatistics
 
 TREE_LIMIT = 200
-"""Default number of lines of a tree, and of the details of an entry."""
+"""Default number of lines of a tree, and of the details of an entry, without a pager."""
 DETAILED = 8
 """Maximum number of selected entries that are shown in detail; more are listed."""
 
@@ -137,50 +148,75 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         UsageError: a KEY matches nothing, or an option does not apply.
         CheckpointingException: values cannot be read.
     """
-    # The damage comes first: it may be why a KEY matches nothing.
     screen = screen_of(sys.stdout)
-    if not options.json:
-        for line in damage_lines(screen, checkpoint.problems):
-            print(line)
-    # Select the entries, and measure the values if requested.
     summary = summarize(checkpoint)
     if options.values and not options.keys:
         raise require_key(summary, f"--values {options.values}")
-    selection = select_entries(checkpoint, summary, options.keys)
+    # Select the entries, and measure the values if requested.
+    try:
+        selection = select_entries(checkpoint, summary, options.keys)
+    except UsageError:
+        # Damage may be why a KEY matches nothing.
+        if not options.json:
+            print_page(damage_lines(screen, checkpoint.problems), None)
+        raise
     summary = with_selected(summary, selection)
-    tensors, objects = list(selection.tensors.values()), list(selection.objects)
+    tensors = list(selection.tensors.values())
     statistics = _measure(checkpoint, summary, tensors, options)
     if options.json:
-        listed = _in_order(tensors, options.sort)[: options.limit or None]
         fields = inspect_json(
             checkpoint,
             summary,
-            listed,
-            objects,
+            _in_order(tensors, options.sort)[: options.limit or None],
+            list(selection.objects),
             is_selected=bool(options.keys),
             n_values=options.values,
             statistics=statistics,
         )
         print(json.dumps(fields | {"problems": damage_json(checkpoint.problems)}))
         return
-    # Print notes, then the statistics or the entries.
+    # A pager shows everything, whatever the length.
+    pager = None if options.no_pager else pager_of(sys.stdout)
+    limit = (0 if pager else TREE_LIMIT) if options.limit is None else options.limit
+    print_page(_page(checkpoint, summary, selection, statistics, options, limit=limit), pager)
+
+
+def _page(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    selection: Selection,
+    statistics: Mapping[str, ValueStatistics | None],
+    options: InspectOptions,
+    *,
+    limit: int,
+) -> Iterator[str]:
+    """Yield the page: damage and notes, then the statistics or the entries.
+
+    Args:
+        statistics: those that were measured, by key.
+        limit: as for ``_lines``.
+    """
+    screen = screen_of(sys.stdout)
+    yield from damage_lines(screen, checkpoint.problems)
     notes = [*selection.notes]
     if statistics and summary.view.is_rank_local:
         notes.append("measured rank by rank: data that several ranks hold count several times")
     for note in notes:
-        print(screen.styled(escaped(f"note: {note}"), "yellow"))
+        yield screen.styled(escaped(f"note: {note}"), "yellow")
+    tensors = list(selection.tensors.values())
     if statistics:
         measured = [meta for meta in tensors if meta.key in statistics]
         is_flat = options.tree is False
-        page = stats_lines(screen, measured, statistics, is_flat=is_flat, sort=options.sort)
-        for line in first_lines(screen, list(page), options.limit or 0):
-            print(line)
+        lines = stats_lines(screen, measured, statistics, is_flat=is_flat, sort=options.sort)
+        yield from first_lines(screen, list(lines), options.limit or 0)
         if not options.values:
             return
-        print()
+        yield ""
     is_list = selection.is_searched and not options.values
-    for line in _lines(checkpoint, summary, tensors, objects, options, screen, is_list=is_list):
-        print(line)
+    objects = list(selection.objects)
+    yield from _lines(
+        checkpoint, summary, tensors, objects, options, screen, is_list=is_list, limit=limit
+    )
 
 
 def _print_listing(options: InspectOptions) -> None:
@@ -190,8 +226,8 @@ def _print_listing(options: InspectOptions) -> None:
         print(json.dumps(listing_json(options.path, checkpoints)))
         return
     limit = TREE_LIMIT if options.limit is None else options.limit
-    for line in listing_lines(screen_of(sys.stdout), options.path, checkpoints, limit=limit):
-        print(line)
+    lines = listing_lines(screen_of(sys.stdout), options.path, checkpoints, limit=limit)
+    print_page(lines, None if options.no_pager else pager_of(sys.stdout))
 
 
 def _measure(
@@ -207,7 +243,7 @@ def _measure(
         if options.threads is not None or options.memory is not None:
             raise UsageError("-j and --memory only apply to --stats", hint="add --stats")
         return {}
-    chosen = tensors if options.keys else model_tensors(summary)
+    chosen = tensors if options.keys or options.optim else model_tensors(summary)
     if not chosen:
         raise UsageError(
             "--stats needs tensors, but "
@@ -236,14 +272,15 @@ def _lines(
     screen: Screen,
     *,
     is_list: bool,
+    limit: int,
 ) -> Iterator[str]:
     """Yield the page: details of a few selected entries, a list, or a header with a tree.
 
     Args:
         is_list: list the selected entries, even if they are few.
+        limit: maximum number of lines of a tree, and of the details of an entry; 0 for all.
     """
     # A few selected entries: all details of each.
-    limit = TREE_LIMIT if options.limit is None else options.limit
     is_few = len(tensors) + len(objects) <= DETAILED and not is_list
     if options.keys and (is_few or options.values):
         yield from detail_lines(
@@ -270,20 +307,29 @@ def _lines(
             if options.keys and items[key].raw_key is None
         }
         rows += [[Cell(escaped(key)), value_cell(values.get(key, {}))] for key in object_keys]
-        yield from first_lines(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
+        # Keys of a list are there to be copied: they are never shortened.
+        lines = list(table(screen, rows, align="<<<>", fits=True, keeps_names=True))
+        yield from first_lines(screen, lines, options.limit or 0)
         return
-    # A tree of the tensors, the model first, then the optimizer; below a header, unless KEY
-    # selected only some of them.
+    # A tree of the tensors, the model first; below a header, unless KEY selected only some of them.
+    # The optimizer is one line, unless there is nothing else.
+    view = summary.view
+    states: list[TensorMeta] = []
     if not options.keys:
         yield from header_lines(screen, summary, checkpoint)
         yield ""
-    tensors.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, summary.view))))
-    is_rank_local = summary.view.is_rank_local
-    nodes = tree_of(
-        tensors, split=lambda key: path_of(key, summary.view), folds_roots=is_rank_local
-    )
-    lines = list(table(screen, list(tree_rows(nodes, sort=options.sort)), align="<<<>"))
-    yield from first_lines(screen, lines, limit)
+        if not options.optim:
+            states = [meta for meta in tensors if is_state(bare_key(meta.key, view))]
+        if len(states) == len(tensors):
+            states = []
+    hidden = {meta.key for meta in states}
+    shown = [meta for meta in tensors if meta.key not in hidden]
+    shown.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, view))))
+    nodes = tree_of(shown, split=lambda key: path_of(key, view), folds_roots=view.is_rank_local)
+    rows = list(tree_rows(nodes, sort=options.sort))
+    yield from first_lines(screen, list(table(screen, rows, align="<<<>", fits=True)), limit)
+    if states:
+        yield from optimizer_lines(screen, states_of(states, bare=lambda key: bare_key(key, view)))
 
 
 def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:

@@ -22,6 +22,7 @@ from ckpt_cli.findings.verdict import Verdict, exit_code_of
 from ckpt_cli.options.values import check_file
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.output_file import check_report_path, write_lines
+from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from core.errors import UsageError
@@ -170,8 +171,9 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
         format = stdout_format or _SUFFIXES.get(options.output.suffix.lower(), "text")
         write_lines(options.output, _report_lines(format, verdicts, options, Screen()))
         stdout_format = "text"
-    for line in _report_lines(stdout_format or "text", verdicts, options, screen_of(sys.stdout)):
-        print(line)
+    is_paged = stdout_format in (None, "text") and not options.no_pager
+    lines = _report_lines(stdout_format or "text", verdicts, options, screen_of(sys.stdout))
+    print_page(lines, pager_of(sys.stdout) if is_paged else None)
 
 
 def _report_lines(

@@ -20,6 +20,7 @@ from ckpt_cli.options.transfer import (
     Memory,
     MissingChunks,
     NoOptim,
+    NoPager,
     RulesFile,
     threads_option,
 )
@@ -183,4 +184,5 @@ class DiffOptions:
     quiet: Annotated[
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")
     ] = False
+    no_pager: NoPager = False
     debug: Debug = False

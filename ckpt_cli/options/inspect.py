@@ -43,6 +43,10 @@ class InspectOptions:
         bool | None,
         Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line per tensor. [tree]"),
     ] = None
+    optim: Annotated[
+        bool,
+        Flag("--optim", help="Show the optimizer's tensors in the tree. [one line for all]"),
+    ] = False
     sort: Annotated[
         str | None,
         Option(
@@ -76,7 +80,7 @@ class InspectOptions:
             "--limit",
             metavar="N",
             parser=whole_number(0),
-            help="Show at most N lines; 0 for all. [200 for a tree, else all]",
+            help="Show at most N lines; 0 for all. [200 for a tree without pager, else all]",
         ),
     ] = None
     missing_chunks: Annotated[str | None, missing_chunks_option("Options")] = None
@@ -106,4 +110,7 @@ class InspectOptions:
         ),
     ] = None
     json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
+    no_pager: Annotated[
+        bool, Flag("--no-pager", help="Print a long page at once, not through a pager.")
+    ] = False
     debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False

@@ -165,6 +165,14 @@ Memory = Annotated[
 ]
 ReadingThreads = Annotated[int | None, threads_option("Number of reading threads. [one per core]")]
 Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
+NoPager = Annotated[
+    bool,
+    Flag(
+        "--no-pager",
+        rich_help_panel=TALK,
+        help="Print a long page at once, not through a pager.",
+    ),
+]
 Debug = Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")]
 
 

@@ -17,6 +17,7 @@ from ckpt_cli.options.transfer import (
     Debug,
     Flag,
     Memory,
+    NoPager,
     ReadingThreads,
     RulesFile,
 )
@@ -192,4 +193,5 @@ class ValidateOptions:
             help="Print nothing for checkpoints without errors.",
         ),
     ] = False
+    no_pager: NoPager = False
     debug: Debug = False
