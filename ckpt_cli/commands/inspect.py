@@ -105,7 +105,7 @@ from core.opening.unrecognised import CHECKPOINTS_BELOW
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
-    from core.inspect.select import Selection
+    from core.inspect.select import SelectedEntries
     from core.numbers.statistics import ValueStatistics
 
 TREE_LIMIT = 200
@@ -184,7 +184,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
 def _page(
     checkpoint: Checkpoint,
     summary: Summary,
-    selection: Selection,
+    selection: SelectedEntries,
     statistics: Mapping[str, ValueStatistics | None],
     options: InspectOptions,
     *,
