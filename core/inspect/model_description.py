@@ -46,6 +46,8 @@ _IN_ARGS: Mapping[str, tuple[str, ...]] = {
 _GATES = (".gate_proj.", ".gate_up_proj.")
 _VOCAB = ("embedding.word_embeddings.", "output_layer.")
 """Beginnings of the names of Megatron's tensors that have a row for each token."""
+_OPTAX = "opt_state"
+"""Part of the keys of optax's states, which the groups of tensors count as the model's."""
 _UNPACKED = {"int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
 """Dtypes of quantized weights with one element for each parameter."""
 
@@ -194,7 +196,7 @@ def _sum_elements(tensors: Iterable[TensorMeta], vocab_size: int | None = None) 
     """Return the number of elements of the model's tensors; None if there is no model."""
     n_elements = 0
     for meta in tensors:
-        if role_of(meta.key) != "model":
+        if role_of(meta.key) != "model" or _OPTAX in meta.key.split("."):
             continue
         n_rows = meta.shape[0] if meta.shape else 1
         if vocab_size is not None and n_rows > vocab_size and meta.key.startswith(_VOCAB):

@@ -145,6 +145,11 @@ def test_two_names_of_one_tensor_count_once(tmp_path: Path) -> None:
     assert described(tmp_path / "x.pt").n_parameters == 40
 
 
+def test_the_states_of_optax_are_no_parameters(tmp_path: Path) -> None:
+    catalog = catalog_of({"params.w": (4, 2), "opt_state.0.mu.w": (4, 2)})
+    assert summarize(checkpoint_of(catalog, tmp_path)).description.n_parameters == 8
+
+
 def test_a_checkpoint_without_a_model_has_no_parameters(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(catalog_of({"optimizer.state.exp_avg.w": (4, 2)}), tmp_path)
     assert summarize(checkpoint).description == ModelDescription()
