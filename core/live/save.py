@@ -207,7 +207,9 @@ def target_of(
     for number, contribution in enumerate(contributions):
         for chunk in contribution.chunks:
             if format.partition == "as_stored":
-                boxes[chunk.key].update((box, number) for _, box in chunk.runs())
+                boxes[chunk.key].update(
+                    (box, number) for _, box in chunk.runs() if not box.is_empty
+                )
             elif format.partition == "grid":
                 boxes[chunk.key].setdefault(chunk.box, number)
     # Partition ``whole``, and tensors without elements: one array for the tensor.
