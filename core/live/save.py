@@ -210,7 +210,7 @@ def target_of(
                 boxes[chunk.key].update(
                     (box, number) for _, box in chunk.runs() if not box.is_empty
                 )
-            elif format.partition == "grid":
+            elif format.partition == "grid" and not chunk.box.is_empty:
                 boxes[chunk.key].setdefault(chunk.box, number)
     # Partition ``whole``, and tensors without elements: one array for the tensor.
     for key, meta in metas.items():
