@@ -354,7 +354,7 @@ def _pack_failure(error: Exception | None) -> Failure | None:
     # cannot be pickled.
     frames = traceback.extract_tb(error.__traceback__)
     summary = traceback.StackSummary.from_list(
-        [(frame.filename, frame.lineno, frame.name, frame.line) for frame in frames]
+        [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in frames]
     )
     try:
         return Failure(_error_text(error), pickle.dumps((error, summary)))

@@ -72,7 +72,7 @@ def _class_of(kind: type[CheckpointingException]) -> type[CheckpointingException
 
 def _rebuild(kind: type[CheckpointingException], state: dict[str, Any]) -> CheckpointingException:
     """Return an error from its project's class and its fields."""
-    both = _class_of(kind)
+    both = _class_of(kind)  # type: ignore[arg-type] # mypy 1 takes no class for Hashable
     error = both.__new__(both, state["message"])
     error.__dict__.update(state)
     return error

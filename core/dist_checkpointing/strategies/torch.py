@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -89,6 +89,7 @@ __all__ = [
 ]
 
 BACKEND = "torch_dist"
+T = TypeVar("T")
 VERSIONS = (1,)
 
 
@@ -295,7 +296,7 @@ def _write(checkpoint_dir: str | Path, prepared: PreparedSave) -> None:
     prepared.write()
 
 
-def _run_as_torch(work: Callable[[], Any]) -> Any:
+def _run_as_torch(work: Callable[[], T]) -> T:
     """Run work on all ranks and return its result; a failure is also torch's CheckpointException.
 
     Raises:
@@ -304,7 +305,7 @@ def _run_as_torch(work: Callable[[], Any]) -> Any:
     outcome = comm.attempt(work)
     if outcome.error is not None:
         raise torch_error(outcome)
-    return outcome.result
+    return outcome.result  # type: ignore[no-any-return]
 
 
 def _finish(work: LiveSave) -> None:
