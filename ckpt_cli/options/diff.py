@@ -9,6 +9,7 @@ from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.transfer import (
     CHECKS,
     CONTENT,
@@ -182,4 +183,5 @@ class DiffOptions:
     quiet: Annotated[
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")
     ] = False
+    progress: ProgressForm = None
     debug: Debug = False

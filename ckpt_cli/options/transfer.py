@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.typer_command import PANELS
 from ckpt_cli.options.values import AUTO, one_of, whole_number
 from core.files.url import refuse_url
@@ -611,4 +612,5 @@ class TransferOptions:
             "-q", "--quiet", rich_help_panel=TALK, help="Print only errors and what is not carried."
         ),
     ] = False
+    progress: ProgressForm = None
     debug: Debug = False

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.transfer import (
     CHECKS,
     OUTPUT,
@@ -192,4 +193,5 @@ class ValidateOptions:
             help="Print nothing for checkpoints without errors.",
         ),
     ] = False
+    progress: ProgressForm = None
     debug: Debug = False
