@@ -33,7 +33,7 @@ from ckpt_cli.launch.meeting_place import check_rendezvous, rendezvous_of
 from ckpt_cli.options.launch import parse_nodes
 from ckpt_cli.options.progress import is_quiet, progress_form, requested_form, with_form
 from ckpt_cli.options.worker import LONGEST_S, WorkerOptions
-from ckpt_cli.screen.failure import Terminated
+from ckpt_cli.screen.failure import Terminated, raise_if_ended
 from ckpt_cli.screen.terminal import print_note
 from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report
@@ -108,7 +108,12 @@ def launch(
     try:
         with ExitStack() as starting:
             begin_phase(starting.enter_context(show_progress(form)), Phase.STARTING)
-            return _launch(options, command, history, report, on_start=starting.close)
+
+            def on_start() -> None:
+                raise_if_ended()
+                starting.close()
+
+            return _launch(options, command, history, report, on_start=on_start)
     except Terminated as err:
         if command[0] in _WRITING:
             err.remaining = _remaining(history, dst)

@@ -115,6 +115,20 @@ class Terminated(KeyboardInterrupt):
         self.remaining = "the command did not finish"
 
 
+_received: int | None = None
+"""The signal that ``end_on_signals`` has turned into ``Terminated``."""
+
+
+def raise_if_ended() -> None:
+    """Raise ``Terminated`` again if other software has dropped it, as torch's import may do.
+
+    Raises:
+        Terminated: a signal asked the process to end.
+    """
+    if _received is not None:
+        raise Terminated(_received)
+
+
 def end_on_signals() -> Callable[[], None]:
     """Make SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the main thread, once.
 
@@ -128,9 +142,11 @@ def end_on_signals() -> Callable[[], None]:
     before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
+        global _received
         # Ignore later signals before raising, or one of them could interrupt this function.
         for other in before:
             signal.signal(other, signal.SIG_IGN)
+        _received = number
         raise Terminated(number)
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -141,6 +157,8 @@ def end_on_signals() -> Callable[[], None]:
             signal.signal(number, end)
 
     def restore() -> None:
+        global _received
+        _received = None
         for number, handler in before.items():
             signal.signal(number, handler)
 

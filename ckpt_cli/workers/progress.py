@@ -211,24 +211,25 @@ def _draw_bar(tracker: PhaseTracker, stop: Event, stream: TextIO, screen: Screen
     if stop.wait(_BAR_AFTER_S):
         return
     with _bar_on(stream, screen) as bar:
-        task = bar.add_task("", total=None, phase="", words="")
         while True:
-            view = tracker.view(is_new=bool(tracker.begun_phases()))
+            is_new = bool(tracker.begun_phases())
+            view = tracker.view(is_new=is_new)
             if view is not None:
-                # A bar without a total moves to and fro.
+                # A total cannot become unknown again, so each phase has a task of its own. A bar
+                # without a total moves to and fro.
                 progress, state = view.progress, view.state
-                words = bar_text(
-                    state,
-                    progress.unit,
-                    bar.console.width - _LEAST_BAR,
-                    elapsed_s=view.elapsed_s,
-                )
+                if is_new or not bar.task_ids:
+                    for task in bar.task_ids:
+                        bar.remove_task(task)
+                    bar.add_task("", total=None, phase=progress.phase, words="", visible=False)
+                words_width = bar.console.width - _LEAST_BAR
                 bar.update(
-                    task,
+                    bar.task_ids[0],
                     completed=state.done,
                     total=state.total or None,
                     phase=progress.phase,
-                    words=words,
+                    words=bar_text(state, progress.unit, words_width, elapsed_s=view.elapsed_s),
+                    visible=True,
                     refresh=True,
                 )
             if stop.wait(_SECONDS_PER_FRAME):
