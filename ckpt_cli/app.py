@@ -220,7 +220,10 @@ def _launch(options: LaunchOptions) -> Work:
     work = parse_command(command)  # reports wrong arguments before any worker starts
     if not callable(work):
         return partial(int, work)
-    return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]))
+    # The launcher tells what an interruption leaves at the destination.
+    named = work.args[0] if isinstance(work, partial) else None
+    dst = named.output or named.dst if isinstance(named, TransferOptions) else None
+    return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]), dst=dst)
 
 
 def parse_command(arguments: Sequence[str]) -> Work | int:

@@ -71,6 +71,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ckpt_cli.options.progress import progress_form
 from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
 from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
@@ -87,7 +88,7 @@ from ckpt_cli.screen.blocks import (
 )
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
-from ckpt_cli.workers.progress import progress_bar
+from ckpt_cli.workers.progress import show_progress
 from core.catalog.catalog import TensorMeta
 from core.catalog.key_patterns import LIST_THEM
 from core.convert.job import DEFAULT_MEMORY_BYTES
@@ -102,6 +103,7 @@ from core.opening.damaged import open_readable_part
 from core.opening.listing import list_checkpoints
 from core.opening.open import FILL, Checkpoint
 from core.opening.unrecognised import CHECKPOINTS_BELOW
+from core.progress import Phase, report_bytes
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
@@ -252,14 +254,14 @@ def _measure(
             ),
             hint=LIST_THEM,
         )
-    with progress_bar(is_wanted=not options.json) as progress:
+    with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
         return measure_tensors(
             checkpoint,
             summary.view,
             chosen,
             threads=options.threads,
             memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
-            progress=progress,
+            progress=report_bytes(progress, Phase.MEASURING),
         )
 
 

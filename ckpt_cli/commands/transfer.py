@@ -40,10 +40,13 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
+from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import (
     check_file,
     parse_casts,
@@ -53,10 +56,12 @@ from ckpt_cli.options.values import (
     parse_unstack_globs,
 )
 from ckpt_cli.pages.transfer import explain_lines, plan_lines, report_lines
+from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
-from ckpt_cli.workers.progress import progress_bar
+from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
+from ckpt_cli.workers.remaining import Destination
 from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
@@ -66,10 +71,11 @@ from core.megatron.model.version import parse_version
 from core.team.protocol import broadcast_result, gather_results, is_lead
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckpt_cli.options.transfer import TransferOptions
     from core.convert.job import Report
+    from core.convert.prepare import Prepared
     from core.team.protocol import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -216,7 +222,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
     if options.dry_run:
         return broadcast_result(workers, lambda: _plan(job, options))
     # All workers do the work; the lead prints the report.
-    report = _run(job, workers, is_quiet=options.quiet)
+    report = _run(job, workers, form=_form_of(options))
     if not is_lead(workers):
         return 0
     if options.json:
@@ -232,7 +238,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
 
 def _explain(job: Job, options: TransferOptions) -> int:
     """Print the layout rule of each tensor and return the exit code."""
-    with prepare(job) as prepared:
+    with _prepare(job, options) as prepared:
         lines = prepared.explain_layout()
         if options.json:
             header = {
@@ -254,7 +260,7 @@ def _plan(job: Job, options: TransferOptions) -> int:
         CapacityError: the job needs more space than is free; the plan has been printed as text.
     """
     begun = time.monotonic()
-    with prepare(job) as prepared:
+    with _prepare(job, options) as prepared:
         expected = forecast(prepared, prepare_seconds=time.monotonic() - begun)
         files = None if options.rank is None else prepared.files_for_rank(options.rank)
         if options.json:
@@ -276,8 +282,25 @@ def _plan(job: Job, options: TransferOptions) -> int:
     return 0
 
 
-def _run(job: Job, workers: Team, *, is_quiet: bool) -> Report:
+def _form_of(options: TransferOptions) -> str:
+    """Return the form in which progress is shown."""
+    return progress_form(options.progress, is_quiet=options.quiet)
+
+
+@contextmanager
+def _prepare(job: Job, options: TransferOptions) -> Iterator[Prepared]:
+    """Prepare the job, and show the progress of that."""
+    with ExitStack() as stack:
+        with show_progress(_form_of(options)) as progress:
+            prepared = stack.enter_context(prepare(job, progress=progress))
+        yield prepared
+
+
+def _run(job: Job, workers: Team, *, form: str) -> Report:
     """Run the job, in this process alone or together with the other workers.
+
+    Args:
+        form: the form in which progress is shown.
 
     Raises:
         UsageError: the two tensors of ``--tie`` are not identical.
@@ -287,17 +310,23 @@ def _run(job: Job, workers: Team, *, is_quiet: bool) -> Report:
     # Every launch keeps its staging directory, even with one worker, so a restart can continue.
     is_launched = RESULTS_VARIABLE in os.environ
     job = replace(job, resume=job.resume or is_launched)
+    destination = Destination(job.dst, keeps_partial=job.resume or workers.size > 1)
+
+    def note_publication(report: Report, inode: int) -> None:
+        destination.path, destination.inode = Path(report.dst), inode
+        remember_report(report, inode)
+
     try:
-        with progress_bar(is_wanted=not is_quiet) as progress:
+        with show_progress(form) as progress:
             report = _published_report(workers)
             if report is not None:
                 return report
             if workers.size == 1:
-                return run(job, progress=progress, publishing=remember_report)
+                return run(job, progress=progress, publishing=note_publication)
             # A process that works alone need not load this module.
             from core.convert.workers.run import run_shared
 
-            return run_shared(job, workers, publishing=remember_report)
+            return run_shared(job, workers, progress=progress, publishing=note_publication)
     except ReplicaMismatchError as err:
         # The tensors of --tie are compared as replicas of one: name the option, not the replicas.
         alias = next((alias for alias, original in job.tie if original == err.key), None)
@@ -305,11 +334,8 @@ def _run(job: Job, workers: Team, *, is_quiet: bool) -> Report:
             raise
         message = f"--tie: {alias!r} is not identical to {err.key!r}: {err.message}"
         raise UsageError(message, hint="drop --tie; both tensors are needed") from err
-    except KeyboardInterrupt:
-        # The launcher prints this note itself.
-        keeps_output = job.resume or (workers.size > 1 and is_lead(workers))
-        if keeps_output and not is_launched:
-            print_note("partial output is kept; rerun the same command to continue")
+    except Terminated as err:
+        err.remaining = destination.remaining()
         raise
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.transfer import (
     CHECKS,
     CONTENT,
@@ -185,4 +186,5 @@ class DiffOptions:
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")
     ] = False
     no_pager: NoPager = False
+    progress: ProgressForm = None
     debug: Debug = False

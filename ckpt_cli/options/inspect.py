@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import progress_option
 from ckpt_cli.options.transfer import Flag, missing_chunks_option
 from ckpt_cli.options.values import one_of, parse_size, whole_number
 
@@ -107,6 +108,12 @@ class InspectOptions:
             metavar="N",
             parser=whole_number(1, 64),
             help="Number of reading threads of --stats. [one per core]",
+        ),
+    ] = None
+    progress: Annotated[
+        str | None,
+        progress_option(
+            "Options", "Progress of --stats on stderr. [a bar on a terminal, else log]"
         ),
     ] = None
     json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.typer_command import HELP_ALL, PANELS
 from ckpt_cli.options.values import (
     AUTO,
@@ -650,4 +651,5 @@ class TransferOptions:
             "-q", "--quiet", rich_help_panel=TALK, help="Print only errors and what is not carried."
         ),
     ] = False
+    progress: ProgressForm = None
     debug: Debug = False

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.transfer import (
     CHECKS,
     OUTPUT,
@@ -194,4 +195,5 @@ class ValidateOptions:
         ),
     ] = False
     no_pager: NoPager = False
+    progress: ProgressForm = None
     debug: Debug = False

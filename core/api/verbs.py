@@ -7,12 +7,13 @@ argument here is a field of ``core.convert.job.Job``; ``core.convert.run.run`` r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.convert.job import DEFAULT_MEMORY_BYTES, Job, Progress, Report, TopologyChange
+from core.convert.job import DEFAULT_MEMORY_BYTES, Job, Report, TopologyChange
 from core.errors import UsageError, did_you_mean
+from core.progress import bytes_only
 
 if TYPE_CHECKING:
     from core.diff.result import Diff
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from core.validate.run import Validation
 
 AnyPath = str | os.PathLike[str]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in total) of the step that the data goes through."""
 
 _FORMAT_OF_SUFFIX = {".pt": "torch", ".pth": "torch", ".safetensors": "safetensors"}
 
@@ -107,7 +110,7 @@ def convert(
         force=force,
         memory_bytes=memory_bytes,
     )
-    return run(job, progress=progress)
+    return run(job, progress=bytes_only(progress))
 
 
 def reshard(
@@ -157,7 +160,7 @@ def reshard(
         force=force,
         memory_bytes=memory_bytes,
     )
-    return run(job, progress=progress)
+    return run(job, progress=bytes_only(progress))
 
 
 def validate(
@@ -196,7 +199,7 @@ def validate(
         level=levels[level],
         iteration=iteration,
         memory_bytes=memory_bytes,
-        progress=progress,
+        progress=bytes_only(progress),
     )
 
 
@@ -240,4 +243,4 @@ def diff(
         exclude=tuple(exclude),
         memory_bytes=memory_bytes,
     )
-    return compare(job, progress=progress)
+    return compare(job, progress=bytes_only(progress))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,10 +13,6 @@ from core.team.protocol import Figures
 MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = 512 * MIB
 DEFAULT_THREADS = 2
-
-Progress = Callable[[int, int], None]
-"""A callback that gets (bytes done, bytes in total)."""
-
 
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")
 

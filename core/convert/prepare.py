@@ -20,7 +20,6 @@ from core.convert.explain import LayoutLine, explain_layout
 from core.convert.global_form import global_form, is_model_form
 from core.convert.hard_links import link_data_files
 from core.convert.job import Job as Job
-from core.convert.job import Progress as Progress
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
 from core.convert.nesting_notes import (
@@ -50,6 +49,7 @@ from core.opening.source_files import listed_files, unread_files
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
+from core.progress import OnProgress, Phase, count_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +177,12 @@ class Prepared:
 
 
 @contextmanager
-def prepare(job: Job) -> Iterator[Prepared]:
+def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepared]:
     """Open the source, prepare the job, and close the source after the block.
+
+    Args:
+        job: the conversion.
+        progress: called with the number of files whose metadata has been read.
 
     Raises:
         CheckpointingException: the job cannot be done; nothing has been written.
@@ -186,7 +190,12 @@ def prepare(job: Job) -> Iterator[Prepared]:
     for path in (job.src, job.dst, job.config, job.rules):
         if path is not None:
             refuse_url(path)
-    source = open_checkpoint(job.src, iteration=job.iteration, missing_chunks=job.missing_chunks)
+    source = open_checkpoint(
+        job.src,
+        iteration=job.iteration,
+        missing_chunks=job.missing_chunks,
+        on_open=count_steps(progress, Phase.PLANNING, unit="files"),
+    )
     try:
         with gc_paused():
             try:
@@ -198,6 +207,7 @@ def prepare(job: Job) -> Iterator[Prepared]:
                 raise
             # Millions of metadata objects now stay until the end: keep the collector off them.
             gc.freeze()
+        source.store.on_open = None
         yield prepared
     finally:
         gc.unfreeze()

@@ -203,9 +203,14 @@ class LocalStore(ReadStore):
         entry: name of the one file that the user specified; None for the directory.
         stamps: name → ``stamp`` of files as another process opened them. Sizes and times must
             match; inodes are not compared, as they may differ between hosts.
+
+    Attributes:
+        on_open: called with 1 when a file is opened that has not been opened before; None for no
+            call.
     """
 
     entry: str | None = None
+    on_open: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -491,7 +496,10 @@ class LocalStore(ReadStore):
                 file=name,
                 hint="all hosts must see the same files, and nothing may write to them",
             )
-        self._first_stamps.setdefault(name, (status.st_size, status.st_mtime_ns, status.st_ino))
+        if name not in self._first_stamps:
+            self._first_stamps[name] = (status.st_size, status.st_mtime_ns, status.st_ino)
+            if self.on_open is not None:
+                self.on_open(1)
         return fd
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,7 +122,12 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: Path, *, iteration: int | None = None, samples: bool = False, missing_chunks: str = FILL
+    path: Path,
+    *,
+    iteration: int | None = None,
+    samples: bool = False,
+    missing_chunks: str = FILL,
+    on_open: Callable[[int], None] | None = None,
 ) -> Checkpoint:
     """Find the checkpoint at ``path`` and read its metadata.
 
@@ -131,6 +137,8 @@ def open_checkpoint(
         samples: open only one of several similar files, if the format supports it. The catalog is
             then good for inspecting, not for converting.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
+        on_open: becomes that of the store (``core.files.store.LocalStore``); the caller resets it
+            when the files that are opened are no longer to be counted.
 
     Raises:
         UsageError: the path or the ``iteration`` does not exist, or the path is a URL.
@@ -144,6 +152,7 @@ def open_checkpoint(
     # Find the checkpoint, and read its metadata; ``uses`` collects the names in its pickles.
     location = locate_checkpoint(path, iteration=iteration)
     store, format = location.store, location.format
+    store.on_open = on_open
     try:
         if location.failure is not None:
             raise location.failure

@@ -15,6 +15,7 @@ from core.errors import StorageError, TruncatedError, UnsupportedError
 from core.files.folders import sync_file, sync_folders
 from core.files.store import MAX_IO_BYTES, check_name, translate_os_errors
 from core.files.syscalls import allocate, flush, start_writeback
+from core.progress import OnProgress, Phase, count_steps
 
 MAX_OPEN_FILES = 128
 _SYNC_THREADS = 4
@@ -139,25 +140,35 @@ class StageStore:
         with self._file(name) as fd, translate_os_errors(name, doing="sync"):
             flush(fd)
 
-    def sync_files(self) -> None:
+    def sync_files(self, progress: OnProgress | None = None) -> None:
         """Sync every file that was created, opened or linked here.
 
+        Args:
+            progress: called with the number of files that have been synced.
+
         Raises:
             StorageError: the system could not write them.
         """
+        n_files = len(self._names) + len(self._linked)
+        step = count_steps(progress, Phase.SYNCING, n_files, unit="files") or (
+            lambda n_synced: None
+        )
         with ThreadPoolExecutor(_SYNC_THREADS) as pool:
             for _ in pool.map(self.sync, sorted(self._names)):
-                pass
+                step(1)
             for _ in pool.map(sync_file, [self.root / name for name in sorted(self._linked)]):
-                pass
+                step(1)
 
-    def sync_all(self) -> None:
+    def sync_all(self, progress: OnProgress | None = None) -> None:
         """Sync the files, then the directories, the innermost first.
+
+        Args:
+            progress: as for ``sync_files``.
 
         Raises:
             StorageError: the system could not write them.
         """
-        self.sync_files()
+        self.sync_files(progress)
         sync_folders(self.root)
 
     def close(self) -> None:

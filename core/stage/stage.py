@@ -36,6 +36,7 @@ from core.files.folders import (
     sync_folders,
 )
 from core.files.store import translate_os_errors
+from core.progress import OnProgress, Phase, begin_phase
 from core.stage.files import StageStore
 from core.stage.folder_lock import NO_LOCKS, lock_folder
 from core.stage.journal import BATCH_BYTES, FileJournal, is_journal_of, journal_path, journals_in
@@ -273,8 +274,11 @@ class Stage:
                 hint="free some space, or write to another disk",
             )
 
-    def commit(self) -> None:
+    def commit(self, *, progress: OnProgress | None = None) -> None:
         """Publish the destination.
+
+        Args:
+            progress: called with the files that have been synced, and before the rename.
 
         Raises:
             StorageError: the system refuses. If only a step after the last rename failed, the
@@ -284,11 +288,12 @@ class Stage:
         # Sync before the rename, so that a crash never leaves an incomplete destination.
         if self._fsync:
             try:
-                self.store.sync_all()
+                self.store.sync_all(progress)
             except CheckpointingException:
                 if self.journal is not None:
                     self.journal.distrust()
                 raise
+        begin_phase(progress, Phase.PUBLISHING)
         self.store.close()
 
         # Note the inode first: it shows later whether the rename took place (_is_committed).
