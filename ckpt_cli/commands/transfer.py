@@ -103,6 +103,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         replicas=options.replicas or defaults.replicas,
         names=check_names(options.names),
         config=options.config,
+        tokenizer=options.tokenizer,
         transformer_impl=options.transformer_impl,
         megatron_version=None
         if options.megatron_version is None

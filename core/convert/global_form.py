@@ -26,6 +26,7 @@ from core.changes.select import is_optimizer_key, without_optimizer
 from core.convert.apply_changes import ChangedCatalog, apply_changes
 from core.convert.dropped import DroppedEntries, unread_entries
 from core.convert.job import Job
+from core.convert.lightning import model_options
 from core.convert.options import (
     HF_ALIASES,
     changes_layout,
@@ -469,10 +470,14 @@ def _refuse_names(request: _FormRequest, catalog: Catalog) -> NoReturn:
             "torch_dist, dcp or torch",
         )
     )
+    options = model_options(catalog, takes_submodule=True)
+    hint = f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}"
+    if options is not None:
+        hint = f"for the model of a PyTorch Lightning checkpoint, add {options} --config {CONFIG}"
     raise UnsupportedError(
         f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and "
         f"training arguments nor Hugging Face's names and a {CONFIG}",
-        hint=f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}",
+        hint=hint,
     )
 
 

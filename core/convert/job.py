@@ -69,6 +69,7 @@ class Job:
         vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
         config: the ``config.json`` of a model with Hugging Face's names, where the source has none
             of its own.
+        tokenizer: a directory whose tokenizer files become part of a Hugging Face directory.
         vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are
             multiples of it times TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
@@ -142,6 +143,7 @@ class Job:
     rng: str | None = None
     names: str | None = None
     config: Path | None = None
+    tokenizer: Path | None = None
     transformer_impl: str | None = None
     megatron_version: MegatronVersion | None = None
     moe_experts: str | None = None

@@ -31,6 +31,7 @@ from core.convert.job import Job as Job
 from core.convert.job import Progress as Progress
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
+from core.convert.lightning import model_options
 from core.convert.load_line import WrittenResult, load_line
 from core.convert.nesting_notes import (
     attribute_tensors_left_out,
@@ -44,6 +45,7 @@ from core.convert.nesting_notes import (
 from core.convert.options import HF_ALIASES, is_cut
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
+from core.convert.tokenizer import has_tokenizer, with_tokenizer
 from core.convert.verify import check_memory
 from core.errors import UnsupportedError, UsageError
 from core.files.url import refuse_url
@@ -207,7 +209,7 @@ def prepare(job: Job) -> Iterator[Prepared]:
     Raises:
         CheckpointingException: the job cannot be done; nothing has been written.
     """
-    for path in (job.src, job.dst, job.config, job.rules):
+    for path in (job.src, job.dst, job.config, job.rules, job.tokenizer):
         if path is not None:
             refuse_url(path)
     source = open_checkpoint(job.src, iteration=job.iteration, missing_chunks=job.missing_chunks)
@@ -249,6 +251,10 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     form = safe_form(job, source, format)
     dst = _choose_dst(job, source, format)
     is_file = is_file_of(format, dst)
+    if job.tokenizer is not None:
+        carries_files = format.carries_files and not is_file
+        files = with_tokenizer(form.catalog, job.tokenizer, carries_files=carries_files)
+        form = replace(form, catalog=files)
     recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
     catalog, target = cut_form(job, recordable, format)
 
@@ -256,6 +262,13 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     notes = [*source.notes, *form.notes, *_nesting_notes(form.catalog, format, is_file=is_file)]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
+    if CONFIG in form.catalog.documents and not has_tokenizer(
+        (*form.catalog.documents, *carried_of(form.catalog))
+    ):
+        notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
+    options = None if format.nests else model_options(form.catalog)
+    if options is not None:
+        notes.append(f"PyTorch Lightning checkpoint: to write only the model, add {options}")
     dropped = [*form.dropped, *_describe_dropped(form.catalog, format, is_file=is_file)]
     dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
 

@@ -88,7 +88,7 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         documents[CONFIG] = document(
             config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         )
-        notes.append(f"{CONFIG} was created from the training arguments; add the tokenizer's files")
+        notes.append(f"{CONFIG} was created from the training arguments")
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         tensor = tensors.get(key)
