@@ -86,14 +86,12 @@ def _library_call(result: WrittenResult) -> str:
         file = dst if result.target.write.is_file else _quoted(result.dst / result.images[0].path)
         is_safe = result.target.write.weights_only or not any(refused(result.target.skeleton))
         return f"torch.load({file}, weights_only={is_safe})"
-    if name == "dcp":
-        return f"dcp.load(state_dict, checkpoint_id={dst})"
+    if name in ("dcp", "torch_dist"):  # without Megatron's arguments, torch_dist is a DCP
+        metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
+        folder = _quoted(result.dst / metadata.parent)
+        return f"dcp.load(state_dict, checkpoint_id={folder})"
     if name == "deepspeed_universal":
         return f'engine.load_checkpoint({dst})  # config: "checkpoint": {{"load_universal": true}}'
-    if name == "torch_dist":
-        paths = [image.path for image in result.images]
-        metadata = next(path for path in paths if path.endswith(".metadata"))
-        return f"dist_checkpointing.load_plain_tensors({_quoted((result.dst / metadata).parent)})"
     if name == "zarr3":
         dtypes = [meta.dtype for meta in result.target.tensors.values()]
         if not any(dtype.startswith(_NOT_IN_ZARR_PYTHON) for dtype in dtypes):
