@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpt_cli.options.transfer import TransferOptions
-    from core.convert.dropped import DroppedReason
     from core.convert.job import Report
+    from core.convert.report.dropped import DroppedReason
     from core.team.protocol import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")

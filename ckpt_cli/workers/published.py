@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
-from core.convert.dropped import DroppedReason
 from core.convert.job import Report
+from core.convert.report.dropped import DroppedReason
 from core.stage.stage import stage_dir_of
 from core.stage.stale import finish_publication
 from core.team.protocol import Figures

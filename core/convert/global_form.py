@@ -24,9 +24,7 @@ from core.catalog.files_beside import carried_of, with_documents
 from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import is_optimizer_key, without_optimizer
 from core.convert.apply_changes import ChangedCatalog, apply_changes
-from core.convert.dropped import DroppedEntries, unread_entries
 from core.convert.job import Job
-from core.convert.lightning import model_options
 from core.convert.options import (
     HF_ALIASES,
     changes_layout,
@@ -38,6 +36,8 @@ from core.convert.options import (
     refuse_layout_options,
     refuse_quantizing,
 )
+from core.convert.report.dropped import DroppedEntries, unread_entries
+from core.convert.report.lightning import model_options
 from core.convert.sizes import check_source_sizes, target_topology
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.files.json_object import parse_json_object

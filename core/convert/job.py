@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from core.convert.dropped import DroppedReason
+from core.convert.report.dropped import DroppedReason
 from core.device.device import Device
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.version import MegatronVersion

@@ -16,14 +16,6 @@ from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
-from core.convert.dropped import (
-    DroppedEntries,
-    DroppedReason,
-    dropped_lines,
-    group_by_reason,
-    parse_dropped,
-    unread_entries,
-)
 from core.convert.explain import LayoutLine, explain_layout
 from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.hard_links import link_data_files
@@ -31,8 +23,6 @@ from core.convert.job import Job as Job
 from core.convert.job import Progress as Progress
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
-from core.convert.lightning import model_options
-from core.convert.load_line import WrittenResult, load_line
 from core.convert.nesting_notes import (
     attribute_tensors_left_out,
     flattening_notes,
@@ -43,14 +33,24 @@ from core.convert.nesting_notes import (
     sharing_notes,
 )
 from core.convert.options import HF_ALIASES, is_cut
+from core.convert.report.dropped import (
+    DroppedEntries,
+    DroppedReason,
+    dropped_lines,
+    group_by_reason,
+    parse_dropped,
+    unread_entries,
+)
+from core.convert.report.lightning import model_options
+from core.convert.report.load_line import WrittenResult, load_line
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
-from core.convert.tokenizer import has_tokenizer, with_tokenizer
 from core.convert.verify import check_memory
 from core.errors import UnsupportedError, UsageError
 from core.files.url import refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of
+from core.formats.huggingface.tokenizer import has_tokenizer, with_tokenizer
 from core.formats.registry import format_called, formats
 from core.formats.torch.format import load_object
 from core.hf import is_hf

@@ -12,9 +12,9 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts
 from core.catalog.key_patterns import listed_keys
-from core.convert.dropped import parse_dropped
 from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.job import Job
+from core.convert.report.dropped import parse_dropped
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
 from core.formats.format import Format

@@ -8,8 +8,8 @@ import pytest
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
-from core.convert.dropped import DroppedReason
 from core.convert.job import Report
+from core.convert.report.dropped import DroppedReason
 from core.stage.stage import stage_dir_of
 from core.team.protocol import Figures
 

@@ -26,7 +26,6 @@ from core.catalog.catalog import AnyCatalog, TargetCatalog
 from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage
 from core.changes.select import is_optimizer_key
-from core.convert.options import is_cut
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
@@ -54,7 +53,7 @@ class WrittenResult:
         format: its format.
         target: its catalog.
         images: its files.
-        topology: its parallel sizes, if Megatron loads it.
+        topology: its parallel sizes; None unless it has Megatron's training arguments.
         config: the ``config.json`` of a model with Hugging Face's names; None for other tensors,
             and for a model that is incomplete or has other names.
     """
@@ -69,11 +68,9 @@ class WrittenResult:
 
 def load_line(result: WrittenResult) -> str:
     """Return the line that loads the result of a conversion."""
-    format, target = result.format, result.target
-    if is_cut(format):
-        has_tracker = any(image.path == TRACKER for image in result.images)
-        if target.args is not None and has_tracker and result.topology is not None:
-            return " ".join(_megatron_options(result, result.topology))
+    has_tracker = any(image.path == TRACKER for image in result.images)
+    if result.topology is not None and has_tracker:
+        return " ".join(_megatron_options(result, result.topology))
     return _library_call(result)
 
 
