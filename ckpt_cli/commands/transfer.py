@@ -6,7 +6,8 @@
      "src": str, "dst": str, "source_format": str, "format": str, "n_tensors": int,
      "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "bytes_verified": int,
      "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float,
-     "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
+     "files": [str], "manifest": str, "notes": [str], "dropped": [str],
+     "dropped_reasons": [{"reason": str, "n_entries": int, "examples": [str]}], "next": str}
 
 If several workers shared the work, ``"launch"`` contains the figures of each
 (``ckpt_cli.workers.current_team``). With ``--dry-run`` the object is::
@@ -18,7 +19,9 @@ If several workers shared the work, ``"launch"`` contains the figures of each
      "free_bytes": int, "resumed_bytes": int, "expected_seconds": float | null,
      "read_rate": int | null, "write_rate": int | null,
      "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}],
-     "notes": [str], "dropped": [str], "rank": {"number": int, "files": [str]}}
+     "notes": [str], "dropped": [str],
+     "dropped_reasons": [{"reason": str, "n_entries": int, "examples": [str]}],
+     "rank": {"number": int, "files": [str]}}
 
 and with ``--explain``::
 
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     from ckpt_cli.options.transfer import TransferOptions
     from core.convert.job import Report
     from core.convert.prepare import Prepared
+    from core.convert.report.dropped import DroppedReason
     from core.team.protocol import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -103,12 +107,13 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         vocab_size=options.vocab_size,
         vocab_divisor=options.vocab_divisor,
         keep_padded_vocab=options.keep_padded_vocab,
-        optim="drop" if options.no_optim else "carry",
+        optim="drop" if options.no_optim else None,
         rng=options.rng,
         missing_chunks=options.missing_chunks or defaults.missing_chunks,
         replicas=options.replicas or defaults.replicas,
         names=options.names,
         config=options.config,
+        tokenizer=options.tokenizer,
         transformer_impl=options.transformer_impl,
         megatron_version=None
         if options.megatron_version is None
@@ -229,7 +234,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
         fields = {"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}
         print(json.dumps(fields | launch_of(report.workers)))
     elif options.quiet:
-        _note_dropped(report.dropped)
+        _note_dropped(report.dropped_reasons)
     else:
         for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
             print(line)
@@ -271,7 +276,7 @@ def _plan(job: Job, options: TransferOptions) -> int:
                 plan["rank"] = {"number": options.rank, "files": files}
             print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
         elif options.quiet:
-            _note_dropped(prepared.dropped)
+            _note_dropped(prepared.dropped_reasons)
         else:
             for line in plan_lines(
                 screen_of(sys.stdout), prepared, expected, rank=options.rank, rank_files=files
@@ -353,7 +358,7 @@ def _published_report(workers: Team) -> Report | None:
     return broadcast_result(workers, lambda: None if report is None else finish_published(report))
 
 
-def _note_dropped(dropped: Sequence[str]) -> None:
+def _note_dropped(reasons: Sequence[DroppedReason]) -> None:
     """Print a note on what is not carried; even ``--quiet`` does not suppress this."""
-    if dropped:
-        print_note(f"not carried: {', '.join(dropped)}")
+    if reasons:
+        print_note(f"not carried: {', '.join(map(str, reasons))}")

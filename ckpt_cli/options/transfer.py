@@ -408,6 +408,15 @@ class TransferOptions:
             help="The model's config.json, if SRC has none.",
         ),
     ] = None
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            "--tokenizer",
+            metavar="DIR",
+            rich_help_panel=CONTENT,
+            help="Copy DIR's tokenizer files into DST, a Hugging Face directory.",
+        ),
+    ] = None
     transformer_impl: Annotated[
         str | None,
         Option(

@@ -65,7 +65,7 @@ def plan_lines(
             ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
             *forecast_facts(expected),
             *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
-            *_list_facts("not carried", prepared.dropped, style="yellow"),
+            *_list_facts("not carried", list(map(str, prepared.dropped_reasons)), style="yellow"),
             *_list_facts("note", prepared.notes, style="yellow"),
         ],
     )
@@ -163,9 +163,12 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
         )
         pairs.append(("fingerprints", f"{report.n_fingerprints:,} in the manifest{read_back}"))
     pairs.append(("manifest", escaped(report.manifest)))
-    pairs += _list_facts("not carried", report.dropped, style="yellow")
+    pairs += _list_facts("not carried", list(map(str, report.dropped_reasons)), style="yellow")
     pairs += _list_facts("note", report.notes, style="yellow")
     yield from facts(screen, pairs, indent=2)
+    # However long, the line that loads the result is not wrapped, so that it can be copied.
+    label_width = max(len(name) for name, _ in pairs) + 2
+    yield f"  {screen.styled('next'.ljust(label_width), 'dim')}{escaped(report.next)}"
 
 
 def _list_facts(

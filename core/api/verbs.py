@@ -57,8 +57,9 @@ def convert(
     *,
     to: str | None = None,
     iteration: int | None = None,
-    optimizer: bool = True,
+    optimizer: bool | None = None,
     names: str | None = None,
+    tokenizer: AnyPath | None = None,
     dtype: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -76,8 +77,10 @@ def convert(
         to: the target format; None for the one that ``names`` or the suffix of ``dst`` implies
             (``.pt``, ``.safetensors``), or else that of the source.
         iteration: which iteration of a training root.
-        optimizer: False excludes the optimizer's state.
+        optimizer: False excludes the optimizer's state; True insists on it; None carries it, except
+            into a Hugging Face checkpoint, which has none.
         names: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``: whose tensor names to write.
+        tokenizer: a directory whose tokenizer files are copied into a Hugging Face directory.
         dtype: cast all floating-point tensors of the model.
         include, exclude: globs of the keys to write, or to skip.
         rename: regular expression → replacement, applied to keys in this order.
@@ -100,8 +103,9 @@ def convert(
         to=to,
         iteration=iteration,
         keeps_layout=to is None,
-        optim="carry" if optimizer else "drop",
+        optim=None if optimizer is None else "carry" if optimizer else "drop",
         names=names,
+        tokenizer=None if tokenizer is None else Path(tokenizer),
         dtype=() if dtype is None else ((None, dtype),),
         include=tuple(include),
         exclude=tuple(exclude),

@@ -106,11 +106,6 @@ def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
     return config_of(source.store) if CONFIG in carried_of(source.catalog) else None
 
 
-def listed_files(names: Collection[str]) -> str:
-    """List files as a line of a summary, under "not carried"."""
-    return f"other files of the directory: {', '.join(names)}"
-
-
 def _folded(names: Collection[str]) -> Iterator[str]:
     """Yield each name, but for a folder with many of them the folder and their number."""
     folders: dict[str, list[str]] = {}

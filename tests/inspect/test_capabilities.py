@@ -478,3 +478,10 @@ def test_a_model_without_a_tensor_names_it_as_the_refusal_of_convert_does(
         run_job(Job(src=source, dst=tmp_path / "out", to="megatron"))
     assert key in refusal.value.sentence
     assert of_target["megatron"].why == refusal.value.sentence
+
+
+def test_a_hugging_face_directory_needs_no_option_to_leave_the_optimizer_out(
+    golden: Path, tmp_path: Path
+) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
+    assert assert_capabilities_hold(source, tmp_path)["hf"].why is None
