@@ -6,8 +6,10 @@ and without a traceback.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from typing import NoReturn
 
 
 def main() -> int:
@@ -23,7 +25,26 @@ def main() -> int:
             raise
         print(f"error: ckpt needs {err.name}: pip install {err.name}", file=sys.stderr)
         return 4
+    if "_CKPT_COMPLETE" in os.environ:
+        _complete()
     return run()
+
+
+def _complete() -> NoReturn:
+    """Answer the shell, which completes a command line, and end at once."""
+    # Nothing may appear in the user's line.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    from typer.main import get_command
+
+    from ckpt_cli.app import app
+    from ckpt_cli.completion.answer import answer
+
+    reply = answer(get_command(app), os.environ)
+    try:
+        sys.stdout.write(reply.text)
+        sys.stdout.flush()
+    finally:
+        os._exit(reply.exit_code)
 
 
 if __name__ == "__main__":

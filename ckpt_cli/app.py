@@ -76,6 +76,25 @@ def _show_version(is_given: bool) -> None:
         raise Exit
 
 
+def _install_completion(is_given: bool) -> None:
+    """Install the script for shell completion and exit, if ``--install-completion`` is given."""
+    if is_given:
+        from ckpt_cli.completion.install import install_script
+
+        shell, path = install_script()
+        print(f"completion for {shell} installed in {path}; it works in new shells")
+        raise Exit
+
+
+def _show_completion(is_given: bool) -> None:
+    """Print the script for shell completion and exit, if ``--show-completion`` is given."""
+    if is_given:
+        from ckpt_cli.completion.install import shell_script
+
+        print(shell_script(), end="")
+        raise Exit
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -85,6 +104,24 @@ def _root(
         ),
     ] = False,
     help_all: Annotated[bool, HELP_ALL] = False,
+    install_completion: Annotated[
+        bool,
+        Option(
+            "--install-completion",
+            callback=_install_completion,
+            is_eager=True,
+            help="Install TAB completion for the current shell (bash, zsh or fish) and exit.",
+        ),
+    ] = False,
+    show_completion: Annotated[
+        bool,
+        Option(
+            "--show-completion",
+            callback=_show_completion,
+            is_eager=True,
+            help="Print the script that does so, and exit.",
+        ),
+    ] = False,
 ) -> None:
     pass
 
@@ -183,7 +220,10 @@ def _launch(options: LaunchOptions) -> Work:
     work = parse_command(command)  # reports wrong arguments before any worker starts
     if not callable(work):
         return partial(int, work)
-    return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]))
+    # The launcher tells what an interruption leaves at the destination.
+    named = work.args[0] if isinstance(work, partial) else None
+    dst = named.output or named.dst if isinstance(named, TransferOptions) else None
+    return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]), dst=dst)
 
 
 def parse_command(arguments: Sequence[str]) -> Work | int:

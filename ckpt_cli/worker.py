@@ -35,12 +35,15 @@ from ckpt_cli.host.results import (
     WorkerResult,
     write_result,
 )
+from ckpt_cli.options.progress import is_quiet, progress_form, requested_form
 from ckpt_cli.options.worker import USAGE, WorkerOptions, parse_worker_arguments
 from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers import current_team as teamwork
+from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.store import GoneError
 from core.errors import CheckpointingException, WorkerError
+from core.progress import Phase, begin_phase
 from core.team.protocol import ALONE, StoppedError, failed_rank_of, is_final
 
 if TYPE_CHECKING:
@@ -64,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, command = parse_worker_arguments(arguments)
         identity = outcome.identity = identify_worker()
-        team = _join_team(identity, options, command, started_bytes)
+        is_shown = identity.rank == 0 and identity.size > 1
+        form = progress_form(requested_form(command), is_quiet=is_quiet(command))
+        with show_progress(form if is_shown else "none") as progress:
+            begin_phase(progress, Phase.MEETING)
+            team = _join_team(identity, options, command, started_bytes)
         from ckpt_cli.app import main as run
     except BaseException as err:
         restore()

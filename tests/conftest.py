@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Lets programs that the tests start die of signals, also where this run was started with them
-    ignored (nohup).
+    ignored (nohup); they show no progress unless they are told to.
     """
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    os.environ["CKPT_PROGRESS"] = "none"  # on a busy machine, any command may take long
 
 
 GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"

@@ -43,11 +43,13 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import check_file
 from ckpt_cli.pages.diff_page import page_of, verdict_line
+from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import launch_of, team, worker_threads
-from ckpt_cli.workers.progress import progress_bar
+from ckpt_cli.workers.progress import show_progress
 from core.diff.result import KINDS
 from core.diff.run import DiffJob, diff
 from core.errors import UsageError
@@ -72,7 +74,7 @@ def run_diff(options: DiffOptions) -> int:
         CheckpointingException: one of the checkpoints cannot be read.
     """
     job = _build_job(options)
-    with progress_bar(is_wanted=not (options.quiet or options.json)) as progress:
+    with show_progress(progress_form(options.progress, is_quiet=options.quiet)) as progress:
         result = diff(job, progress=progress, team=team())
     # All workers compared; the lead prints.
     if is_lead(team()):
@@ -83,8 +85,8 @@ def run_diff(options: DiffOptions) -> int:
             print(verdict_line(screen, result))
         else:
             limit = _LIMIT if options.limit is None else options.limit
-            for line in page_of(screen, result, limit=limit, is_flat=options.flat):
-                print(line)
+            lines = page_of(screen, result, limit=limit, is_flat=options.flat)
+            print_page(lines, None if options.no_pager else pager_of(sys.stdout))
     return 0 if result.same else 1
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.workers.current_team import device, team, worker_threads
-from ckpt_cli.workers.progress import progress_bar
 from core.checks.level import Level
 from core.checks.registry import codes
 from core.convert.job import DEFAULT_MEMORY_BYTES
+from core.files.syscalls import allowed_cores
 from core.opening.open import FILL
 from core.validate.accepted import Acceptance, parse_patterns, read_baseline
 from core.validate.run import Validation
@@ -19,6 +18,7 @@ from core.validate.run import validate as check_checkpoint
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
     from core.checks.plan_request import PlanRequest
+    from core.progress import OnProgress
 
 
 def level_of(options: ValidateOptions) -> Level:
@@ -42,28 +42,28 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
     )
 
 
-def examine(path: Path, options: ValidateOptions) -> Validation:
-    """Check one checkpoint; show a progress bar if every byte is read.
+def examine(
+    path: Path, options: ValidateOptions, *, progress: OnProgress | None = None
+) -> Validation:
+    """Check one checkpoint.
 
     Raises:
         UsageError: an option is invalid, or the path does not exist.
     """
-    level = level_of(options)
-    with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
-        return check_checkpoint(
-            path,
-            level=level,
-            iteration=options.iteration,
-            rules=options.rules,
-            threads=options.threads or worker_threads() or min(len(os.sched_getaffinity(0)), 64),
-            memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
-            progress=progress,
-            plan_for=plan_request(options),
-            against=options.against,
-            missing_chunks=options.missing_chunks or FILL,
-            team=team(),
-            device=device(),
-        )
+    return check_checkpoint(
+        path,
+        level=level_of(options),
+        iteration=options.iteration,
+        rules=options.rules,
+        threads=options.threads or worker_threads() or min(len(allowed_cores()), 64),
+        memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+        progress=progress,
+        plan_for=plan_request(options),
+        against=options.against,
+        missing_chunks=options.missing_chunks or FILL,
+        team=team(),
+        device=device(),
+    )
 
 
 def plan_request(options: ValidateOptions) -> PlanRequest | None:

@@ -6,6 +6,12 @@
      "format": str, "title": str, "version": str | null, "iteration": int | null,
      "files": int, "unopened_files": int, "file_bytes": int, "beside": [str],
      "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
+     "architecture": {"family": str | null, "parameters": int | null, "layers": int | null,
+                      "hidden": int | null, "heads": int | null, "groups": int | null,
+                      "ffn": int | null, "swiglu": bool | null, "experts": int | null,
+                      "experts_per_token": int | null, "expert_ffn": int | null,
+                      "vocabulary": int | null, "padded_vocabulary": int | null,
+                      "tied": bool | null},
      "groups": [{"name": "model" | "moments" | "masters" | "other",
                  "tensors": int, "elements": int, "bytes": int, "dtypes": {dtype: bytes}}],
      "totals": {"tensors": int, "elements": int, "bytes": int, "objects": int},
@@ -13,6 +19,8 @@
      "can": [{"action": "convert" | "reshard", "possible": bool,
               "to": [format], "why": str | null}],
      "is_unsharded": bool, "notes": [str],
+     "problems": [{"code": str, "message": str, "file": str, "key": str, "rank": str, "hint": str,
+                   "span": [int, int]}],
      "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
                   "places": [{"offset": [int], "shape": [int],
                               "file": str | null, "rank": {"tp": int, …},
@@ -25,6 +33,8 @@
                             "std": number | null, "nan": int, "inf": int, "zeros": int} | null}],
      "objects": [{"key": str, "value": any}]}
 
+``architecture`` describes the model from its training arguments or its ``config.json``;
+``parameters`` counts each parameter once, without optimizer, padding and tied copies.
 ``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
 selected by KEY, where a value inside an object has its path as key (``args.hidden_size``).
 ``stats`` is present in tensors measured by ``--stats``; it is null if the dtype has no numbers
@@ -35,19 +45,38 @@ first element or, if ``item_bytes`` is not null, of the container item that hold
 ``encoding`` names the codec of an array that is not stored as plain numbers; ``stored_bytes`` is
 its length in the file, if the metadata contain it. ``beside`` lists the files that a conversion
 copies along (configurations, tokenizers).
+
+A damaged checkpoint is shown as far as it can be read; ``problems``, whose fields other than
+``code`` and ``message`` are present where they are known, says what is missing, and the exit code
+is that of the first problem (3; 6 if the system refused to read). If nothing can be read there is
+only an ``error`` object.
+
+A directory that is not a checkpoint but contains some, up to three levels below, is a success; it
+prints them, the newest first::
+
+    {"schema": "ckpt.inspect-list/1", "path": str,
+     "checkpoints": [{"path": str, "format": str | null, "title": str | null,
+                      "iteration": int | null, "files": int | null, "bytes": int | null,
+                      "modified": str}]}
+
+``iteration`` is that in the directory's name, ``modified`` the time (ISO 8601, UTC) of the newest
+file; ``files`` and ``bytes`` are null where there are too many files to count. With KEY or
+``--iteration`` such a directory is an error.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import parse_size_or
+from ckpt_cli.options.progress import progress_form
+from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
+from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
 from ckpt_cli.pages.inspect_object import object_json, value_cell
-from ckpt_cli.pages.inspect_page import detail_lines, header_lines
+from ckpt_cli.pages.inspect_page import detail_lines, header_lines, optimizer_lines
 from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.screen.blocks import (
     Cell,
@@ -57,25 +86,32 @@ from ckpt_cli.screen.blocks import (
     table,
     tree_rows,
 )
+from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
-from ckpt_cli.workers.progress import progress_bar
+from ckpt_cli.workers.progress import show_progress
 from core.catalog.catalog import TensorMeta
 from core.catalog.key_patterns import LIST_THEM
 from core.convert.job import DEFAULT_MEMORY_BYTES
-from core.errors import UsageError
+from core.errors import UnsupportedError, UsageError
+from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
 from core.inspect.stats import measure_tensors
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
-from core.opening.open import FILL, Checkpoint, open_checkpoint
+from core.opening.damaged import open_readable_part
+from core.opening.listing import list_checkpoints
+from core.opening.open import FILL, Checkpoint
+from core.opening.unrecognised import CHECKPOINTS_BELOW
+from core.progress import Phase, report_bytes
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
+    from core.inspect.select import SelectedEntries
     from core.numbers.statistics import ValueStatistics
 
 TREE_LIMIT = 200
-"""Default number of lines of a tree, and of the details of an entry."""
+"""Default number of lines of a tree, and of the details of an entry, without a pager."""
 DETAILED = 8
 """Maximum number of selected entries that are shown in detail; more are listed."""
 
@@ -88,61 +124,112 @@ def inspect(options: InspectOptions) -> int:
         CheckpointingException: the checkpoint cannot be read.
     """
     # A KEY may select something that only one rank has: read every rank file then.
-    checkpoint = open_checkpoint(
-        options.path,
-        iteration=options.iteration,
-        samples=not (options.all or options.keys or options.stats),
-        missing_chunks=options.missing_chunks or FILL,
-    )
     try:
-        summary = summarize(checkpoint)
-        if options.values and not options.keys:
-            raise require_key(summary, f"--values {options.values}")
-        selection = select_entries(checkpoint, summary, options.keys)
-        summary = with_selected(summary, selection)
-        tensors, objects = list(selection.tensors.values()), list(selection.objects)
-        statistics = _measure(checkpoint, summary, tensors, options)
-        if options.json:
-            listed = _in_order(tensors, options.sort)[: options.limit or None]
-            fields = inspect_json(
-                checkpoint,
-                summary,
-                listed,
-                objects,
-                is_selected=bool(options.keys),
-                n_values=options.values,
-                statistics=statistics,
-            )
-            print(json.dumps(fields))
-            return 0
-        screen = screen_of(sys.stdout)
-        notes = [*selection.notes]
-        if statistics and summary.view.is_rank_local:
-            notes.append("measured rank by rank: data that several ranks hold count several times")
-        for note in notes:
-            print(screen.styled(escaped(f"note: {note}"), "yellow"))
-        if statistics:
-            measured = [meta for meta in tensors if meta.key in statistics]
-            lines = list(
-                stats_lines(
-                    screen,
-                    measured,
-                    statistics,
-                    is_flat=options.tree is False,
-                    sort=options.sort,
-                )
-            )
-            for line in first_lines(screen, lines, options.limit or 0):
-                print(line)
-            if not options.values:
-                return 0
-            print()
-        is_list = selection.is_searched and not options.values
-        for line in _lines(checkpoint, summary, tensors, objects, options, screen, is_list=is_list):
-            print(line)
+        checkpoint = open_readable_part(
+            options.path,
+            iteration=options.iteration,
+            samples=not (options.all or options.keys or options.stats),
+            missing_chunks=options.missing_chunks or FILL,
+        )
+    except UnsupportedError as err:
+        if err.rule != CHECKPOINTS_BELOW or options.keys or options.iteration is not None:
+            raise
+        _print_listing(options)
+        return 0
+    try:
+        _print_checkpoint(checkpoint, options)
     finally:
         checkpoint.store.close()
-    return 0
+    return checkpoint.problems[0].exit_code if checkpoint.problems else 0
+
+
+def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
+    """Print the page, or the JSON object, of a checkpoint that may be damaged.
+
+    Raises:
+        UsageError: a KEY matches nothing, or an option does not apply.
+        CheckpointingException: values cannot be read.
+    """
+    screen = screen_of(sys.stdout)
+    summary = summarize(checkpoint)
+    if options.values and not options.keys:
+        raise require_key(summary, f"--values {options.values}")
+    # Select the entries, and measure the values if requested.
+    try:
+        selection = select_entries(checkpoint, summary, options.keys)
+    except UsageError:
+        # Damage may be why a KEY matches nothing.
+        if not options.json:
+            print_page(damage_lines(screen, checkpoint.problems), None)
+        raise
+    summary = with_selected(summary, selection)
+    tensors = list(selection.tensors.values())
+    statistics = _measure(checkpoint, summary, tensors, options)
+    if options.json:
+        fields = inspect_json(
+            checkpoint,
+            summary,
+            _in_order(tensors, options.sort)[: options.limit or None],
+            list(selection.objects),
+            is_selected=bool(options.keys),
+            n_values=options.values,
+            statistics=statistics,
+        )
+        print(json.dumps(fields | {"problems": damage_json(checkpoint.problems)}))
+        return
+    # A pager shows everything, whatever the length.
+    pager = None if options.no_pager else pager_of(sys.stdout)
+    limit = (0 if pager else TREE_LIMIT) if options.limit is None else options.limit
+    print_page(_page(checkpoint, summary, selection, statistics, options, limit=limit), pager)
+
+
+def _page(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    selection: SelectedEntries,
+    statistics: Mapping[str, ValueStatistics | None],
+    options: InspectOptions,
+    *,
+    limit: int,
+) -> Iterator[str]:
+    """Yield the page: damage and notes, then the statistics or the entries.
+
+    Args:
+        statistics: those that were measured, by key.
+        limit: as for ``_lines``.
+    """
+    screen = screen_of(sys.stdout)
+    yield from damage_lines(screen, checkpoint.problems)
+    notes = [*selection.notes]
+    if statistics and summary.view.is_rank_local:
+        notes.append("measured rank by rank: data that several ranks hold count several times")
+    for note in notes:
+        yield screen.styled(escaped(f"note: {note}"), "yellow")
+    tensors = list(selection.tensors.values())
+    if statistics:
+        measured = [meta for meta in tensors if meta.key in statistics]
+        is_flat = options.tree is False
+        lines = stats_lines(screen, measured, statistics, is_flat=is_flat, sort=options.sort)
+        yield from first_lines(screen, list(lines), options.limit or 0)
+        if not options.values:
+            return
+        yield ""
+    is_list = selection.is_searched and not options.values
+    objects = list(selection.objects)
+    yield from _lines(
+        checkpoint, summary, tensors, objects, options, screen, is_list=is_list, limit=limit
+    )
+
+
+def _print_listing(options: InspectOptions) -> None:
+    """Print the checkpoints in a directory that is not one itself."""
+    checkpoints = list_checkpoints(options.path)
+    if options.json:
+        print(json.dumps(listing_json(options.path, checkpoints)))
+        return
+    limit = TREE_LIMIT if options.limit is None else options.limit
+    lines = listing_lines(screen_of(sys.stdout), options.path, checkpoints, limit=limit)
+    print_page(lines, None if options.no_pager else pager_of(sys.stdout))
 
 
 def _measure(
@@ -158,7 +245,7 @@ def _measure(
         if options.threads is not None or options.memory is not None:
             raise UsageError("-j and --memory only apply to --stats", hint="add --stats")
         return {}
-    chosen = tensors if options.keys else model_tensors(summary)
+    chosen = tensors if options.keys or options.optim else model_tensors(summary)
     if not chosen:
         raise UsageError(
             "--stats needs tensors, but "
@@ -167,14 +254,14 @@ def _measure(
             ),
             hint=LIST_THEM,
         )
-    with progress_bar(is_wanted=not options.json) as progress:
+    with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
         return measure_tensors(
             checkpoint,
             summary.view,
             chosen,
             threads=options.threads,
-            memory_bytes=parse_size_or(options.memory, DEFAULT_MEMORY_BYTES),
-            progress=progress,
+            memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+            progress=report_bytes(progress, Phase.MEASURING),
         )
 
 
@@ -187,14 +274,15 @@ def _lines(
     screen: Screen,
     *,
     is_list: bool,
+    limit: int,
 ) -> Iterator[str]:
     """Yield the page: details of a few selected entries, a list, or a header with a tree.
 
     Args:
         is_list: list the selected entries, even if they are few.
+        limit: maximum number of lines of a tree, and of the details of an entry; 0 for all.
     """
     # A few selected entries: all details of each.
-    limit = TREE_LIMIT if options.limit is None else options.limit
     is_few = len(tensors) + len(objects) <= DETAILED and not is_list
     if options.keys and (is_few or options.values):
         yield from detail_lines(
@@ -221,20 +309,29 @@ def _lines(
             if options.keys and items[key].raw_key is None
         }
         rows += [[Cell(escaped(key)), value_cell(values.get(key, {}))] for key in object_keys]
-        yield from first_lines(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
+        # Keys of a list are there to be copied: they are never shortened.
+        lines = list(table(screen, rows, align="<<<>", fits=True, keeps_names=True))
+        yield from first_lines(screen, lines, options.limit or 0)
         return
-    # A tree of the tensors, the model first, then the optimizer; below a header, unless KEY
-    # selected only some of them.
+    # A tree of the tensors, the model first; below a header, unless KEY selected only some of them.
+    # The optimizer is one line, unless there is nothing else.
+    view = summary.view
+    states: list[TensorMeta] = []
     if not options.keys:
         yield from header_lines(screen, summary, checkpoint)
         yield ""
-    tensors.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, summary.view))))
-    is_rank_local = summary.view.is_rank_local
-    nodes = tree_of(
-        tensors, split=lambda key: path_of(key, summary.view), folds_roots=is_rank_local
-    )
-    lines = list(table(screen, list(tree_rows(nodes, sort=options.sort)), align="<<<>"))
-    yield from first_lines(screen, lines, limit)
+        if not options.optim:
+            states = [meta for meta in tensors if is_state(bare_key(meta.key, view))]
+        if len(states) == len(tensors):
+            states = []
+    hidden = {meta.key for meta in states}
+    shown = [meta for meta in tensors if meta.key not in hidden]
+    shown.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, view))))
+    nodes = tree_of(shown, split=lambda key: path_of(key, view), folds_roots=view.is_rank_local)
+    rows = list(tree_rows(nodes, sort=options.sort))
+    yield from first_lines(screen, list(table(screen, rows, align="<<<>", fits=True)), limit)
+    if states:
+        yield from optimizer_lines(screen, states_of(states, bare=lambda key: bare_key(key, view)))
 
 
 def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:

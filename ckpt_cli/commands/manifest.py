@@ -18,15 +18,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import check_file
+from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
-from ckpt_cli.workers.progress import progress_bar
+from ckpt_cli.workers.progress import show_progress
+from core.progress import Phase, begin_phase
 from core.team.protocol import broadcast_result, is_lead
 
 if TYPE_CHECKING:
     from ckpt_cli.options.manifest import ManifestOptions
     from core.manifest.inventory import Inventory
+    from core.progress import OnProgress
 
 
 def manifest(options: ManifestOptions) -> int:
@@ -36,43 +40,23 @@ def manifest(options: ManifestOptions) -> int:
         UsageError: an option is invalid, or a manifest exists and ``--force`` is not given.
         CheckpointingException: the checkpoint cannot be read, or the manifest not written.
     """
-    from core.convert.job import DEFAULT_MEMORY_BYTES
-    from core.manifest.inventory import (
-        check_free,
-        default_manifest_path,
-        read_inventory,
-        write_inventory,
-    )
-    from core.opening.open import FILL
+    from core.manifest.inventory import write_inventory
 
     workers = team()
     begun = time.monotonic()
     check_file(options.rules, option="--rules")
-    # Check that the manifest can be written before reading the checkpoint, which may take hours.
-    broadcast_result(
-        workers,
-        lambda: check_free(
-            options.output or default_manifest_path(options.path, iteration=options.iteration),
-            force=options.force,
-        ),
-    )
-    with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
-        contents = read_inventory(
-            options.path,
-            iteration=options.iteration,
-            rules=options.rules,
-            missing_chunks=options.missing_chunks or FILL,
-            fingerprints=options.fingerprints,
-            threads=options.threads or worker_threads(),
-            memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
-            progress=progress,
-            team=workers,
-            device=device(),
+    with show_progress(progress_form(options.progress, is_quiet=options.quiet)) as progress:
+        begin_phase(progress, Phase.OPENING)
+        try:
+            contents = _read_contents(options, progress)
+        except Terminated as err:
+            err.remaining = "no manifest was written"
+            raise
+        # The lead writes the manifest and prints the report.
+        begin_phase(progress, Phase.PUBLISHING)
+        path = broadcast_result(
+            workers, lambda: write_inventory(contents, options.output, force=options.force)
         )
-    # The lead writes the manifest and prints the report.
-    path = broadcast_result(
-        workers, lambda: write_inventory(contents, options.output, force=options.force)
-    )
     seconds = time.monotonic() - begun
     if not is_lead(workers):
         return 0
@@ -81,6 +65,40 @@ def manifest(options: ManifestOptions) -> int:
     elif not options.quiet:
         _print_report(screen_of(sys.stdout), contents, path, seconds)
     return 0
+
+
+def _read_contents(options: ManifestOptions, progress: OnProgress | None) -> Inventory:
+    """Read the checkpoint, after checking that its manifest can be written.
+
+    Raises:
+        UsageError: a manifest exists and ``--force`` is not given.
+        CheckpointingException: the checkpoint cannot be read.
+    """
+    from core.convert.job import DEFAULT_MEMORY_BYTES
+    from core.manifest.inventory import check_free, default_manifest_path, read_inventory
+    from core.opening.open import FILL
+
+    workers = team()
+    # Reading may take hours, so a manifest that is in the way is reported before.
+    broadcast_result(
+        workers,
+        lambda: check_free(
+            options.output or default_manifest_path(options.path, iteration=options.iteration),
+            force=options.force,
+        ),
+    )
+    return read_inventory(
+        options.path,
+        iteration=options.iteration,
+        rules=options.rules,
+        missing_chunks=options.missing_chunks or FILL,
+        fingerprints=options.fingerprints,
+        threads=options.threads or worker_threads(),
+        memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+        progress=progress,
+        team=workers,
+        device=device(),
+    )
 
 
 def _as_json(contents: Inventory, path: Path, seconds: float) -> dict[str, object]:

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of
 from ckpt_cli.findings.verdict import LEVELS
+from ckpt_cli.options.progress import progress_form
 from ckpt_cli.screen.terminal import escaped, screen_of
 from ckpt_cli.workers.current_team import launch_of, team
+from ckpt_cli.workers.progress import show_progress
 from core.errors import UsageError
 from core.team.figures import sum_figures
 from core.team.protocol import Figures, broadcast_result, is_lead
@@ -48,11 +50,12 @@ def newest_valid(options: ValidateOptions) -> int:
     figures: list[tuple[Figures, ...]] = []
 
     def check_iteration(path: Path) -> tuple[bool, Validation]:
-        validation = examine(path, options)
+        validation = examine(path, options, progress=progress)
         figures.append(validation.figures)
         return acceptance.judge(validation.findings).is_valid, validation
 
-    newest = find_newest_valid(root, check_iteration, team=workers)
+    with show_progress(progress_form(options.progress, is_quiet=options.quiet)) as progress:
+        newest = find_newest_valid(root, check_iteration, team=workers)
     if is_lead(workers):
         _report(newest, root, options, sum_figures(figures))
     return 1 if newest.path is None else 0

@@ -6,7 +6,8 @@
      "src": str, "dst": str, "source_format": str, "format": str, "n_tensors": int,
      "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "bytes_verified": int,
      "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float,
-     "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
+     "files": [str], "manifest": str, "notes": [str], "dropped": [str],
+     "dropped_reasons": [{"reason": str, "n_entries": int, "examples": [str]}], "next": str}
 
 If several workers shared the work, ``"launch"`` contains the figures of each
 (``ckpt_cli.workers.current_team``). With ``--dry-run`` the object is::
@@ -15,8 +16,12 @@ If several workers shared the work, ``"launch"`` contains the figures of each
      "src": str, "source_format": str, "dst": str, "target_format": str,
      "n_tensors": int, "n_fragments": int,
      "read_bytes": int, "least_read_bytes": int, "write_bytes": int, "memory_bytes": int,
+     "free_bytes": int, "resumed_bytes": int, "expected_seconds": float | null,
+     "read_rate": int | null, "write_rate": int | null,
      "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}],
-     "notes": [str], "dropped": [str], "rank": {"number": int, "files": [str]}}
+     "notes": [str], "dropped": [str],
+     "dropped_reasons": [{"reason": str, "n_entries": int, "examples": [str]}],
+     "rank": {"number": int, "files": [str]}}
 
 and with ``--explain``::
 
@@ -26,7 +31,10 @@ and with ``--explain``::
                   "pattern": str, "where": str, "source": str}]}
 
 ``files`` are relative to ``dst``; ``rank`` is present with ``--rank`` and lists files of the
-source.
+source. ``read_rate`` and ``write_rate`` are measured, in bytes per second, and ``expected_seconds``
+is that of one process; they are null where nothing could be measured. ``resumed_bytes`` is what an
+interrupted run has written already. With too little free space (exit code 7) the object is that of
+an error.
 """
 
 from __future__ import annotations
@@ -34,10 +42,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
+from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import (
     check_file,
     parse_casts,
@@ -47,22 +59,27 @@ from ckpt_cli.options.values import (
     parse_unstack_globs,
 )
 from ckpt_cli.pages.transfer import explain_lines, plan_lines, report_lines
+from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
-from ckpt_cli.workers.progress import progress_bar
+from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
+from ckpt_cli.workers.remaining import Destination
 from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
+from core.forecast.forecast import forecast
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.version import parse_version
 from core.team.protocol import broadcast_result, gather_results, is_lead
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckpt_cli.options.transfer import TransferOptions
     from core.convert.job import Report
+    from core.convert.prepare import Prepared
+    from core.convert.report.dropped import DroppedReason
     from core.team.protocol import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -90,12 +107,13 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         vocab_size=options.vocab_size,
         vocab_divisor=options.vocab_divisor,
         keep_padded_vocab=options.keep_padded_vocab,
-        optim="drop" if options.no_optim else "carry",
+        optim="drop" if options.no_optim else None,
         rng=options.rng,
         missing_chunks=options.missing_chunks or defaults.missing_chunks,
         replicas=options.replicas or defaults.replicas,
         names=options.names,
         config=options.config,
+        tokenizer=options.tokenizer,
         transformer_impl=options.transformer_impl,
         megatron_version=None
         if options.megatron_version is None
@@ -203,20 +221,20 @@ def transfer(job: Job, options: TransferOptions) -> int:
         KeyboardInterrupt: a signal ended the job.
     """
     workers = team()
-    # A plan or an explanation reads no tensor data, so the lead works alone.
+    # A plan or an explanation copies no tensor data, so the lead works alone.
     if options.explain:
         return broadcast_result(workers, lambda: _explain(job, options))
     if options.dry_run:
         return broadcast_result(workers, lambda: _plan(job, options))
     # All workers do the work; the lead prints the report.
-    report = _run(job, workers, is_quiet=options.quiet)
+    report = _run(job, workers, form=_form_of(options))
     if not is_lead(workers):
         return 0
     if options.json:
         fields = {"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}
         print(json.dumps(fields | launch_of(report.workers)))
     elif options.quiet:
-        _note_dropped(report.dropped)
+        _note_dropped(report.dropped_reasons)
     else:
         for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
             print(line)
@@ -225,7 +243,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
 
 def _explain(job: Job, options: TransferOptions) -> int:
     """Print the layout rule of each tensor and return the exit code."""
-    with prepare(job) as prepared:
+    with _prepare(job, options) as prepared:
         lines = prepared.explain_layout()
         if options.json:
             header = {
@@ -241,26 +259,53 @@ def _explain(job: Job, options: TransferOptions) -> int:
 
 
 def _plan(job: Job, options: TransferOptions) -> int:
-    """Print what the job would read and write, and return the exit code."""
-    with prepare(job) as prepared:
+    """Print what the job would read and write, and return the exit code.
+
+    Raises:
+        CapacityError: the job needs more space than is free; the plan has been printed as text.
+    """
+    begun = time.monotonic()
+    with _prepare(job, options) as prepared:
+        expected = forecast(prepared, prepare_seconds=time.monotonic() - begun)
         files = None if options.rank is None else prepared.files_for_rank(options.rank)
         if options.json:
-            plan = prepared.as_dict()
+            if expected.shortage is not None:
+                raise expected.shortage
+            plan = prepared.as_dict() | expected.as_dict()
             if files is not None:
                 plan["rank"] = {"number": options.rank, "files": files}
             print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
         elif options.quiet:
-            _note_dropped(prepared.dropped)
+            _note_dropped(prepared.dropped_reasons)
         else:
             for line in plan_lines(
-                screen_of(sys.stdout), prepared, rank=options.rank, rank_files=files
+                screen_of(sys.stdout), prepared, expected, rank=options.rank, rank_files=files
             ):
                 print(line)
+        if expected.shortage is not None:
+            raise expected.shortage
     return 0
 
 
-def _run(job: Job, workers: Team, *, is_quiet: bool) -> Report:
+def _form_of(options: TransferOptions) -> str:
+    """Return the form in which progress is shown."""
+    return progress_form(options.progress, is_quiet=options.quiet)
+
+
+@contextmanager
+def _prepare(job: Job, options: TransferOptions) -> Iterator[Prepared]:
+    """Prepare the job, and show the progress of that."""
+    with ExitStack() as stack:
+        with show_progress(_form_of(options)) as progress:
+            prepared = stack.enter_context(prepare(job, progress=progress))
+        yield prepared
+
+
+def _run(job: Job, workers: Team, *, form: str) -> Report:
     """Run the job, in this process alone or together with the other workers.
+
+    Args:
+        form: the form in which progress is shown.
 
     Raises:
         UsageError: the two tensors of ``--tie`` are not identical.
@@ -270,17 +315,23 @@ def _run(job: Job, workers: Team, *, is_quiet: bool) -> Report:
     # Every launch keeps its staging directory, even with one worker, so a restart can continue.
     is_launched = RESULTS_VARIABLE in os.environ
     job = replace(job, resume=job.resume or is_launched)
+    destination = Destination(job.dst, keeps_partial=job.resume or workers.size > 1)
+
+    def note_publication(report: Report, inode: int) -> None:
+        destination.path, destination.inode = Path(report.dst), inode
+        remember_report(report, inode)
+
     try:
-        with progress_bar(is_wanted=not is_quiet) as progress:
+        with show_progress(form) as progress:
             report = _published_report(workers)
             if report is not None:
                 return report
             if workers.size == 1:
-                return run(job, progress=progress, publishing=remember_report)
+                return run(job, progress=progress, publishing=note_publication)
             # A process that works alone need not load this module.
             from core.convert.workers.run import run_shared
 
-            return run_shared(job, workers, publishing=remember_report)
+            return run_shared(job, workers, progress=progress, publishing=note_publication)
     except ReplicaMismatchError as err:
         # The tensors of --tie are compared as replicas of one: name the option, not the replicas.
         alias = next((alias for alias, original in job.tie if original == err.key), None)
@@ -288,11 +339,8 @@ def _run(job: Job, workers: Team, *, is_quiet: bool) -> Report:
             raise
         message = f"--tie: {alias!r} is not identical to {err.key!r}: {err.message}"
         raise UsageError(message, hint="drop --tie; both tensors are needed") from err
-    except KeyboardInterrupt:
-        # The launcher prints this note itself.
-        keeps_output = job.resume or (workers.size > 1 and is_lead(workers))
-        if keeps_output and not is_launched:
-            print_note("partial output is kept; rerun the same command to continue")
+    except Terminated as err:
+        err.remaining = destination.remaining()
         raise
 
 
@@ -310,7 +358,7 @@ def _published_report(workers: Team) -> Report | None:
     return broadcast_result(workers, lambda: None if report is None else finish_published(report))
 
 
-def _note_dropped(dropped: Sequence[str]) -> None:
+def _note_dropped(reasons: Sequence[DroppedReason]) -> None:
     """Print a note on what is not carried; even ``--quiet`` does not suppress this."""
-    if dropped:
-        print_note(f"not carried: {', '.join(dropped)}")
+    if reasons:
+        print_note(f"not carried: {', '.join(map(str, reasons))}")

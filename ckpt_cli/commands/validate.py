@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of, plan_request
 from ckpt_cli.findings.verdict import Verdict, exit_code_of
+from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import check_file
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.output_file import check_report_path, write_lines
+from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
+from ckpt_cli.workers.progress import show_progress
 from core.errors import UsageError
 from core.pickle.reader import gc_paused
 from core.team.protocol import broadcast_result, is_lead
@@ -65,16 +68,18 @@ def validate(options: ValidateOptions) -> int:
     # entries and a finding for each, which the garbage collector need not walk through; with
     # several checkpoints, the garbage of each must be collected.
     verdicts = []
+    form = progress_form(options.progress, is_quiet=options.quiet)
     with gc_paused() if len(errors) == 1 else nullcontext():
-        for path, error in errors.items():
-            if error is not None and len(errors) == 1:
-                raise error
-            validation = (
-                examine(path, options)
-                if error is None
-                else refused(path, level=level_of(options), error=error)
-            )
-            verdicts.append(Verdict(validation, acceptance.judge(validation.findings)))
+        with show_progress(form) as progress:
+            for path, error in errors.items():
+                if error is not None and len(errors) == 1:
+                    raise error
+                validation = (
+                    examine(path, options, progress=progress)
+                    if error is None
+                    else refused(path, level=level_of(options), error=error)
+                )
+                verdicts.append(Verdict(validation, acceptance.judge(validation.findings)))
         if options.write_baseline is not None:
             broadcast_result(workers, lambda: _write_baseline(verdicts, options))
             return 0
@@ -170,8 +175,9 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
         format = stdout_format or _SUFFIXES.get(options.output.suffix.lower(), "text")
         write_lines(options.output, _report_lines(format, verdicts, options, Screen()))
         stdout_format = "text"
-    for line in _report_lines(stdout_format or "text", verdicts, options, screen_of(sys.stdout)):
-        print(line)
+    is_paged = stdout_format in (None, "text") and not options.no_pager
+    lines = _report_lines(stdout_format or "text", verdicts, options, screen_of(sys.stdout))
+    print_page(lines, pager_of(sys.stdout) if is_paged else None)
 
 
 def _report_lines(

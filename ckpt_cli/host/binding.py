@@ -24,6 +24,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from core.errors import UnsupportedError
+from core.files.syscalls import allowed_cores, bind_to_cores
+
 MODES = ("auto", "none", "cores", "numa")
 
 
@@ -60,6 +63,9 @@ def bind(
 
     Returns:
         The share; the caller sets ``OMP_NUM_THREADS`` to ``n_threads`` if it is not set.
+
+    Raises:
+        UnsupportedError: the system cannot bind processes (macOS), and ``mode`` requests it.
     """
     # srun and mpirun bind by themselves: with a smaller mask, each worker has got cores of its own.
     allowed = allowed_cores()
@@ -74,8 +80,10 @@ def bind(
         n_usable=n_cores(allowed),
         near=node_of_gpu(local_rank, environ),
     )
-    if share.cores is not None:
-        os.sched_setaffinity(0, share.cores)
+    if share.cores is not None and not bind_to_cores(share.cores):
+        raise UnsupportedError(
+            f"--bind {mode}: this system does not bind processes to cores", hint="omit --bind"
+        )
     return share
 
 
@@ -112,11 +120,6 @@ def cpu_share(
         # With more workers than cores, workers share a core.
         cores = all_cores[start:stop] or [all_cores[local_rank % len(all_cores)]]
     return CpuShare(frozenset(cores), max(1, min(n_threads, len(cores))))
-
-
-def allowed_cores() -> frozenset[int]:
-    """Return the numbers of the cores that this process may run on."""
-    return frozenset(os.sched_getaffinity(0))
 
 
 def n_cores(allowed: Collection[int], *, cgroup_dir: Path = Path("/sys/fs/cgroup")) -> int:

@@ -131,10 +131,12 @@ class FailureHooks:
     Args:
         on_failure: called after a worker of this host has failed and all of them have ended.
         may_restart: called before the workers are restarted; returns False if the job is done.
+        on_start: called right before workers are started, each time.
     """
 
     on_failure: Callable[[LaunchHistory], None]
     may_restart: Callable[[LaunchHistory], bool]
+    on_start: Callable[[], None]
 
 
 def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> None:
@@ -256,6 +258,7 @@ class _AttemptLogs:
             if not self._hooks.may_restart(history):
                 raise _JobDone
             history.first = None
+        self._hooks.on_start()
         # The results go to the directory of torch's log files, attempt_N, which is new each time.
         # There, torch's error files are at attempt_N/LOCAL_RANK/error.json.
         destinations = self._specs.reify(envs)

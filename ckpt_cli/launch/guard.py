@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -221,13 +222,29 @@ def _end_children() -> None:
 
 def find_worker_processes() -> list[int]:
     """Return the living child processes that lead a process group of their own, as workers do."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    return [
+        pid
+        for pid, parent, group, state in _processes()
+        if parent == os.getpid() and group == pid and not state.startswith("Z")
+    ]
+
+
+def _processes(proc_dir: Path = Path("/proc")) -> Iterator[tuple[int, int, int, str]]:
+    """Yield (process, parent, process group, state) of the processes of this host.
+
+    Args:
+        proc_dir: Linux's table of processes; without one (macOS), ``ps`` is asked.
+    """
+    if not (proc_dir / "self" / "stat").exists():
+        command = ["ps", "-A", "-o", "pid=,ppid=,pgid=,state="]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        for line in listed.splitlines():
+            pid, parent, group, state = line.split()[:4]
+            yield int(pid), int(parent), int(group), state
+        return
+    for path in proc_dir.glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
             # The second field is the name in parentheses, which may itself contain them and spaces.
             text = path.read_text("ascii", "replace")
             state, parent, group = text[text.rindex(")") + 2 :].split()[:3]
-            pid = int(path.parent.name)
-            if int(parent) == os.getpid() and int(group) == pid and state != "Z":
-                pids.append(pid)
-    return pids
+            yield int(path.parent.name), int(parent), int(group), state

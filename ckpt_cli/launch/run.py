@@ -19,23 +19,28 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ckpt_cli
-from ckpt_cli.host.binding import allowed_cores, n_cores
+from ckpt_cli.host.binding import n_cores
 from ckpt_cli.launch.agent import AgentJob, FailureHooks, LaunchHistory, run_agent, silence_torch
 from ckpt_cli.launch.failure import Cause, LaunchError, cause_of
 from ckpt_cli.launch.guard import Limits, Overdue, guard_agent
 from ckpt_cli.launch.meeting_place import check_rendezvous, rendezvous_of
 from ckpt_cli.options.launch import parse_nodes
+from ckpt_cli.options.progress import is_quiet, progress_form, requested_form, with_form
 from ckpt_cli.options.worker import LONGEST_S, WorkerOptions
-from ckpt_cli.screen.failure import Terminated
+from ckpt_cli.screen.failure import Terminated, raise_if_ended
 from ckpt_cli.screen.terminal import print_note
+from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report
+from ckpt_cli.workers.remaining import Destination
 from core.errors import StorageError, UsageError, WorkerError, did_you_mean
+from core.files.syscalls import allowed_cores
+from core.progress import Phase, begin_phase
 
 if TYPE_CHECKING:
     from ckpt_cli.launch.meeting_place import Rendezvous
@@ -80,10 +85,15 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
     return command
 
 
-def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> int:
+def launch(
+    options: LaunchOptions, report: Callable[[BaseException], int], *, dst: Path | None = None
+) -> int:
     """Run the workers of this host and return the job's exit code.
 
+    The launcher shows progress until the workers start; then rank 0 does.
+
     Args:
+        dst: the destination that the command names; None without one.
         report: prints an error and returns its exit code; called if the process must end without
             returning from this function.
 
@@ -93,14 +103,43 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
         StorageError: the log directory is not writable.
         Terminated: this process received a signal to end; the workers have ended.
     """
+    command = with_form(options.command or (), options.progress)
+    form = progress_form(requested_form(command), is_quiet=is_quiet(command))
+    history = LaunchHistory()
+    try:
+        with ExitStack() as starting:
+            begin_phase(starting.enter_context(show_progress(form)), Phase.STARTING)
+
+            def on_start() -> None:
+                raise_if_ended()
+                starting.close()
+
+            return _launch(options, command, history, report, on_start=on_start)
+    except Terminated as err:
+        if command[0] in _WRITING:
+            err.remaining = _remaining(history, dst)
+        raise
+
+
+def _launch(
+    options: LaunchOptions,
+    command: Sequence[str],
+    history: LaunchHistory,
+    report: Callable[[BaseException], int],
+    *,
+    on_start: Callable[[], None],
+) -> int:
+    """Run the workers of this host and return the job's exit code, as ``launch`` does.
+
+    Args:
+        on_start: called right before workers are started.
+    """
     # Check the options before anything is started. ``local_worker_count`` imports torch, so its
     # log level must be set before.
-    command = list(options.command or ())
     rendezvous = rendezvous_of(options)
     workers = worker_options_of(options)
     silence_torch()
     n_workers = local_worker_count(options.nproc_per_node or "auto", workers.device)
-    history = LaunchHistory()
     rejoin_s = options.rejoin_timeout or workers.timeout_s + _REJOIN_S
 
     # The guard calls these functions in its own thread, if the agent waits or hangs.
@@ -153,23 +192,42 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
             tee=options.tee,
             role=options.role,
         )
-        return _run(job, history, command, rejoin_s)
+        return _run(job, history, command, rejoin_s, on_start=on_start)
 
 
-def _run(job: AgentJob, history: LaunchHistory, command: Sequence[str], rejoin_s: float) -> int:
+def _remaining(history: LaunchHistory, dst: Path | None) -> str:
+    """Return what an interrupted command that writes has left at its destination."""
+    report = recall_report(history.attempts[-1].results_dir) if history.attempts else None
+    if report is not None:
+        return f"{report.dst} was already complete"
+    # Workers that share a job always keep their partial output.
+    return Destination(dst, keeps_partial=True).remaining()
+
+
+def _run(
+    job: AgentJob,
+    history: LaunchHistory,
+    command: Sequence[str],
+    rejoin_s: float,
+    *,
+    on_start: Callable[[], None],
+) -> int:
     """Run the agent and return the exit code that the workers agree on.
+
+    Args:
+        rejoin_s: how long lost hosts may take to return, in seconds.
+        on_start: called right before workers are started.
 
     Raises:
         WorkerError: the workers failed.
         Terminated: this process received a signal to end.
     """
-    is_quiet = "--quiet" in command or "-q" in command
 
     # The agent calls these functions after a failure; they print a note about a restart.
     def on_failure(history: LaunchHistory) -> None:
         n_restarts = history.attempts[-1].n_restarts
         cause = _cause(history)
-        if is_quiet or cause is None or n_restarts >= job.max_restarts:
+        if is_quiet(command) or cause is None or n_restarts >= job.max_restarts:
             return
         if _agreed_exit_code(history, command) is not None:
             return
@@ -186,19 +244,15 @@ def _run(job: AgentJob, history: LaunchHistory, command: Sequence[str], rejoin_s
     def may_restart(history: LaunchHistory) -> bool:
         if _agreed_exit_code(history, command) is not None:
             return False
-        if history.first is None and not is_quiet:
+        if history.first is None and not is_quiet(command):
             print_note("a worker on another host failed, or a host joined: restarting all workers")
         return True
 
     lost = None
     try:
-        run_agent(job, history, FailureHooks(on_failure, may_restart))
+        run_agent(job, history, FailureHooks(on_failure, may_restart, on_start))
     except WorkerError as err:
         lost = err
-    except Terminated:
-        if command[0] in _WRITING and history.attempts:
-            print_note(_CONTINUE)
-        raise
     # The job may be done even if workers failed: its destination is published, or the workers that
     # matter have a verdict.
     if _finish_if_published(history):

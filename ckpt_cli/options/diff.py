@@ -9,6 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.transfer import (
     CHECKS,
     CONTENT,
@@ -20,6 +21,7 @@ from ckpt_cli.options.transfer import (
     Memory,
     MissingChunks,
     NoOptim,
+    NoPager,
     RulesFile,
     threads_option,
 )
@@ -183,4 +185,6 @@ class DiffOptions:
     quiet: Annotated[
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")
     ] = False
+    no_pager: NoPager = False
+    progress: ProgressForm = None
     debug: Debug = False

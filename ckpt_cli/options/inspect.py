@@ -8,8 +8,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import progress_option
 from ckpt_cli.options.transfer import Flag, missing_chunks_option
-from ckpt_cli.options.values import one_of, whole_number
+from ckpt_cli.options.values import one_of, parse_size, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class InspectOptions:
         bool | None,
         Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line per tensor. [tree]"),
     ] = None
+    optim: Annotated[
+        bool,
+        Flag("--optim", help="Show the optimizer's tensors in the tree. [one line for all]"),
+    ] = False
     sort: Annotated[
         str | None,
         Option(
@@ -76,7 +81,7 @@ class InspectOptions:
             "--limit",
             metavar="N",
             parser=whole_number(0),
-            help="Show at most N lines; 0 for all. [200 for a tree, else all]",
+            help="Show at most N lines; 0 for all. [200 for a tree without pager, else all]",
         ),
     ] = None
     missing_chunks: Annotated[str | None, missing_chunks_option("Options")] = None
@@ -87,7 +92,13 @@ class InspectOptions:
         ),
     ] = False
     memory: Annotated[
-        str | None, Option("--memory", metavar="SIZE", help="Memory limit of --stats. [512MiB]")
+        int | None,
+        Option(
+            "--memory",
+            metavar="SIZE",
+            parser=parse_size,
+            help="Memory limit of --stats. [512MiB]",
+        ),
     ] = None
     threads: Annotated[
         int | None,
@@ -99,5 +110,14 @@ class InspectOptions:
             help="Number of reading threads of --stats. [one per core]",
         ),
     ] = None
+    progress: Annotated[
+        str | None,
+        progress_option(
+            "Options", "Progress of --stats on stderr. [a bar on a terminal, else log]"
+        ),
+    ] = None
     json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
+    no_pager: Annotated[
+        bool, Flag("--no-pager", help="Print a long page at once, not through a pager.")
+    ] = False
     debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False

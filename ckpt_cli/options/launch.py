@@ -16,6 +16,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.host.binding import MODES
+from ckpt_cli.options.progress import progress_option
 from ckpt_cli.options.typer_command import LAUNCH_PANELS
 from ckpt_cli.options.values import one_of, whole_number
 from ckpt_cli.options.worker import BACKENDS
@@ -365,3 +366,9 @@ class LaunchOptions:
             help="Prefix of teed lines. [ckpt]",
         ),
     ] = "ckpt"
+    progress: Annotated[
+        str | None,
+        progress_option(
+            LOGS, "Progress of COMMAND, unless it has this option itself: a bar, lines, or none."
+        ),
+    ] = None

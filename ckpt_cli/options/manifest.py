@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.transfer import (
     OUTPUT,
     TALK,
@@ -62,4 +63,5 @@ class ManifestOptions:
     quiet: Annotated[
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors.")
     ] = False
+    progress: ProgressForm = None
     debug: Debug = False

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.typer_command import HELP_ALL, PANELS
 from ckpt_cli.options.values import (
     AUTO,
@@ -165,6 +166,14 @@ Memory = Annotated[
 ]
 ReadingThreads = Annotated[int | None, threads_option("Number of reading threads. [one per core]")]
 Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
+NoPager = Annotated[
+    bool,
+    Flag(
+        "--no-pager",
+        rich_help_panel=TALK,
+        help="Print a long page at once, not through a pager.",
+    ),
+]
 Debug = Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")]
 
 
@@ -257,7 +266,7 @@ class TransferOptions:
             "--dry-run",
             "-n",
             rich_help_panel=OUTPUT,
-            help="Print the plan; read and write no tensor data.",
+            help="Print the plan: bytes, files, free space, expected time; write nothing.",
         ),
     ] = False
     metadata_only: Annotated[
@@ -397,6 +406,15 @@ class TransferOptions:
             metavar="config.json",
             rich_help_panel=LAYOUT,
             help="The model's config.json, if SRC has none.",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            "--tokenizer",
+            metavar="DIR",
+            rich_help_panel=CONTENT,
+            help="Copy DIR's tokenizer files into DST, a Hugging Face directory.",
         ),
     ] = None
     transformer_impl: Annotated[
@@ -642,4 +660,5 @@ class TransferOptions:
             "-q", "--quiet", rich_help_panel=TALK, help="Print only errors and what is not carried."
         ),
     ] = False
+    progress: ProgressForm = None
     debug: Debug = False

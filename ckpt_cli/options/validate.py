@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.transfer import (
     CHECKS,
     OUTPUT,
@@ -17,6 +18,7 @@ from ckpt_cli.options.transfer import (
     Debug,
     Flag,
     Memory,
+    NoPager,
     ReadingThreads,
     RulesFile,
 )
@@ -192,4 +194,6 @@ class ValidateOptions:
             help="Print nothing for checkpoints without errors.",
         ),
     ] = False
+    no_pager: NoPager = False
+    progress: ProgressForm = None
     debug: Debug = False

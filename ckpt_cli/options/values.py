@@ -195,17 +195,29 @@ def check_file(path: Path | None, *, option: str) -> None:
         )
 
 
-def one_of(*words: str) -> Callable[[str], str]:
-    """Return a typer parser that accepts only the given words."""
+class OneOf:
+    """A typer parser that accepts only some words; shell completion offers them."""
 
-    def parse(text: str) -> str:
-        if text not in words:
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.words = words
+
+    def __call__(self, text: str) -> str:
+        """Return the text if it is one of the words.
+
+        Raises:
+            UsageError: it is another one; the hint names the nearest word.
+        """
+        if text not in self.words:
             raise UsageError(
-                f"{text!r} is not one of: {', '.join(words)}", hint=did_you_mean(text, words)
+                f"{text!r} is not one of: {', '.join(self.words)}",
+                hint=did_you_mean(text, self.words),
             )
         return text
 
-    return parse
+
+def one_of(*words: str) -> OneOf:
+    """Return a typer parser that accepts only the given words."""
+    return OneOf(words)
 
 
 def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:

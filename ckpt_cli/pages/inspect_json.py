@@ -15,6 +15,7 @@ from core.megatron.optimizer.form import role_of
 
 if TYPE_CHECKING:
     from core.catalog.catalog import TensorMeta
+    from core.inspect.model_description import ModelDescription
     from core.inspect.summary import Summary
     from core.numbers.statistics import ValueStatistics
     from core.opening.open import Checkpoint
@@ -51,6 +52,7 @@ def inspect_json(
         "parallel": dict(summary.parallel),
         "ranks": summary.n_ranks,
         "model": dict(summary.model),
+        "architecture": _architecture_json(summary.description),
         "groups": [
             {
                 "name": group.name,
@@ -86,6 +88,26 @@ def inspect_json(
             else {"key": key}
             for key in objects
         ],
+    }
+
+
+def _architecture_json(model: ModelDescription) -> dict[str, object]:
+    """Return the family and the sizes of a model; null for what is unknown."""
+    return {
+        "family": model.family,
+        "parameters": model.n_parameters,
+        "layers": model.n_layers,
+        "hidden": model.hidden_size,
+        "heads": model.n_heads,
+        "groups": model.n_groups,
+        "ffn": model.ffn_size,
+        "swiglu": model.is_swiglu,
+        "experts": model.n_experts,
+        "experts_per_token": model.n_experts_per_token,
+        "expert_ffn": model.expert_ffn_size,
+        "vocabulary": model.vocab_size,
+        "padded_vocabulary": model.padded_vocab_size,
+        "tied": model.is_tied,
     }
 
 

@@ -23,6 +23,8 @@ from core.inspect.preview import first_values, places_of
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog, TensorMeta
     from core.inspect.capabilities import Capability
+    from core.inspect.model_description import ModelDescription
+    from core.inspect.optimizer_states import OptimizerStates
     from core.inspect.summary import Summary
     from core.opening.open import Checkpoint
 
@@ -89,7 +91,25 @@ def header_lines(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> It
                 bytes_text(total.n_bytes),
             ]
         )
-    yield from table(screen, rows, align="<>>><")
+    yield from table(screen, rows, align="<>>><", fits=True)
+
+
+def optimizer_lines(screen: Screen, states: OptimizerStates) -> Iterator[str]:
+    """Yield the line below the tree for an optimizer whose tensors are not listed.
+
+    For example ``Adam: exp_avg, exp_avg_sq, fp32 masters, 3 × 1.21 GiB (--optim shows them)``.
+    """
+    # States of equal size share a number.
+    names_of: dict[int, list[str]] = {}
+    for name, n_bytes in states.bytes_of.items():
+        names_of.setdefault(n_bytes, []).append(escaped(name))
+    texts = []
+    for n_bytes, names in names_of.items():
+        times = f"{len(names)} × " if len(names) > 1 else ""
+        texts.append(f"{', '.join(names)}, {times}{bytes_text(n_bytes)}")
+    algorithm = f"{states.algorithm}: " if states.algorithm else ""
+    text = f"{algorithm}{'; '.join(texts)} (--optim shows them)"
+    yield from facts(screen, [("optimizer", text)])
 
 
 def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Cell | str]]:
@@ -104,8 +124,9 @@ def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, C
     if summary.parallel or summary.n_ranks:
         pairs.append(("parallel", _parallel_text(summary)))
     # What it contains.
-    if summary.model:
-        pairs.append(("model", escaped(model_text(summary))))
+    model = model_text(summary.description)
+    if model:
+        pairs.append(("model", escaped(model)))
     pairs.append(("optimizer", summary.optimizer_title or "none"))
     pairs.append(("files", f"{n_text(summary.n_files, 'file')}, {bytes_text(summary.file_bytes)}"))
     extras = sorted(checkpoint.catalog.carried)
@@ -146,29 +167,36 @@ def _capability_cell(capability: Capability) -> Cell:
     return Cell(f"✗ {action}: {escaped(capability.why or 'not supported')}", ("dim",))
 
 
-def model_text(summary: Summary) -> str:
-    """Return the model's sizes on one line.
+def model_text(model: ModelDescription) -> str:
+    """Return the model's family and sizes on one line; empty if nothing is known.
 
-    For example ``4 layers · hidden 64 · 8 heads in 4 groups · vocabulary 300``.
+    For example ``llama · 8.03 B parameters · 32 layers · hidden 4096 · 32 heads in 8 groups``.
     """
     # Sizes: the text before and after each. Groups of one head each are ordinary attention.
-    args = summary.model
-    groups = args.get("num_query_groups")
-    is_grouped = groups is not None and groups != args.get("num_attention_heads")
+    heads = " heads"
+    if model.n_groups is not None and model.n_groups != model.n_heads:
+        heads += f" in {n_text(model.n_groups, 'group')}"
+    experts = " experts"
+    if model.expert_ffn_size not in (None, model.ffn_size):
+        experts += f" of {model.expert_ffn_size}"
+    if model.n_experts_per_token is not None:
+        experts += f", top {model.n_experts_per_token}"
     sizes = (
-        ("num_layers", "", " layers"),
-        ("hidden_size", "hidden ", ""),
-        ("num_attention_heads", "", f" heads in {groups} groups" if is_grouped else " heads"),
-        ("ffn_hidden_size", "SwiGLU " if args.get("swiglu") is True else "MLP ", ""),
-        ("num_experts", "", " experts"),
+        ("", None if model.n_parameters is None else count_text(model.n_parameters), " parameters"),
+        ("", model.n_layers, " layers"),
+        ("hidden ", model.hidden_size, ""),
+        ("", model.n_heads, heads),
+        ("SwiGLU " if model.is_swiglu else "MLP ", model.ffn_size, ""),
+        ("", model.n_experts, experts),
     )
-    texts = [f"{before}{args[name]}{after}" for name, before, after in sizes if name in args]
+    texts = [model.family] if model.family else []
+    texts += [f"{before}{size}{after}" for before, size, after in sizes if size is not None]
     # The vocabulary, with its padded size if that differs, and tied embeddings.
-    padded = args.get("padded_vocab_size")
-    vocab = args.get("vocab_size", padded)
+    padded = model.padded_vocab_size
+    vocab = model.vocab_size or padded
     if vocab is not None:
-        is_padded = padded is not None and padded != vocab
+        is_padded = padded not in (None, vocab)
         texts.append(f"vocabulary {vocab}{f' padded to {padded}' if is_padded else ''}")
-    if args.get("untie_embeddings_and_output_weights") is False:
+    if model.is_tied:
         texts.append("tied embeddings")
     return " · ".join(texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ckpt_cli.pages.forecast import forecast_facts
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -23,17 +24,24 @@ from core.team.protocol import summarize_figures
 if TYPE_CHECKING:
     from core.convert.prepare import Prepared
     from core.convert.run import Report
+    from core.forecast.forecast import Forecast
 
 LISTED = 12
 """Maximum number of entries of a list that are shown; ``--json`` prints all."""
 
 
 def plan_lines(
-    screen: Screen, prepared: Prepared, *, rank: int | None, rank_files: Sequence[str] | None
+    screen: Screen,
+    prepared: Prepared,
+    expected: Forecast,
+    *,
+    rank: int | None,
+    rank_files: Sequence[str] | None,
 ) -> Iterator[str]:
     """Yield the plan of a dry run.
 
     Args:
+        expected: free space and time.
         rank: the destination rank of ``--rank``.
         rank_files: the source files that this rank needs; None without ``--rank``.
     """
@@ -55,8 +63,9 @@ def plan_lines(
             ("read", read),
             ("write", bytes_text(plan.file_bytes)),
             ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
+            *forecast_facts(expected),
             *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
-            *_list_facts("not carried", prepared.dropped, style="yellow"),
+            *_list_facts("not carried", list(map(str, prepared.dropped_reasons)), style="yellow"),
             *_list_facts("note", prepared.notes, style="yellow"),
         ],
     )
@@ -154,9 +163,12 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
         )
         pairs.append(("fingerprints", f"{report.n_fingerprints:,} in the manifest{read_back}"))
     pairs.append(("manifest", escaped(report.manifest)))
-    pairs += _list_facts("not carried", report.dropped, style="yellow")
+    pairs += _list_facts("not carried", list(map(str, report.dropped_reasons)), style="yellow")
     pairs += _list_facts("note", report.notes, style="yellow")
     yield from facts(screen, pairs, indent=2)
+    # However long, the line that loads the result is not wrapped, so that it can be copied.
+    label_width = max(len(name) for name, _ in pairs) + 2
+    yield f"  {screen.styled('next'.ljust(label_width), 'dim')}{escaped(report.next)}"
 
 
 def _list_facts(

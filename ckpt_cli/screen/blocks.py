@@ -6,13 +6,24 @@ the reasons.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 
-from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded
+from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
 from core.arrays.box import Box
 from core.inspect.tree import Node
+
+_UNBREAKABLE = re.compile(
+    r"\[[\d:, ]*\]|\d+ × [\d.]+|(?<=\d) (?=(?:[KMGTP]iB|[KMBT])\b)|--[a-z-]+ (?=\w)|\([^()]{1,24}\)"
+)
+"""Shapes, products, numbers with their units, options with their values, short remarks."""
+_HARD_SPACE = "\xa0"
+_SHORTEST = 16
+"""Least columns that a shortened name gets."""
+_LEAST_WRAPPED = 12
+"""Least columns in which the last cell of a row is wrapped."""
 
 
 def bytes_text(n_bytes: int) -> str:
@@ -75,20 +86,54 @@ def box_text(box: Box) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Text in a column, with its styles."""
+    """Text in a column.
+
+    Args:
+        styles: styles of the text.
+        lead: characters at its start that are never cut off (the branches of a tree).
+    """
 
     text: str
     styles: tuple[str, ...] = ()
+    lead: int = 0
+
+
+def wrapped(text: str, room: int) -> list[str]:
+    """Return the lines of a text that is broken at spaces, but in no number, shape or ``·`` item.
+
+    Args:
+        room: columns of a line; a longer word has a line of its own.
+    """
+    if columns_of(text) <= room:
+        return [text]
+    text = _UNBREAKABLE.sub(lambda match: match[0].replace(" ", _HARD_SPACE), text)
+    if " · " in text:
+        items = text.split(" · ")
+        text = " · ".join(
+            item.replace(" ", _HARD_SPACE) if columns_of(item) <= room // 2 else item
+            for item in items
+        ).replace(" · ", f"{_HARD_SPACE}· ")
+    lines = wrap(text, room, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_HARD_SPACE, " ") for line in lines]
 
 
 def table(
-    screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0
+    screen: Screen,
+    rows: Sequence[Sequence[Cell | str]],
+    *,
+    align: str,
+    indent: int = 0,
+    fits: bool = False,
+    keeps_names: bool = False,
 ) -> Iterator[str]:
     """Yield the rows with aligned columns.
 
     Args:
         align: ``<`` or ``>`` for each column.
         indent: spaces before each row.
+        fits: where the terminal is too narrow, wrap a last column with ``<``, otherwise shorten the
+            first one.
+        keeps_names: instead of shortening a long cell of the first column, give it its own line.
     """
     # Rows may have fewer cells than there are columns.
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
@@ -96,6 +141,10 @@ def table(
         max((columns_of(row[i].text) for row in cells if i < len(row)), default=0)
         for i in range(len(align))
     ]
+    if fits and screen.width is not None:
+        room = screen.width - indent
+        cells = _fitted(screen, cells, widths, align=align, room=room, keeps_names=keeps_names)
+        widths[0] = max((columns_of(row[0].text) for row in cells if len(row) > 1), default=0)
     for row in cells:
         parts = []
         for i, cell in enumerate(row):
@@ -106,6 +155,58 @@ def table(
             start = len(text) - len(text.lstrip(" "))
             parts.append(text[:start] + screen.styled(text[start:], *cell.styles))
         yield screen.plain((" " * indent + "  ".join(parts)).rstrip())
+
+
+def _fitted(
+    screen: Screen,
+    rows: list[list[Cell]],
+    widths: Sequence[int],
+    *,
+    align: str,
+    room: int,
+    keeps_names: bool,
+) -> list[list[Cell]]:
+    """Return the rows with their last cells wrapped, or else their first ones shortened.
+
+    Args:
+        widths: columns that each cell needs.
+        room: columns that a row may take; with fewer than are needed for numbers, it takes more.
+    """
+    lack = sum(widths) + 2 * (len(widths) - 1) - room
+    if lack <= 0:
+        return rows
+    last_room = widths[-1] - lack
+    if align[-1] == "<" and last_room >= _LEAST_WRAPPED:
+        return [line for row in rows for line in _wrapped_row(row, len(align), last_room)]
+    first_room = max(widths[0] - lack, min(widths[0], _SHORTEST))
+    if keeps_names:
+        return [line for row in rows for line in _row_below_name(row, first_room)]
+    ellipsis = screen.plain("…")
+
+    def fitted(cell: Cell) -> Cell:
+        text = shortened(cell.text, first_room, lead=cell.lead, ellipsis=ellipsis)
+        return replace(cell, text=text)
+
+    return [[fitted(row[0]), *row[1:]] for row in rows]
+
+
+def _row_below_name(row: list[Cell], room: int) -> list[list[Cell]]:
+    """Return a row with its first cell, if that is longer than ``room``, on a line of its own."""
+    if columns_of(row[0].text) <= room:
+        return [row]
+    return [row[:1], [Cell(" " * room), *row[1:]]]
+
+
+def _wrapped_row(row: list[Cell], n_columns: int, room: int) -> list[list[Cell]]:
+    """Return a row with its last cell, if it has one in the last column, wrapped below itself."""
+    if len(row) < n_columns:
+        return [row]
+    first, *more = wrapped(row[-1].text, room)
+    empty = [Cell("")] * (n_columns - 1)
+    return [
+        [*row[:-1], replace(row[-1], text=first)],
+        *([*empty, replace(row[-1], text=line)] for line in more),
+    ]
 
 
 def table_width(rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0) -> int:
@@ -130,9 +231,7 @@ def facts(
         lead = " " * indent + screen.styled(padded(name, label_width), "dim")
         # At least 24 columns: in a narrower terminal, the terminal itself breaks the lines.
         room = None if screen.width is None else max(screen.width - indent - label_width - 1, 24)
-        lines = [cell.text]
-        if room is not None and columns_of(cell.text) > room:
-            lines = wrap(cell.text, room, break_long_words=False, break_on_hyphens=False)
+        lines = [cell.text] if room is None else wrapped(cell.text, room)
         for number, line in enumerate(lines):
             start = lead if number == 0 else " " * (indent + label_width)
             yield screen.plain((start + screen.styled(line, *cell.styles)).rstrip())
@@ -169,7 +268,7 @@ def _node_rows(
     size = f"{times}{bytes_text(node.n_bytes // node.n_alike)}"
     if node.dtype is not None and node.shape is not None:
         yield [
-            Cell(name),
+            Cell(name, lead=len(branch)),
             Cell(node.dtype, ("cyan",)),
             Cell(shape_text(node.shape)),
             Cell(size, ("dim",)),
@@ -180,7 +279,8 @@ def _node_rows(
         if node.same_as:
             same_as = "as above" if len(node.same_as) > 12 else f"as {escaped(node.same_as)}"
         content = Cell(f"{times}{n_text(n, 'tensor')}", ("dim",))
-        yield [Cell(name, ("bold",)), Cell(same_as, ("dim",)), content, Cell(size, ("dim",))]
+        title = Cell(name, ("bold",), lead=len(branch))
+        yield [title, Cell(same_as, ("dim",)), content, Cell(size, ("dim",))]
     # The children, unless those of an equal node are shown above.
     if node.same_as:
         return

@@ -6,7 +6,10 @@ On the screen an error takes up to three lines, however wide the terminal is::
       at: file model-00002.safetensors, tensor lm_head.weight, bytes 81920–98304
       hint: copy it again
 
-With ``--quiet``, in logs of workers and in JSON an error is one line of text.
+With ``--quiet``, in logs of workers and in JSON an error is one line of text. An interruption is
+one line that tells what remains::
+
+    interrupted: nothing was written (rerun with --resume to keep partial work next time)
 
 ======  ===============================================================
  code    meaning
@@ -65,6 +68,7 @@ class Failure:
         fields: the ``error`` object of ``--json``.
         place: the file, tensor, rank and bytes concerned, or "".
         hint: the next step, or ""; several lines if it proposes a layout rule.
+        label: the word before the message.
     """
 
     exit_code: int
@@ -72,6 +76,7 @@ class Failure:
     fields: dict[str, object]
     place: str = ""
     hint: str = ""
+    label: str = "error"
 
     @property
     def line(self) -> str:
@@ -81,7 +86,7 @@ class Failure:
 
     def text(self, screen: Screen, *, is_one_line: bool = False) -> str:
         """Return the text to print: up to three lines, or one."""
-        label = screen.styled("error:", "bold", "red")
+        label = screen.styled(f"{self.label}:", "bold", "red")
         if is_one_line:
             return f"{label} {self.line}"
         # Later lines of a hint are aligned with its first.
@@ -99,11 +104,29 @@ class Terminated(KeyboardInterrupt):
 
     Args:
         number: the signal.
+
+    Attributes:
+        remaining: what the interrupted command has left on the disk; set by the command.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
+        self.remaining = "the command did not finish"
+
+
+_received: int | None = None
+"""The signal that ``end_on_signals`` has turned into ``Terminated``."""
+
+
+def raise_if_ended() -> None:
+    """Raise ``Terminated`` again if other software has dropped it, as torch's import may do.
+
+    Raises:
+        Terminated: a signal asked the process to end.
+    """
+    if _received is not None:
+        raise Terminated(_received)
 
 
 def end_on_signals() -> Callable[[], None]:
@@ -119,9 +142,11 @@ def end_on_signals() -> Callable[[], None]:
     before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
+        global _received
         # Ignore later signals before raising, or one of them could interrupt this function.
         for other in before:
             signal.signal(other, signal.SIG_IGN)
+        _received = number
         raise Terminated(number)
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -132,6 +157,8 @@ def end_on_signals() -> Callable[[], None]:
             signal.signal(number, end)
 
     def restore() -> None:
+        global _received
+        _received = None
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -164,10 +191,14 @@ def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
     if isinstance(err, BrokenPipeError):
         return Failure(128 + signal.SIGPIPE, "", {"code": "broken_pipe"})
     if isinstance(err, KeyboardInterrupt):
-        number = err.number if isinstance(err, Terminated) else signal.SIGINT
-        name = signal.Signals(number).name
+        ended = err if isinstance(err, Terminated) else Terminated(signal.SIGINT)
+        name = signal.Signals(ended.number).name
+        message = escaped(ended.remaining)
         return Failure(
-            128 + number, f"interrupted ({name})", {"code": "interrupted", "signal": name}
+            128 + ended.number,
+            message,
+            {"code": "interrupted", "signal": name, "message": message},
+            label="interrupted" if ended.number == signal.SIGINT else f"interrupted ({name})",
         )
     # An error that has a code. Its hint may be a layout rule of several lines, which stay.
     error = _translated(err, command)

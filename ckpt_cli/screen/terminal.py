@@ -108,6 +108,25 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
     return room + text if right else text + room
 
 
+def shortened(text: str, width: int, *, lead: int = 0, ellipsis: str = "…") -> str:
+    """Return the text, with its middle replaced by ``…`` if it takes more than ``width`` columns.
+
+    Args:
+        lead: characters at the start that stay.
+    """
+    if columns_of(text) <= width:
+        return text
+    # The end of a name tells more than its start: it gets the odd column.
+    start, rest = text[:lead], text[lead:]
+    room = max(width - columns_of(start) - len(ellipsis), 2)
+    head, tail = room // 2, room - room // 2
+    while columns_of(rest[:head]) > room // 2:
+        head -= 1
+    while columns_of(rest[len(rest) - tail :]) > room - room // 2:
+        tail -= 1
+    return f"{start}{rest[:head]}{ellipsis}{rest[len(rest) - tail :]}"
+
+
 def print_note(note: str) -> None:
     """Print a one-line note to stderr; ignore the error if the terminal is gone."""
     with suppress(OSError):

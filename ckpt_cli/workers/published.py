@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from core.convert.job import Report
+from core.convert.report.dropped import DroppedReason
 from core.stage.stage import stage_dir_of
 from core.stage.stale import finish_publication
 from core.team.protocol import Figures
@@ -66,6 +67,10 @@ def recall_report(directory: Path | None = None) -> Report | None:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in record["report"].items()
         }
+        fields["dropped_reasons"] = tuple(
+            DroppedReason(**reason | {"examples": tuple(reason["examples"])})
+            for reason in fields["dropped_reasons"]
+        )
         fields["workers"] = tuple(Figures(*figures) for figures in fields["workers"])
         report = Report(**fields)
         # The record is written before the rename; only the inode proves that the rename happened.

@@ -7,12 +7,13 @@ argument here is a field of ``core.convert.job.Job``; ``core.convert.run.run`` r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.convert.job import DEFAULT_MEMORY_BYTES, Job, Progress, Report, TopologyChange
+from core.convert.job import DEFAULT_MEMORY_BYTES, Job, Report, TopologyChange
 from core.errors import UsageError, did_you_mean
+from core.progress import bytes_only
 
 if TYPE_CHECKING:
     from core.diff.result import Diff
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from core.validate.run import Validation
 
 AnyPath = str | os.PathLike[str]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in total) of the step that the data goes through."""
 
 _FORMAT_OF_SUFFIX = {".pt": "torch", ".pth": "torch", ".safetensors": "safetensors"}
 
@@ -54,8 +57,9 @@ def convert(
     *,
     to: str | None = None,
     iteration: int | None = None,
-    optimizer: bool = True,
+    optimizer: bool | None = None,
     names: str | None = None,
+    tokenizer: AnyPath | None = None,
     dtype: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -73,8 +77,10 @@ def convert(
         to: the target format; None for the one that ``names`` or the suffix of ``dst`` implies
             (``.pt``, ``.safetensors``), or else that of the source.
         iteration: which iteration of a training root.
-        optimizer: False excludes the optimizer's state.
+        optimizer: False excludes the optimizer's state; True insists on it; None carries it, except
+            into a Hugging Face checkpoint, which has none.
         names: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``: whose tensor names to write.
+        tokenizer: a directory whose tokenizer files are copied into a Hugging Face directory.
         dtype: cast all floating-point tensors of the model.
         include, exclude: globs of the keys to write, or to skip.
         rename: regular expression → replacement, applied to keys in this order.
@@ -97,8 +103,9 @@ def convert(
         to=to,
         iteration=iteration,
         keeps_layout=to is None,
-        optim="carry" if optimizer else "drop",
+        optim=None if optimizer is None else "carry" if optimizer else "drop",
         names=names,
+        tokenizer=None if tokenizer is None else Path(tokenizer),
         dtype=() if dtype is None else ((None, dtype),),
         include=tuple(include),
         exclude=tuple(exclude),
@@ -107,7 +114,7 @@ def convert(
         force=force,
         memory_bytes=memory_bytes,
     )
-    return run(job, progress=progress)
+    return run(job, progress=bytes_only(progress))
 
 
 def reshard(
@@ -157,7 +164,7 @@ def reshard(
         force=force,
         memory_bytes=memory_bytes,
     )
-    return run(job, progress=progress)
+    return run(job, progress=bytes_only(progress))
 
 
 def validate(
@@ -196,7 +203,7 @@ def validate(
         level=levels[level],
         iteration=iteration,
         memory_bytes=memory_bytes,
-        progress=progress,
+        progress=bytes_only(progress),
     )
 
 
@@ -240,4 +247,4 @@ def diff(
         exclude=tuple(exclude),
         memory_bytes=memory_bytes,
     )
-    return compare(job, progress=progress)
+    return compare(job, progress=bytes_only(progress))

@@ -46,7 +46,7 @@ def check_cast(source: str, target: str, *, key: str | None = None) -> None:
         UnsupportedError: the cast is not supported (see the module's docstring), or a dtype is
             unknown.
     """
-    if source != target and not _is_supported(source, target):
+    if not is_supported(source, target):
         raise UnsupportedError(
             f"casting {source} to {target} is not supported",
             key=key,
@@ -54,8 +54,17 @@ def check_cast(source: str, target: str, *, key: str | None = None) -> None:
         )
 
 
-def _is_supported(source: str, target: str) -> bool:
-    """Return whether two different dtypes are among the supported casts."""
+def is_supported(source: str, target: str) -> bool:
+    """Return whether a cast is supported; it is between equal dtypes.
+
+    Args:
+        source, target: canonical dtype names.
+
+    Raises:
+        UnsupportedError: a dtype is unknown.
+    """
+    if source == target:
+        return True
     old, new = dtype_of(source), dtype_of(target)
     if old.kind == "float":
         return new.kind == "float" and target != "float8_e8m0fnu"

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from core.catalog.catalog import AnyCatalog, Catalog
 
+NOT_CARRIED = "files beside the weights"
+"""The reason for not carrying these files over; ``Catalog.dropped`` lists them after a colon."""
+
 
 def carried_of(catalog: AnyCatalog) -> dict[str, str]:
     """Return the carried files of a catalog: path → key of the hidden tensor that is the file."""

@@ -15,6 +15,7 @@ from core.manifest.fingerprint_share import fingerprints_of_directory
 from core.manifest.lookup import find_manifest, is_manifest
 from core.megatron.reshard.reshard import Rules
 from core.opening.open import locate_checkpoint
+from core.progress import OnProgress
 from core.scan.run import DEFAULT_MEMORY_BYTES
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
@@ -42,6 +43,7 @@ def read_reference(
     rules: Rules,
     threads: int | None = None,
     memory_bytes: int | None = DEFAULT_MEMORY_BYTES,
+    progress: OnProgress | None = None,
     team: Team = ALONE,
     device: Device | None = None,
 ) -> ReferenceFingerprints:
@@ -53,6 +55,7 @@ def read_reference(
         path: a manifest file, or a checkpoint as ``core.opening.open`` accepts it.
         rules: layout rules.
         threads, memory_bytes: limits for reading data.
+        progress: called with the number of bytes that this process has read.
         device: accelerator that may compute fingerprints; None for the CPU.
         team: ranks that share the reading; only the lead gets fingerprints that had to be computed.
 
@@ -70,6 +73,7 @@ def read_reference(
         rules=rules,
         threads=threads or _DEFAULT_THREADS,
         memory_bytes=memory_bytes,
+        progress=progress,
         team=team,
         device=device,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from core.checks.watch import ByteScan, combine_watches
 from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
 from core.files.store import LocalStore
+from core.files.syscalls import allowed_cores
 from core.files.walk import Tree, list_tree, sparse_files
 from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
@@ -35,7 +35,8 @@ from core.opening.open import FILL, Checkpoint
 from core.opening.pickled_tensors import pickled_tensors
 from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.pickle.uses import Use
-from core.scan.run import DEFAULT_MEMORY_BYTES, Progress, scan
+from core.progress import OnProgress, Phase, report_bytes
+from core.scan.run import DEFAULT_MEMORY_BYTES, scan
 from core.scan.sums import WantedSums
 from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Team
@@ -74,7 +75,8 @@ class Subject:
         rules: layout rules.
         iteration: the iteration that ``core.opening.open`` chose.
         findings: findings so far; later checks consult them to avoid repetitions.
-        threads, memory_bytes, progress, team: for reading data, as in ``core.scan.run.scan``.
+        threads, memory_bytes, team: for reading data, as in ``core.scan.run.scan``.
+        progress: called with the phase and its amounts on this rank.
         plan_for: sizes and format to plan for; None if not requested.
         against: fingerprints to compare with; None if not requested.
         n_compared: number of tensors compared with ``against``.
@@ -100,7 +102,7 @@ class Subject:
     failure: CheckpointingException | None = None
     threads: int | None = None
     memory_bytes: int = DEFAULT_MEMORY_BYTES
-    progress: Progress | None = None
+    progress: OnProgress | None = None
     plan_for: PlanRequest | None = None
     against: ReferenceFingerprints | None = None
     n_compared: int = 0
@@ -310,12 +312,13 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         WorkerError: a rank of the team failed, or the ranks see different data.
     """
     team = subject.team
+    subject.store.on_open = None  # from here on bytes are counted, not files
     # Measure for which kinds of work the device is faster than the CPU.
     if subject.device is not None:
         subject.device = choose_device(
             subject.device,
             (VALUES,) if subject.against is None else (VALUES, FINGERPRINT),
-            threads=subject.threads or len(os.sched_getaffinity(0)),
+            threads=subject.threads or len(allowed_cores()),
         )
     # Every rank collects the needs of the modules itself; ranks that see other data are an error.
     watches = require_agreement(
@@ -350,7 +353,7 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         ),
         threads=subject.threads,
         memory_bytes=subject.memory_bytes,
-        progress=subject.progress,
+        progress=report_bytes(subject.progress, Phase.CHECKING),
         team=team,
         device=subject.device,
     )

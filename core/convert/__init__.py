@@ -3,10 +3,10 @@
 Start at ``job`` (the options), ``prepare`` (decides and proves, copies nothing) and ``run`` (copies
 the bytes). ``global_form`` and ``target_form`` are the two halves of prepare; ``contract`` checks
 a third party's format.
-Imports: arrays, calibration, catalog, changes, convert.stored_plan, copy, core, device, errors,
-files, fingerprint, formats, formats.dcp, formats.huggingface, formats.torch, hf, manifest,
-megatron.extras, megatron.model, megatron.optimizer, megatron.optimizer.sharded, megatron.placement,
-megatron.reshard, megatron.rules, opening, pickle, plan, quantize, stage, team.
+Imports: arrays, calibration, catalog, changes, convert.report, convert.stored_plan, copy, core,
+device, errors, files, fingerprint, formats, formats.dcp, formats.huggingface, formats.torch, hf,
+manifest, megatron.extras, megatron.model, megatron.optimizer, megatron.optimizer.sharded,
+megatron.placement, megatron.reshard, megatron.rules, opening, pickle, plan, quantize, stage, team.
 """
 
 from core.verb_module import make_callable

@@ -21,6 +21,7 @@ from typing import NoReturn
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.files_beside import carried_of, with_documents
+from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import is_optimizer_key, without_optimizer
 from core.convert.apply_changes import ChangedCatalog, apply_changes
 from core.convert.job import Job
@@ -35,6 +36,8 @@ from core.convert.options import (
     refuse_layout_options,
     refuse_quantizing,
 )
+from core.convert.report.dropped import DroppedEntries, unread_entries
+from core.convert.report.lightning import model_options
 from core.convert.sizes import check_source_sizes, target_topology
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.files.json_object import parse_json_object
@@ -51,7 +54,7 @@ from core.megatron.reshard.from_global import has_megatron_names
 from core.megatron.reshard.reshard import Rules, is_megatron, load_rules, unshard
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
-from core.opening.source_files import config_of_source, documents_above, listed_files, unread_files
+from core.opening.source_files import config_of_source, documents_above, unread_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,13 @@ class GlobalForm:
         catalog: global tensors under their final names, all objects loaded.
         renamed: (old key, new key) of each entry that the user's options renamed.
         notes: notes for the user.
-        dropped: entries that are not carried over, with the reason.
+        dropped: entries that are not carried over, with the reasons.
     """
 
     catalog: Catalog
     renamed: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    dropped: tuple[str, ...]
+    dropped: tuple[DroppedEntries, ...]
 
 
 def is_model_form(catalog: Catalog) -> bool:
@@ -106,6 +109,11 @@ class _FormRequest:
     is_restacked: bool
 
     @property
+    def writes_hf(self) -> bool:
+        """True if a Hugging Face checkpoint is written: its names, and its configuration beside."""
+        return self.names == "hf" and self.format.carries_files
+
+    @property
     def becomes_hf(self) -> bool:
         """True if Megatron's names become Hugging Face's."""
         return self.names == "hf" and not self.comes_from_hf
@@ -123,7 +131,7 @@ class _GlobalStep:
 
     catalog: Catalog
     notes: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[DroppedEntries, ...] = ()
 
 
 def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
@@ -159,9 +167,13 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         comes_from_hf=is_hf(catalog, config),
         is_restacked=format.is_mcore and job.stacking is not None,
     )
+    if job.optim is None and request.writes_hf:  # nobody expects an optimizer there
+        request = replace(request, job=replace(job, optim="drop"))
     _check_request(request, catalog)
     if request.is_restacked:  # to_torch_dist does it, after the user's other changes
-        request = replace(request, job=replace(job, stack_layers=False, unstack_layers=None))
+        request = replace(
+            request, job=replace(request.job, stack_layers=False, unstack_layers=None)
+        )
 
     # Take one of the paths of the picture above.
     if request.becomes_megatron:
@@ -170,7 +182,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         step = _unshard_if_needed(request, catalog, source)
         build = _form_as_hf if request.becomes_hf else _form_with_own_names
         form = build(request, step)
-    return replace(form, dropped=(listed_files(unread), *form.dropped)) if unread else form
+    return replace(form, dropped=(unread_entries(unread), *form.dropped)) if unread else form
 
 
 def _check_request(request: _FormRequest, catalog: Catalog) -> None:
@@ -231,7 +243,7 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
     # Without a change of layout or names the tensors stay as they are.
     if not (request.becomes_hf or request.is_restacked or _needs_global_form(request, catalog)):
         refuse_layout_options(job)
-        step = _drop_optimizer(job, catalog)
+        step = _drop_optimizer(request, catalog)
         form, other_form = sharding_of(step.catalog), wanted_sharding(format.name)
         if not format.is_mcore or form in (None, other_form):
             return step
@@ -321,7 +333,7 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
     assert request.config is not None
     check_vocabulary(job, request.config)
     refuse_quantizing(job, request.format)
-    step = _drop_optimizer(job, catalog)
+    step = _drop_optimizer(request, catalog)
 
     # Apply the changes that match Hugging Face's names.
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
@@ -383,13 +395,20 @@ def _config_after(catalog: Catalog, config: Mapping[str, object]) -> Mapping[str
     return config if document is None else parse_json_object(document, file=CONFIG)
 
 
-def _drop_optimizer(job: Job, catalog: Catalog) -> _GlobalStep:
+def _drop_optimizer(request: _FormRequest, catalog: Catalog) -> _GlobalStep:
     """Drop the optimizer of a source that keeps its layout, if the job requests it."""
-    if job.optim != "drop":
+    if request.job.optim != "drop":
         return _GlobalStep(catalog)
     weights = without_optimizer(catalog)
-    dropped = (f"optimizer ({len(weights.left_out)} entries)",) if weights.left_out else ()
-    return _GlobalStep(weights.catalog, dropped=dropped)
+    if not weights.left_out:
+        return _GlobalStep(weights.catalog)
+    # In a Hugging Face directory nobody misses the optimizer, so its entries are not counted.
+    if request.writes_hf:
+        entries = DroppedEntries(("optimizer",), NOT_IN_HF, f"optimizer ({NOT_IN_HF})")
+    else:
+        line = f"optimizer ({len(weights.left_out)} entries)"
+        entries = DroppedEntries(weights.left_out, "optimizer left out as requested", line)
+    return _GlobalStep(weights.catalog, dropped=(entries,))
 
 
 @contextmanager
@@ -451,10 +470,14 @@ def _refuse_names(request: _FormRequest, catalog: Catalog) -> NoReturn:
             "torch_dist, dcp or torch",
         )
     )
+    options = model_options(catalog, takes_submodule=True)
+    hint = f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}"
+    if options is not None:
+        hint = f"for the model of a PyTorch Lightning checkpoint, add {options} --config {CONFIG}"
     raise UnsupportedError(
         f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and "
         f"training arguments nor Hugging Face's names and a {CONFIG}",
-        hint=f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}",
+        hint=hint,
     )
 
 
@@ -548,7 +571,7 @@ def _needs_global_form(request: _FormRequest, catalog: Catalog) -> bool:
         return True
     # Each of Megatron's formats has its own form of distributed optimizers.
     return (
-        job.optim == "carry" and format.name != catalog.format and sharding_of(catalog) is not None
+        job.optim != "drop" and format.name != catalog.format and sharding_of(catalog) is not None
     )
 
 

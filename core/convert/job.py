@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from core.convert.report.dropped import DroppedReason
 from core.device.device import Device
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.version import MegatronVersion
@@ -14,10 +14,6 @@ from core.team.protocol import Figures
 MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = 512 * MIB
 DEFAULT_THREADS = 2
-
-Progress = Callable[[int, int], None]
-"""A callback that gets (bytes done, bytes in total)."""
-
 
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")
 
@@ -68,10 +64,12 @@ class Job:
         vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
         config: the ``config.json`` of a model with Hugging Face's names, where the source has none
             of its own.
+        tokenizer: a directory whose tokenizer files become part of a Hugging Face directory.
         vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are
             multiples of it times TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
-        optim: ``carry`` or ``drop`` the optimizer.
+        optim: ``carry`` or ``drop`` the optimizer; None carries it, except into a Hugging Face
+            checkpoint, which has none.
         rng: ``keep`` or ``drop`` the random states; None keeps them where possible
             (``core.megatron.extras.random_states``).
         names: family of the tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``;
@@ -136,10 +134,11 @@ class Job:
     vocab_size: int | None = None
     vocab_divisor: int | None = None
     keep_padded_vocab: bool = False
-    optim: str = "carry"
+    optim: str | None = None
     rng: str | None = None
     names: str | None = None
     config: Path | None = None
+    tokenizer: Path | None = None
     transformer_impl: str | None = None
     megatron_version: MegatronVersion | None = None
     moe_experts: str | None = None
@@ -200,7 +199,10 @@ class Report:
         n_read_back: fingerprints for which the result was read back.
         manifest: path of the manifest.
         notes: what the user should know.
+        next: the line that loads the result: options of Megatron, or a call of the library that
+            reads the format.
         dropped: entries of the source that the destination does not hold, with the reason.
+        dropped_reasons: the reasons, each once, with the number of entries and examples.
         workers: figures of each of several workers; () for a single process.
     """
 
@@ -221,6 +223,8 @@ class Report:
     manifest: str
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
+    dropped_reasons: tuple[DroppedReason, ...] = ()
+    next: str = ""
     workers: tuple[Figures, ...] = ()
 
     def as_dict(self) -> dict[str, object]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import MegatronModel
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.files_beside import carried_of
+from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
 from core.convert.explain import LayoutLine, explain_layout
-from core.convert.global_form import global_form, is_model_form
+from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.hard_links import link_data_files
 from core.convert.job import Job as Job
-from core.convert.job import Progress as Progress
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
 from core.convert.nesting_notes import (
@@ -32,7 +31,17 @@ from core.convert.nesting_notes import (
     root_notes,
     sharing_notes,
 )
-from core.convert.options import is_cut
+from core.convert.options import HF_ALIASES, is_cut
+from core.convert.report.dropped import (
+    DroppedEntries,
+    DroppedReason,
+    dropped_lines,
+    group_by_reason,
+    parse_dropped,
+    unread_entries,
+)
+from core.convert.report.lightning import model_options
+from core.convert.report.load_line import WrittenResult, load_line
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
@@ -40,16 +49,20 @@ from core.errors import UnsupportedError, UsageError
 from core.files.url import refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of
+from core.formats.huggingface.tokenizer import has_tokenizer, with_tokenizer
 from core.formats.registry import format_called, formats
 from core.formats.torch.format import load_object
+from core.hf import is_hf
 from core.megatron.extras.common_state import OPTIMIZER
+from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import load_rules
 from core.opening.objects import check_safety, loaded, state_dict
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
-from core.opening.source_files import listed_files, unread_files
+from core.opening.source_files import config_of_source, unread_files
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
+from core.progress import OnProgress, Phase, count_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +78,10 @@ class Prepared:
         plan: the proven work.
         renamed: (old key, new key) of each entry that ``rename`` changed.
         notes: notes for the user.
-        dropped: entries of the source that the destination will not contain, with the reason.
+        dropped_entries: entries of the source that the destination will not contain.
         form: the source's global tensors under their final names, before they are cut for the
             destination.
+        load_line: the line that loads the result.
         n_tensors: number of tensors of the destination, without those that it records by name
             only.
         links: (path, file of the source, bytes) of each hard link, with ``metadata_only``.
@@ -81,8 +95,9 @@ class Prepared:
     plan: Plan
     renamed: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    dropped: tuple[str, ...]
+    dropped_entries: tuple[DroppedEntries, ...]
     form: Catalog
+    load_line: str
     n_tensors: int
     links: tuple[tuple[str, str, int], ...] = ()
 
@@ -90,6 +105,16 @@ class Prepared:
     def is_file(self) -> bool:
         """True if the destination is one file."""
         return is_file_of(self.target_format, self.dst)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The complete list of ``dropped_entries``, a line each, with the reason."""
+        return dropped_lines(self.dropped_entries)
+
+    @property
+    def dropped_reasons(self) -> tuple[DroppedReason, ...]:
+        """The reasons of ``dropped_entries``, each once."""
+        return group_by_reason(self.dropped_entries)
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -173,20 +198,30 @@ class Prepared:
             "renamed": [{"old": old, "new": new} for old, new in self.renamed],
             "notes": list(self.notes),
             "dropped": list(self.dropped),
+            "dropped_reasons": [asdict(reason) for reason in self.dropped_reasons],
         }
 
 
 @contextmanager
-def prepare(job: Job) -> Iterator[Prepared]:
+def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepared]:
     """Open the source, prepare the job, and close the source after the block.
+
+    Args:
+        job: the conversion.
+        progress: called with the number of files whose metadata has been read.
 
     Raises:
         CheckpointingException: the job cannot be done; nothing has been written.
     """
-    for path in (job.src, job.dst, job.config, job.rules):
+    for path in (job.src, job.dst, job.config, job.rules, job.tokenizer):
         if path is not None:
             refuse_url(path)
-    source = open_checkpoint(job.src, iteration=job.iteration, missing_chunks=job.missing_chunks)
+    source = open_checkpoint(
+        job.src,
+        iteration=job.iteration,
+        missing_chunks=job.missing_chunks,
+        on_open=count_steps(progress, Phase.PLANNING, unit="files"),
+    )
     try:
         with gc_paused():
             try:
@@ -198,6 +233,7 @@ def prepare(job: Job) -> Iterator[Prepared]:
                 raise
             # Millions of metadata objects now stay until the end: keep the collector off them.
             gc.freeze()
+        source.store.on_open = None
         yield prepared
     finally:
         gc.unfreeze()
@@ -225,6 +261,10 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     form = safe_form(job, source, format)
     dst = _choose_dst(job, source, format)
     is_file = is_file_of(format, dst)
+    if job.tokenizer is not None:
+        carries_files = format.carries_files and not is_file
+        files = with_tokenizer(form.catalog, job.tokenizer, carries_files=carries_files)
+        form = replace(form, catalog=files)
     recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
     catalog, target = cut_form(job, recordable, format)
 
@@ -232,8 +272,15 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     notes = [*source.notes, *form.notes, *_nesting_notes(form.catalog, format, is_file=is_file)]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
+    if CONFIG in form.catalog.documents and not has_tokenizer(
+        (*form.catalog.documents, *carried_of(form.catalog))
+    ):
+        notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
+    options = None if format.nests else model_options(form.catalog)
+    if options is not None:
+        notes.append(f"PyTorch Lightning checkpoint: to write only the model, add {options}")
     dropped = [*form.dropped, *_describe_dropped(form.catalog, format, is_file=is_file)]
-    dropped += [text for text in target.dropped if text not in dropped]
+    dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
 
     # Lay out the files.
     if is_file and not format.nests:
@@ -275,10 +322,40 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
         plan=plan,
         renamed=form.renamed,
         notes=tuple(folded(notes, end=": ")),
-        dropped=tuple(folded(dropped, end=" (")),
+        dropped_entries=tuple(dropped),
         form=form.catalog,
+        load_line=load_line(
+            WrittenResult(
+                dst=dst,
+                format=format,
+                target=target,
+                images=images,
+                topology=_written_topology(job, form.catalog, format),
+                config=_written_model(job, form, source),
+            )
+        ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
+
+
+def _written_topology(job: Job, catalog: Catalog, format: Format) -> Topology | None:
+    """Return the parallel sizes of a Megatron checkpoint that is written, None for another."""
+    is_megatron = is_cut(format) and catalog.args is not None
+    return target_topology(job, catalog, format) if is_megatron else None
+
+
+def _written_model(job: Job, form: GlobalForm, source: Checkpoint) -> Mapping[str, object] | None:
+    """Return the configuration of a model that is written under Hugging Face's names, or None.
+
+    Also None if the user's options may have left only a part of the model.
+    """
+    config = config_beside(form.catalog, config_of_source(source))
+    # Hugging Face's names were checked against the configuration if the job requests them.
+    is_checked = (job.names or job.to or "").lower().startswith(HF_ALIASES)
+    is_changed = bool(
+        job.include or job.exclude or form.renamed or job.add_prefix or job.stacking is not None
+    )
+    return config if is_hf(form.catalog, config) and (is_checked or not is_changed) else None
 
 
 def _choose_format(job: Job, source: Checkpoint) -> Format:
@@ -348,13 +425,15 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
 
     # The plan has no tensors: it only writes the new metadata.
+    dst = _choose_dst(job, source, format)
+    target = linked.catalog.as_target(format=format.name, fragments_of=lambda key: ())
     empty = replace(linked.catalog, tensors={}, hidden={}, objects={})
     unread = unread_files(source, linked=linked.files)
     return Prepared(
         job=job,
         source=source,
         target_format=format,
-        dst=_choose_dst(job, source, format),
+        dst=dst,
         images=images,
         plan=make_plan(
             empty,
@@ -369,8 +448,18 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
             *linked.notes,
             f"{len(links)} files are hard links to the source's; no data was copied",
         ),
-        dropped=(listed_files(unread),) if unread else (),
+        dropped_entries=(unread_entries(unread),) if unread else (),
         form=linked.catalog,
+        load_line=load_line(
+            WrittenResult(
+                dst=dst,
+                format=format,
+                target=target,
+                images=images,
+                topology=_written_topology(job, linked.catalog, format),
+                config=None,
+            )
+        ),
         n_tensors=len(linked.catalog.tensors),
         links=links,
     )
@@ -400,28 +489,29 @@ def _keeps_containers(catalog: Catalog, format: Format, *, is_file: bool) -> boo
     return format.nests or (not is_file and keeps_nesting(catalog, format))
 
 
-def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
+def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> list[DroppedEntries]:
     """Describe each entry that the destination cannot store, with the reason."""
     # Attributes with tensors, and files next to the weights.
-    lines = []
+    lines: list[str] = []
     if not (is_model_form(catalog) or _keeps_containers(catalog, format, is_file=is_file)):
         lines += attribute_tensors_left_out(catalog)
     files = [*carried_of(catalog), *catalog.documents]
     if files and (is_file or not format.carries_files):
-        lines.append(f"files beside the weights: {', '.join(files)}")
+        lines.append(f"{NOT_CARRIED}: {', '.join(files)}")
+    dropped = [*parse_dropped(lines)]
     if format.keeps_objects and (format.nests or not is_file):
-        return lines
+        return dropped
 
     # Objects; those with the same first part of their names share a line.
     optimizer = [OPTIMIZER] if catalog.optimizer is not None else []
     groups: dict[str, list[str]] = {}
     for key in dict.fromkeys((*catalog.objects, *map(str, catalog.common or {}), *optimizer)):
         groups.setdefault(key.partition(".")[0], []).append(key)
-    labels = [
-        keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
-        for name, keys in groups.items()
-    ]
-    return lines + [f"{label}: not a tensor, so {format.title} cannot store it" for label in labels]
+    for name, keys in groups.items():
+        label = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
+        line = f"{label}: not a tensor, so {format.title} cannot store it"
+        dropped.append(DroppedEntries(tuple(keys), f"{format.title} stores only tensors", line))
+    return dropped
 
 
 def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:

@@ -11,7 +11,6 @@ does the same with several workers.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.convert.job import Job as Job
-from core.convert.job import Progress as Progress
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
 from core.convert.prepare import prepare
@@ -37,6 +35,7 @@ from core.convert.verify import verify
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.megatron.reshard.reshard import load_rules
+from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.stage.existing import check_replaceable
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 def run(
     job: Job,
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
     """Run the job in this process, all or nothing.
@@ -56,16 +55,17 @@ def run(
 
     Args:
         job: the conversion to run.
-        progress: called with (bytes done, bytes in total) from the copying threads.
+        progress: called with the phase and its amounts, from this thread and the copying ones.
         publishing: called right before the destination gets its name, with the report and the
             inode that will have that name.
 
     Raises:
         CheckpointingException: the job failed; the destination is untouched.
     """
+    begin_phase(progress, Phase.PLANNING)
     job = within_memory(job)
     begun = time.monotonic()
-    with prepare(job) as prepared:
+    with prepare(job, progress=progress) as prepared:
         plan, source = prepared.plan, prepared.source
         if job.force:
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
@@ -91,7 +91,7 @@ def run(
             options = CopyOptions(
                 crc=job.crc,
                 digest=job.digest,
-                progress=_counted(progress, plan.write_bytes),
+                progress=count_steps(progress, Phase.COPYING, plan.write_bytes),
                 journal=stage.journal,
                 watch=watch,
                 device=job.device,
@@ -100,9 +100,13 @@ def run(
             files = finish_data(prepared, stage, result)
             fingerprints = WrittenFingerprints()
             if watch is not None:
-                path = written_path(prepared, stage)
                 fingerprints = WrittenFingerprints(
-                    *watch.finish(path, threads=job.threads, memory_bytes=job.memory_bytes)
+                    *watch.finish(
+                        written_path(prepared, stage),
+                        threads=job.threads,
+                        memory_bytes=job.memory_bytes,
+                        progress=progress,
+                    )
                 )
             finish_manifest(prepared, stage, result, files, fingerprints)
 
@@ -110,14 +114,15 @@ def run(
             n_verified = 0
             if job.verify:
                 if job.fsync:  # then the bytes come from the disk, not from the page cache
-                    stage.store.sync_all()
+                    stage.store.sync_all(progress)
+                begin_phase(progress, Phase.VERIFYING)
                 n_verified = verify(
                     plan,
                     source.store,
                     written_path(prepared, stage),
                     rules=load_rules(job.rules, unknown=job.unknown),
                     memory_bytes=job.memory_bytes,
-                    progress=_counted(progress, plan.write_bytes),
+                    progress=progress,
                     device=job.device,
                 )
             source.store.verify_unchanged()
@@ -132,7 +137,7 @@ def run(
             # on recognises by the inode that its destination is already published.
             if publishing is not None:
                 publishing(report(), os.lstat(written_path(prepared, stage)).st_ino)
-            stage.commit()
+            stage.commit(progress=progress)
         return report()
 
 
@@ -150,24 +155,3 @@ def within_memory(job: Job) -> Job:
         job.device, memory_bytes=job.memory_bytes, threads=job.threads
     )
     return replace(job, device=device, memory_bytes=memory_bytes)
-
-
-def _counted(progress: Progress | None, n_bytes: int) -> Callable[[int], None] | None:
-    """Build a thread-safe callback that adds up steps in bytes and passes totals to ``progress``.
-
-    Args:
-        progress: gets (bytes done, bytes in total); None for no callback.
-        n_bytes: bytes in total.
-    """
-    if progress is None:
-        return None
-    lock = threading.Lock()
-    done = 0
-
-    def step(n_step_bytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += n_step_bytes
-            progress(done, n_bytes)
-
-    return step

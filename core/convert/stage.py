@@ -158,6 +158,8 @@ def report_of(
         manifest=str(manifest),
         notes=(*prepared.notes, *stage.notes),
         dropped=prepared.dropped,
+        dropped_reasons=prepared.dropped_reasons,
+        next=prepared.load_line,
         workers=tuple(workers),
     )
 

@@ -14,6 +14,7 @@ from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts
 from core.catalog.key_patterns import listed_keys
 from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.job import Job
+from core.convert.report.dropped import parse_dropped
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
 from core.formats.format import Format
@@ -93,7 +94,7 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
     catalog = replace(
         checked.catalog, write=replace(checked.catalog.write, weights_only=weights_only)
     )
-    return replace(form, catalog=catalog, dropped=(*form.dropped, *checked.dropped))
+    return replace(form, catalog=catalog, dropped=(*form.dropped, *parse_dropped(checked.dropped)))
 
 
 def keeps_unknown_classes(format: Format) -> bool:

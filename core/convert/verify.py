@@ -19,16 +19,18 @@ from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragmen
 from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import PlannedArray, StoredArray
-from core.copy.options import CopyOptions, Progress
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.files.store import LocalStore
+from core.files.syscalls import drop_from_cache
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import Rules, unshard
 from core.megatron.rules.experts import transposed
 from core.opening.open import open_checkpoint
 from core.plan.plan import MIB, MIN_BUFFER_BYTES, Plan, make_plan
+from core.progress import OnProgress, Phase, count_steps
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -57,7 +59,7 @@ def verify(
     *,
     rules: Rules,
     memory_bytes: int,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     device: Device | None = None,
 ) -> int:
     """Compare a destination with the source that it was written from.
@@ -68,7 +70,7 @@ def verify(
         written: current path of the destination.
         rules: the layout rules, for rank files.
         memory_bytes: memory limit of the process.
-        progress: called with the number of bytes of each comparison.
+        progress: called with the number of bytes that have been compared.
         device: the device for per-byte work, or None.
 
     Returns:
@@ -79,7 +81,12 @@ def verify(
         CheckpointingException: the destination cannot be read.
     """
     with plan_comparison(plan, written, rules=rules, memory_bytes=memory_bytes) as (again, store):
-        options = CopyOptions(crc=False, digest=False, progress=progress, device=device)
+        options = CopyOptions(
+            crc=False,
+            digest=False,
+            progress=count_steps(progress, Phase.VERIFYING, again.write_bytes),
+            device=device,
+        )
         execute(again, source_store, ComparingStage(store), options)
         return again.write_bytes
 
@@ -149,7 +156,7 @@ def forget_cached(path: Path) -> None:
     """Drop a file from the page cache, except for bytes that are not on the disk yet."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_from_cache(fd)
     finally:
         os.close(fd)
 

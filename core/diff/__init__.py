@@ -2,7 +2,7 @@
 
 Start at ``run``; ``sides`` converts both to one form, ``tensor_pass`` compares the tensors and
 ``entries`` everything else; ``result`` defines the result.
-Imports: arrays, catalog, changes, convert, errors, files, fingerprint, formats.huggingface,
+Imports: arrays, catalog, changes, convert, core, errors, files, fingerprint, formats.huggingface,
 formats.torch, hf, inspect, manifest, megatron.extras, megatron.model, megatron.optimizer,
 megatron.placement, megatron.reshard, numbers, opening, pickle, plan, scan, team.
 """

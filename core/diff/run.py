@@ -19,11 +19,11 @@ Memory is bounded, whatever the sizes of the tensors. Only the first of several 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from core.catalog.catalog import Catalog
@@ -48,12 +48,10 @@ from core.numbers.difference import Tolerance
 from core.opening.open import FILL, Checkpoint
 from core.plan.box_reader import BoxReader
 from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
+from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.scan.share import RankShare, divide_in_order
 from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results
-
-Progress = Callable[[int, int], None]
-"""A callback that gets (bytes done, bytes in total)."""
 
 _THREAD_BYTES = 8 * BAND_BYTES
 """Memory of a comparing thread: its buffers, and the arrays of numbers converted from them."""
@@ -97,12 +95,12 @@ class DiffJob:
     memory_bytes: int = DEFAULT_MEMORY_BYTES
 
 
-def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) -> Diff:
+def diff(job: DiffJob, *, progress: OnProgress | None = None, team: Team = ALONE) -> Diff:
     """Compare two checkpoints.
 
     Args:
         job: the request.
-        progress: called with bytes done and in total on this rank.
+        progress: called with the phase and its amounts on this rank.
         team: the ranks that divide the comparison of values; each calls this function with the same
             job.
 
@@ -120,8 +118,12 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
     begun = time.monotonic()
     with ExitStack() as stack:
         # Open both, and agree on what there is to compare.
-        first = _open(stack, job.a, job.iteration_a, job.missing_chunks, team)
-        second = _open(stack, job.b, job.iteration_b, job.missing_chunks, team)
+        on_open = count_steps(progress, Phase.OPENING, unit="files")
+        open_side = partial(
+            _open, stack, missing_chunks=job.missing_chunks, on_open=on_open, team=team
+        )
+        first = open_side(job.a, iteration=job.iteration_a)
+        second = open_side(job.b, iteration=job.iteration_b)
 
         def prepare() -> _Comparison:
             sides = sides_of(first, second, rules=load_rules(job.rules))
@@ -130,6 +132,7 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
         comparison = require_agreement(
             team, prepare, _Comparison.observed_state, subject=f"{job.a} and {job.b}"
         )
+        first.store.on_open = second.store.on_open = None
         # A change of the files meanwhile makes the result worthless, on any rank.
         comparison.compare()
         result = comparison.result(begun)
@@ -143,12 +146,18 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
 
 
 def _open(
-    stack: ExitStack, path: Path, iteration: int | None, missing_chunks: str, team: Team
+    stack: ExitStack,
+    path: Path,
+    *,
+    iteration: int | None,
+    missing_chunks: str,
+    on_open: Callable[[int], None] | None,
+    team: Team,
 ) -> Checkpoint:
     """Open one of the checkpoints on all ranks; the stack closes it."""
     with in_checkpoint(str(path)):
         checkpoint = open_on_all_ranks(
-            path, iteration=iteration, missing_chunks=missing_chunks, team=team
+            path, iteration=iteration, missing_chunks=missing_chunks, on_open=on_open, team=team
         )
     stack.callback(checkpoint.store.close)
     return checkpoint
@@ -163,7 +172,7 @@ class _Comparison:
     """
 
     def __init__(
-        self, job: DiffJob, a: Side, b: Side, progress: Progress | None, team: Team
+        self, job: DiffJob, a: Side, b: Side, progress: OnProgress | None, team: Team
     ) -> None:
         self._job = job
         self._a, self._b = a, b
@@ -333,20 +342,13 @@ class _Comparison:
     def _compare_alone(self, keys: list[str]) -> list[ComparedTensor]:
         """Compare tensors in this process."""
         total = sum(map(self._n_bytes, keys))
-        done = 0
-        lock = threading.Lock()
-
-        def advance(n_bytes: int) -> None:
-            nonlocal done
-            with lock:
-                done += n_bytes
-            if self._progress is not None:
-                self._progress(done, total)
-
+        step = count_steps(self._progress, Phase.COMPARING, total)
+        advance = step or (lambda n_bytes: None)
         return self._work(keys, advance=advance).run(self._job.threads)
 
     def _compare_in_team(self, keys: list[str]) -> list[ComparedTensor]:
         """Compare tensors with all ranks of the team; return the results on the lead, else none."""
+        begin_phase(self._progress, Phase.COMPARING)
         share = divide_in_order(self._team, ((key, self._n_bytes(key)) for key in keys))
         work = SharedComparison(
             self._team,

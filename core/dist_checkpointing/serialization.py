@@ -217,6 +217,11 @@ def _choose_save_strategies(
         UnsupportedError: the strategy cannot save asynchronously.
         CheckpointingException: no strategy is registered for a backend and version.
     """
+    # Defaults come from the documented functions, which programs replace to save in another format.
+    if sharded_strategy is None:
+        sharded_strategy = get_default_save_sharded_strategy()
+    if common_strategy is None:
+        common_strategy = get_default_save_common_strategy()
     sharded = chosen_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
     common = chosen_strategy(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
     if not isinstance(sharded, SaveShardedStrategy):

@@ -42,7 +42,6 @@ from core.dist_checkpointing.mapping import (
 )
 from core.dist_checkpointing.state_dict_utils import (
     load_preprocess,
-    remaining_factories,
     save_preprocess,
 )
 from core.dist_checkpointing.utils import (
@@ -61,6 +60,13 @@ from core.dist_checkpointing.validation import (
 from core.errors import MissingShardError, UsageError
 
 _ALGORITHMS = ("atomic", "fully_parallel")
+
+
+class _UnkeptShardError(MissingShardError, AssertionError):
+    """A requested shard that is not kept.
+
+    Scripts that were written for megatron-core expect an AssertionError here.
+    """
 
 
 class TensorAwareStateDict(ABC):
@@ -311,7 +317,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 ``exchange_utils``.
             validate_access_integrity: check that the ranks together request complete tensors.
             parallelization_group: process group that was passed to ``from_state_dict``.
-            strict: reaction to keys that differ.
+            strict: reaction to keys that differ; a requested shard that no rank keeps is an error
+                in any case, after this reaction.
             return_mismatch_keys: also return missing and unexpected keys.
 
         Returns:
@@ -320,7 +327,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Raises:
             UsageError: the state dict is hollow, or the requested shards do not fit together.
             MissingShardError: a requested shard is not kept by this rank (atomic), or by no rank of
-                the group.
+                the group. It is an AssertionError, too, unless ``strict`` raises it.
             ValueError: ``algo``, ``exchange_algo`` or ``strict`` is unknown.
         """
         _check_algorithm(algo)
@@ -343,18 +350,20 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             }
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
             local_metadata, global_metadata = determine_global_metadata(requested)
-        to_load, missing, unexpected = validate_integrity_and_strict_load(
+        _, missing, unexpected = validate_integrity_and_strict_load(
             requested, handling, validate_access_integrity, local_metadata, global_metadata, stored
         )
 
-        # Fetch the shards that other ranks keep, and put all into the requested nesting.
+        # Fetch the shards that other ranks keep, and put all into the requested nesting. Unexpected
+        # keys are part of it: a local checkpoint has the state that the program saved, so one that
+        # lacks a shard is not the right one.
         tensors = {
             _sharded_tensor_shard_id(tensor): tensor.data for _, tensor in self._tensors_with_data()
         }
         if algo == "fully_parallel":
-            tensors = _fetch_from_keepers(tensors, to_load, parallelization_group, exchange_algo)
-        merge(state, comm.together(lambda: self._fill(to_load, tensors)))
-        state = apply_factory_merges(state, remaining_factories(factories, requested, to_load))
+            tensors = _fetch_from_keepers(tensors, requested, parallelization_group, exchange_algo)
+        merge(state, comm.together(lambda: self._fill(requested, tensors)))
+        state = apply_factory_merges(state, factories)
         return (state, missing, unexpected) if return_mismatch_keys else state
 
     def _fill(self, tree: ShardedStateDict, tensors: dict[_ShardId, torch.Tensor]) -> StateDict:
@@ -379,7 +388,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             shard = _sharded_object_id(leaf) if is_object else _sharded_tensor_shard_id(leaf)
             kept: dict[_ShardId, Any] = objects if is_object else tensors
             if shard not in kept:
-                raise MissingShardError(
+                raise _UnkeptShardError(
                     f"the shard at offset {leaf.global_offset} is missing",
                     key=leaf.key,
                     hint="request the shards that the ranks saved",
@@ -453,7 +462,7 @@ def _fetch_from_keepers(
             keeper.setdefault(shard, rank)
     for shard, tensor in distribution.shard_to_metadata.items():
         if shard not in keeper:
-            raise MissingShardError(
+            raise _UnkeptShardError(
                 f"no rank keeps the shard at offset {tensor.global_offset}", key=tensor.key
             )
     distribution = distribution._replace(

@@ -252,15 +252,21 @@ def _compare_common_states(common_state_dict: CommonStateDict) -> None:
         )
         return
     if only_on_rank_0 or only_on_this_rank or unequal:
+        # The documented sentence, which scripts look for in their logs.
         logger.warning(
-            "the common state of rank %d differs from that of rank 0, which is saved: only on rank "
-            "0 %s, only on rank %d %s, unequal %s",
+            "Rank %d common state dict differs from rank 0 common state dict. "
+            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
             comm.rank(),
-            only_on_rank_0[:_MAX_NAMED],
+            _format_paths(only_on_rank_0),
             comm.rank(),
-            only_on_this_rank[:_MAX_NAMED],
-            unequal[:_MAX_NAMED],
+            _format_paths(only_on_this_rank),
+            _format_paths(unequal),
         )
+
+
+def _format_paths(paths: list[Any]) -> str:
+    omitted = len(paths) - _MAX_NAMED
+    return f"{paths[:_MAX_NAMED]}" + (f" and {omitted} more" if omitted > 0 else "")
 
 
 def _pickle_common_state(common_state_dict: CommonStateDict) -> tuple[str | None, bytes]:

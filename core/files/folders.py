@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from core.files.store import translate_os_errors
+from core.files.syscalls import flush
 
 _SYNC_THREADS = 4
 
@@ -40,6 +41,12 @@ def make_folders(folder: Path) -> list[Path]:
         remove_empty(new_folders)
         raise
     return new_folders
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the innermost existing path among a path and its parents."""
+    path = Path(os.path.abspath(path))
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
@@ -113,6 +120,6 @@ def _sync(path: Path, flags: int = 0) -> None:
     with translate_os_errors(str(path), doing="sync"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
-            os.fsync(fd)
+            flush(fd)
         finally:
             os.close(fd)

@@ -39,6 +39,8 @@ else:
 
 MAX_OPEN_FILES = 128
 MAX_LINKED_FOLDERS = 10_000
+MAX_IO_BYTES = 2**30
+"""Maximum number of bytes to read or write in one call; macOS refuses 2 GiB and more."""
 _IOV_MAX = 1024
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP, errno.ENAMETOOLONG)
 
@@ -201,9 +203,14 @@ class LocalStore(ReadStore):
         entry: name of the one file that the user specified; None for the directory.
         stamps: name → ``stamp`` of files as another process opened them. Sizes and times must
             match; inodes are not compared, as they may differ between hosts.
+
+    Attributes:
+        on_open: called with 1 when a file is opened that has not been opened before; None for no
+            call.
     """
 
     entry: str | None = None
+    on_open: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -362,7 +369,7 @@ class LocalStore(ReadStore):
             # A call may read less than requested.
             done = 0
             while done < len(buffer):
-                n_read = os.preadv(fd, [buffer[done:]], offset + done)
+                n_read = os.preadv(fd, [buffer[done : done + MAX_IO_BYTES]], offset + done)
                 if n_read == 0:
                     raise _too_short(name, offset + done, offset, len(buffer))
                 done += n_read
@@ -384,14 +391,36 @@ class LocalStore(ReadStore):
             batch = buffers[first : first + _IOV_MAX]
             batch_bytes = n_bytes if len(batch) == len(buffers) else sum(map(len, batch))
             with self._file(name) as fd, translate_os_errors(name, doing="read"):
-                is_short = os.preadv(fd, batch, offset) != batch_bytes
-            # After a signal, or at the end of the file, fill the buffers one by one.
+                is_short = batch_bytes > MAX_IO_BYTES or os.preadv(fd, batch, offset) != batch_bytes
+            # If they are too long for one call, after a signal, or at the end of the file, fill the
+            # buffers one by one.
             if is_short:
                 position = offset
                 for buffer in batch:
                     self.read_into(name, position, buffer)
                     position += len(buffer)
             offset += batch_bytes
+
+    def is_cached(self, name: str, offset: int) -> bool:
+        """Return whether a byte of a file is in memory; False where the system does not tell.
+
+        Raises:
+            MissingShardError, UnsafeError, StorageError: as for ``size``.
+        """
+        with self._file(name) as fd:
+            try:
+                return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+            except (OSError, AttributeError):  # not in memory; or no such call on this system
+                return False
+
+    def drop_cached(self, name: str, offset: int, n_bytes: int) -> None:
+        """Ask the system to forget a range of a file, so that the disk is read the next time.
+
+        Raises:
+            MissingShardError, UnsafeError, StorageError: as for ``size``.
+        """
+        with self._file(name) as fd, suppress(OSError, AttributeError):
+            os.posix_fadvise(fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
 
     def verify_unchanged(self) -> None:
         """Raise if any file has changed since it was first opened.
@@ -467,7 +496,10 @@ class LocalStore(ReadStore):
                 file=name,
                 hint="all hosts must see the same files, and nothing may write to them",
             )
-        self._first_stamps.setdefault(name, (status.st_size, status.st_mtime_ns, status.st_ino))
+        if name not in self._first_stamps:
+            self._first_stamps[name] = (status.st_size, status.st_mtime_ns, status.st_ino)
+            if self.on_open is not None:
+                self.on_open(1)
         return fd
 
 

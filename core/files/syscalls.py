@@ -1,11 +1,30 @@
-"""Call system functions that Python lacks, with a harmless fallback if they are missing."""
+"""Call system functions that Python or the system may lack, with a harmless fallback.
+
+Python has the functions of this module only on some systems (macOS has none of them), or not at
+all. No other module uses them directly (``tests/repository/test_platform.py``)::
+
+    function          Linux                macOS
+    allowed_cores     sched_getaffinity    all cores
+    bind_to_cores     sched_setaffinity    nothing
+    flush             fsync                F_FULLFSYNC, as fsync leaves bytes in the drive's cache
+    flush_content     fdatasync            F_FULLFSYNC
+    drop_from_cache   posix_fadvise        nothing
+    anonymous_file    memfd_create         a temporary file without a name
+    allocate          fallocate            a longer file without reserved space
+    start_writeback   sync_file_range      nothing
+    die_with_parent   prctl                only a check that the parent is alive
+    rename_new        renameat2            a check, then a rename
+    exchange          renameat2            False
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import signal
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +54,79 @@ def _libc() -> Any:
         if function is not None:
             function.argtypes = types
     return libc
+
+
+def allowed_cores() -> frozenset[int]:
+    """Return the numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def bind_to_cores(cores: Collection[int]) -> bool:
+    """Let this process and its future threads run on these cores only.
+
+    Returns:
+        False if the system cannot bind processes; nothing has changed then.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return False
+    os.sched_setaffinity(0, cores)
+    return True
+
+
+def flush(fd: int) -> None:
+    """Wait until a file or directory is on the disk.
+
+    Raises:
+        OSError: the system could not write it.
+    """
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+    if full_sync is not None:
+        try:
+            fcntl.fcntl(fd, full_sync)
+            return
+        except OSError as err:
+            # Network file systems and directories may not support it.
+            if err.errno not in (*_MISSING, errno.ENOTTY):
+                raise
+    os.fsync(fd)
+
+
+def flush_content(fd: int) -> None:
+    """Wait until the bytes of a file are on the disk, but not its times.
+
+    Raises:
+        OSError: the system could not write them.
+    """
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(fd)
+    else:
+        flush(fd)
+
+
+def drop_from_cache(fd: int) -> None:
+    """Drop a file from the page cache, except for bytes that are not on the disk yet."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def anonymous_file(name: str) -> int:
+    """Create an empty file without a name, in memory if the system can; return its descriptor.
+
+    Args:
+        name: shown by tools that list open files.
+
+    Raises:
+        OSError: too many files are open, or no space is left.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    import tempfile
+
+    fd, path = tempfile.mkstemp(prefix=f"{name}-")
+    os.unlink(path)
+    return fd
 
 
 def allocate(fd: int, n_bytes: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
@@ -88,7 +89,7 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         documents[CONFIG] = document(
             config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         )
-        notes.append(f"{CONFIG} was created from the training arguments; add the tokenizer's files")
+        notes.append(f"{CONFIG} was created from the training arguments")
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         tensor = tensors.get(key)
@@ -195,23 +196,17 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
     dropped = [*catalog.dropped]
     # Details of an optimizer that was dropped before mean nothing outside Megatron: one line for
     # all.
-    if any(text.startswith("optimizer") for text in dropped):
+    has_optimizer = any(text.startswith("optimizer") for text in dropped)
+    if has_optimizer or any(map(is_optimizer_key, catalog.tensors)):
         dropped = [
-            "optimizer (dropped)",
+            f"optimizer ({NOT_IN_HF})",
             *(text for text in dropped if not text.startswith("optimizer")),
         ]
-    n_states = sum(map(is_optimizer_key, catalog.tensors))
-    if n_states:
-        dropped.append(f"optimizer ({n_states} tensors)")
     names = _other_entries(catalog)
     if has_config and "args" in names:
         names.remove("args")
         dropped.append(f"args ({CONFIG} describes the model)")
-    return (
-        [*dropped, f"{', '.join(names)} (Hugging Face checkpoints cannot store these)"]
-        if names
-        else dropped
-    )
+    return dropped + [f"{name} (not stored in Hugging Face checkpoints)" for name in names]
 
 
 def _other_entries(catalog: Catalog) -> list[str]:

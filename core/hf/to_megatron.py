@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.facets import MegatronModel
-from core.catalog.files_beside import carried_of
+from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.changes.select import is_optimizer_key
 from core.errors import (
     CorruptError,
@@ -181,7 +181,7 @@ def _dropped(catalog: Catalog) -> list[str]:
         *(f"{key} (Megatron checkpoints cannot store it)" for key in catalog.objects),
     ]
     files = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
-    return [*dropped, f"files beside the weights: {', '.join(files)}"] if files else dropped
+    return [*dropped, f"{NOT_CARRIED}: {', '.join(files)}"] if files else dropped
 
 
 def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:

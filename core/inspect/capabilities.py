@@ -109,6 +109,8 @@ class _Option:
 
 _NO_OPTIM = _Option("without the optimizer: --no-optim", {"optim": "drop"})
 _DEQUANTIZE = _Option("with the weights dequantized: --dequantize bf16", {"dequantize": "bf16"})
+_LEAVES_OPTIM_OUT = "the optimizer is left out"
+"""Condition of ``--to hf``, which leaves the optimizer out without an option."""
 _HF_NAMES = _Option("with Hugging Face's names: --names hf", {"names": "hf"})
 _DROP_UNKNOWN = _Option(
     "without objects of unknown classes: --drop-unknown", {"drop_unknown": True}
@@ -179,8 +181,10 @@ class _Trials:
     def conversion(self, to: str, format: Format) -> tuple[bool, str | None]:
         """Return whether the checkpoint can be converted, and the condition or the reason."""
         model = self._model
+        # Hugging Face's names have none for the optimizer, so it is left out without an option.
+        leaves_optim_out = to == _HF and model.has_optimizer
         offers = (
-            (_NO_OPTIM, model.has_optimizer),
+            (_NO_OPTIM, model.has_optimizer and not leaves_optim_out),
             (_DEQUANTIZE, model.has_scales),
             (_HF_NAMES, model.is_hf and format.is_mcore),
             (_FLOAT32, format.adapt is not None),
@@ -192,8 +196,13 @@ class _Trials:
         # No option gives the tensors other names.
         if lacks_layout and not is_cut(self._source.format):
             options = []
-        is_possible, why = self._try_options(Job(src=self._source.path, to=to), format, options)
-        return is_possible, model.layout_refusal if lacks_layout and not is_possible else why
+        job = Job(src=self._source.path, to=to, optim="drop" if leaves_optim_out else "carry")
+        is_possible, why = self._try_options(job, format, options)
+        if lacks_layout and not is_possible:
+            return False, model.layout_refusal
+        if is_possible and leaves_optim_out:
+            return True, "; ".join([_LEAVES_OPTIM_OUT, *([why] if why else [])])
+        return is_possible, why
 
     def reshard(self) -> tuple[bool, str | None]:
         """Return whether the parallel sizes can be changed, and the condition or the reason."""

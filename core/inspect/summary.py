@@ -23,6 +23,7 @@ from core.files.store import list_files_below
 from core.formats.torch.format import load_object
 from core.formats.torch.other_pickles import PickledContent
 from core.inspect.capabilities import Capability, ModelTraits, capabilities_of
+from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
@@ -93,6 +94,7 @@ class Summary:
         parallel: recorded parallel sizes by name (``tp``, ``pp`` …).
         n_ranks: number of ranks that wrote files; None if the file names do not show it.
         model: training arguments that describe the model.
+        description: the model's family, sizes and number of parameters.
         groups: totals of the tensors by purpose.
         optimizer: name in ``core.megatron.optimizer.form``; None without an optimizer.
         capabilities: possible and impossible conversions; () if the checkpoint is too large to try.
@@ -113,6 +115,7 @@ class Summary:
     parallel: Mapping[str, int]
     n_ranks: int | None
     model: Mapping[str, object]
+    description: ModelDescription
     groups: tuple[TensorGroup, ...]
     optimizer: str | None
     capabilities: tuple[Capability, ...]
@@ -170,15 +173,19 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         )
     notes += _warn_of_pickles(checkpoint)
 
-    # Plan the conversions to find out which are possible.
-    capabilities = capabilities_of(
-        checkpoint,
-        ModelTraits(
-            layout_refusal=unsharded.refusal,
-            is_hf=unsharded.is_hf,
-            has_optimizer=optimizer is not None,
-            has_scales=unsharded.has_scales,
-        ),
+    # Plan the conversions to find out which are possible; nothing converts a damaged checkpoint.
+    capabilities = (
+        (Capability("convert", False, why="the checkpoint is damaged"),)
+        if checkpoint.problems
+        else capabilities_of(
+            checkpoint,
+            ModelTraits(
+                layout_refusal=unsharded.refusal,
+                is_hf=unsharded.is_hf,
+                has_optimizer=optimizer is not None,
+                has_scales=unsharded.has_scales,
+            ),
+        )
     )
     if capabilities is None:
         notes.append(
@@ -195,6 +202,12 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         parallel=parallel_sizes(catalog),
         n_ranks=n_writers if ranks is None else len(ranks.ranks),
         model=_model_facts(catalog),
+        description=describe_model(
+            view,
+            args=attributes(catalog.args) or {},
+            config=unsharded.config,
+            unsharded=unsharded.catalog,
+        ),
         groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
         optimizer=optimizer,
         capabilities=capabilities or (),
@@ -260,12 +273,14 @@ class _Unsharded:
         why: the reason if there is none.
         has_scales: weights have scales, which were applied.
         is_hf: the source has Hugging Face's names.
+        config: parsed ``config.json`` of the source; None if there is none.
     """
 
     catalog: Catalog | None
     why: str | None
     has_scales: bool = False
     is_hf: bool = False
+    config: Mapping[str, object] | None = None
 
     @property
     def refusal(self) -> str | None:
@@ -285,7 +300,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
         return _Unsharded(None, err.sentence)
     if is_hf(catalog, config):
         assert config is not None
-        return _unshard_hf(catalog, config)
+        return replace(_unshard_hf(catalog, config), config=config)
     # Megatron's layout follows from the training arguments, which torch_dist stores in an object.
     try:
         if not catalog.is_rank_local and catalog.args is None:
@@ -293,6 +308,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
                 return _Unsharded(
                     None,
                     "only models with Megatron's or Hugging Face's names have a parallel layout",
+                    config=config,
                 )
             catalog = loaded(catalog, store, load_object)
         return _Unsharded(

@@ -1,7 +1,8 @@
 """Build the tree of a checkpoint's tensors, with repeated layers folded into one node.
 
 Siblings whose names are numbers (``0`` … ``31``) or end with one (``weight0`` … ``weight7``) are
-folded if everything below them has equal names, dtypes and shapes. A chain of containers with one
+folded if everything below them has equal names, dtypes and shapes, in any order: where a file ends
+in the middle of a layer, its tensors may come in another order. A chain of containers with one
 entry each becomes one node (``decoder.layers.[0-3]``). A sibling with another name but equal
 content (``exp_avg_sq`` next to ``exp_avg``) refers to it instead of repeating it.
 """
@@ -158,7 +159,8 @@ class _TreeFolder:
         """Return the number of a branch's content; ``_nodes`` holds its node, without a label."""
         groups = self._folded_groups(branch) if branch.below else []
         meta = branch.meta
-        signature = (None if meta is None else (meta.dtype, meta.shape), tuple(groups))
+        # The order of the first branch with this content is the one that is shown.
+        signature = (None if meta is None else (meta.dtype, meta.shape), tuple(sorted(groups)))
         number = self._number_of.setdefault(signature, len(self._nodes))
         if number == len(self._nodes):
             # A name can be a tensor and a container of others at once.

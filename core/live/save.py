@@ -264,8 +264,10 @@ def _boxes_by_key(
     for number, contribution in enumerate(contributions):
         for chunk in contribution.chunks:
             if partition == "as_stored":
-                boxes[chunk.key].update((box, number) for _, box in chunk.runs())
-            elif partition == "grid":
+                boxes[chunk.key].update(
+                    (box, number) for _, box in chunk.runs() if not box.is_empty
+                )
+            elif partition == "grid" and not chunk.box.is_empty:
                 # Several processes may have parts of a chunk; the first one stands for all.
                 boxes[chunk.key].setdefault(chunk.box, number)
     # Partition ``whole``, and tensors without elements: one array for the tensor.

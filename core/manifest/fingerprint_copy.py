@@ -34,6 +34,7 @@ from core.opening.canonical import canonical, canonical_of
 from core.opening.open import TRACKER, open_checkpoint
 from core.plan.plan import Plan
 from core.plan.positions import Places
+from core.progress import OnProgress, Phase, begin_phase
 
 
 class CopyFingerprints:
@@ -99,13 +100,19 @@ class CopyFingerprints:
             self._feeds.pass_over(name, offset // size, n_bytes // size)
 
     def finish(
-        self, written: Path, *, threads: int, memory_bytes: int | None
+        self,
+        written: Path,
+        *,
+        threads: int,
+        memory_bytes: int | None,
+        progress: OnProgress | None = None,
     ) -> tuple[dict[str, Fingerprint], int]:
         """Return the fingerprints of the written destination.
 
         Args:
             written: current path of the destination; all its files are complete.
             threads, memory_bytes: resources for reading tensors back.
+            progress: called with the number of bytes that have been read back.
 
         Returns:
             The fingerprints by canonical key, and the number of tensors that were read back.
@@ -114,6 +121,7 @@ class CopyFingerprints:
             CheckpointingException: the destination cannot be read.
         """
         # Keep the fingerprints of tensors in their planned positions; read all others back.
+        begin_phase(progress, Phase.FINGERPRINTING)
         computed = {} if self._feeds is None else self._feeds.fingerprints()
         opened = open_checkpoint(written)
         try:
@@ -129,6 +137,7 @@ class CopyFingerprints:
                     remaining,
                     threads=threads,
                     memory_bytes=memory_bytes,
+                    progress=progress,
                     device=self._device,
                 )
         finally:

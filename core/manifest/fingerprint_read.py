@@ -6,7 +6,7 @@ bytes sums them up instead of writing them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
 
 from core.arrays.dtypes import itemsize
@@ -22,6 +22,7 @@ from core.fingerprint.kernel import Products, fastest_products
 from core.fingerprint.sums import FormSum
 from core.opening.target import dense_target
 from core.plan.plan import make_plan
+from core.progress import OnProgress, Phase, count_steps
 
 
 def read_fingerprints(
@@ -31,7 +32,7 @@ def read_fingerprints(
     *,
     threads: int,
     memory_bytes: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: OnProgress | None = None,
     device: Device | None = None,
 ) -> dict[str, Fingerprint]:
     """Read tensors and return key → fingerprint; of several replicas only the first is read.
@@ -42,7 +43,7 @@ def read_fingerprints(
         keys: keys of the tensors; None for all.
         threads: number of reading threads.
         memory_bytes: memory limit of the process; None for no limit.
-        progress: called with the number of bytes of tensors just read.
+        progress: called with the number of bytes of tensors that have been read.
         device: may compute the fingerprints; None for the CPU path.
 
     Raises:
@@ -75,7 +76,12 @@ def read_fingerprints(
             plan,
             store,
             sink,
-            CopyOptions(crc=False, digest=False, progress=progress, device=device),
+            CopyOptions(
+                crc=False,
+                digest=False,
+                progress=count_steps(progress, Phase.FINGERPRINTING, plan.write_bytes),
+                device=device,
+            ),
         )
     return sink.fingerprints()
 

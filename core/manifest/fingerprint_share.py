@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from core.opening.canonical import canonical
 from core.opening.open import FILL, Checkpoint, open_checkpoint
 from core.plan.box_reader import BoxReader, TensorReader, bands
 from core.plan.plan import DECODER_BYTES, RUNTIME_BYTES
+from core.progress import OnProgress, Phase, begin_phase
 from core.scan.share import Meter, divide_in_order
 from core.team.agreement import observe_files, require_agreement
 from core.team.protocol import ALONE, Figures, StoppedError, Team, broadcast_result, gather_results
@@ -68,6 +68,7 @@ def fingerprints_of_directory(
     rules: Rules,
     threads: int,
     memory_bytes: int | None = None,
+    progress: OnProgress | None = None,
     team: Team = ALONE,
     device: Device | None = None,
 ) -> SharedFingerprints:
@@ -78,6 +79,7 @@ def fingerprints_of_directory(
         rules: the layout rules.
         threads: number of threads of each rank.
         memory_bytes: memory limit of each process; None for no limit.
+        progress: called with the number of bytes that this process has read.
         team: divides the reading.
         device: may compute the fingerprints; None for the CPU path.
 
@@ -85,6 +87,7 @@ def fingerprints_of_directory(
         CheckpointingException: the checkpoint cannot be read, or a tensor does not fit in memory.
         WorkerError: a rank failed, or the ranks find different checkpoints.
     """
+    begin_phase(progress, Phase.FINGERPRINTING)
     opened = open_on_all_ranks(path, team=team)
     try:
         catalog = canonical(opened, rules=rules).catalog
@@ -93,6 +96,7 @@ def fingerprints_of_directory(
             opened.store,
             threads=threads,
             memory_bytes=memory_bytes,
+            progress=progress,
             team=team,
             device=device,
         )
@@ -101,9 +105,18 @@ def fingerprints_of_directory(
 
 
 def open_on_all_ranks(
-    path: Path, *, iteration: int | None = None, missing_chunks: str = FILL, team: Team
+    path: Path,
+    *,
+    iteration: int | None = None,
+    missing_chunks: str = FILL,
+    on_open: Callable[[int], None] | None = None,
+    team: Team,
 ) -> Checkpoint:
     """Open a checkpoint on every rank, and check that all ranks find the same one.
+
+    Args:
+        path, iteration, missing_chunks, on_open: as for ``core.opening.open.open_checkpoint``.
+        team: the ranks.
 
     Raises:
         CheckpointingException: the checkpoint cannot be opened.
@@ -112,7 +125,9 @@ def open_on_all_ranks(
     # A network file system may show hosts different states: compare the files with their sizes.
     return require_agreement(
         team,
-        lambda: open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks),
+        lambda: open_checkpoint(
+            path, iteration=iteration, missing_chunks=missing_chunks, on_open=on_open
+        ),
         lambda opened: (
             str(opened.path),
             opened.format.name,
@@ -129,6 +144,7 @@ def shared_fingerprints(
     *,
     threads: int,
     memory_bytes: int | None = None,
+    progress: OnProgress | None = None,
     team: Team = ALONE,
     device: Device | None = None,
 ) -> SharedFingerprints:
@@ -139,6 +155,7 @@ def shared_fingerprints(
         store: the checkpoint's files.
         keys: keys of the tensors, taken from the lead; None for all.
         threads, memory_bytes: number of threads and memory limit of each rank.
+        progress: called with the number of bytes that this process has read.
         team: divides the reading; every rank calls this.
         device: this rank's device, which may compute the fingerprints.
 
@@ -148,8 +165,18 @@ def shared_fingerprints(
     """
     wanted = list(catalog.tensors if keys is None else keys)
     if team.size == 1:
-        read = partial(read_fingerprints, threads=threads, memory_bytes=memory_bytes, device=device)
-        return SharedFingerprints(read(catalog, store, wanted))
+        return SharedFingerprints(
+            read_fingerprints(
+                catalog,
+                store,
+                wanted,
+                threads=threads,
+                memory_bytes=memory_bytes,
+                progress=progress,
+                device=device,
+            )
+        )
+    begin_phase(progress, Phase.FINGERPRINTING)
     readable = readable_fingerprints(
         catalog, store, wanted, threads=threads, memory_bytes=memory_bytes, team=team, device=device
     )

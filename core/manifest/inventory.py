@@ -24,7 +24,7 @@ from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.folders import sync_folder
 from core.files.store import translate_os_errors
-from core.files.syscalls import rename_new
+from core.files.syscalls import allowed_cores, flush, rename_new
 from core.files.url import refuse_url
 from core.files.walk import list_tree, sparse_files
 from core.fingerprint.definition import Fingerprint
@@ -37,15 +37,13 @@ from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
+from core.progress import OnProgress, Phase, count_steps, report_bytes
 from core.scan.run import DEFAULT_MEMORY_BYTES, scan
 from core.scan.sums import ScanResult, WantedSums
 from core.team.agreement import observe_files, require_agreement
 from core.team.figures import sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results, is_lead
 from core.version import __version__
-
-Progress = Callable[[int, int], None]
-"""A callback that gets (bytes done, bytes in total)."""
 
 _PART = ".ckpt-part"
 """Suffix of a manifest that is being written; a killed run leaves such a file behind."""
@@ -93,7 +91,7 @@ def read_inventory(
     fingerprints: bool = True,
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     team: Team = ALONE,
     device: Device | None = None,
 ) -> Inventory:
@@ -107,7 +105,7 @@ def read_inventory(
         fingerprints: compute fingerprints.
         threads: number of reading threads; None for one per available CPU.
         memory_bytes: maximum memory for decoding and for the second read.
-        progress: called with bytes done and in total on this rank.
+        progress: called with the phase and its amounts on this rank.
         team: divides the reading; every rank calls this with the same arguments.
         device: may compute the fingerprints; None for the CPU path.
 
@@ -119,14 +117,22 @@ def read_inventory(
         WorkerError: a rank of the team failed, or finds another checkpoint.
     """
     # All ranks open the checkpoint, and compare what they find.
+    on_open = count_steps(progress, Phase.OPENING, unit="files")
     source = require_agreement(
         team,
-        lambda: _open_source(path, iteration=iteration, rules=rules, missing_chunks=missing_chunks),
+        lambda: _open_source(
+            path,
+            iteration=iteration,
+            rules=rules,
+            missing_chunks=missing_chunks,
+            on_open=on_open,
+        ),
         _Source.observed_state,
         subject=str(path),
     )
     opened = source.opened
-    threads = threads or len(os.sched_getaffinity(0))
+    opened.store.on_open = None
+    threads = threads or len(allowed_cores())
     device_for_sums = (
         choose_device(device, [FINGERPRINT], threads=threads) if fingerprints else None
     )
@@ -146,7 +152,7 @@ def read_inventory(
                 arrays=source.stored,
                 threads=threads,
                 memory_bytes=memory_bytes,
-                progress=progress,
+                progress=report_bytes(progress, Phase.CHECKSUMMING),
                 team=team,
                 device=device_for_sums,
             )
@@ -157,7 +163,13 @@ def read_inventory(
             _AllFingerprints()
             if feeds is None
             else _complete_fingerprints(
-                feeds, source, threads=threads, memory_bytes=memory_bytes, team=team, device=device
+                feeds,
+                source,
+                threads=threads,
+                memory_bytes=memory_bytes,
+                progress=progress,
+                team=team,
+                device=device,
             )
         )
 
@@ -205,7 +217,12 @@ class _Source:
 
 
 def _open_source(
-    path: Path, *, iteration: int | None, rules: Path | None, missing_chunks: str
+    path: Path,
+    *,
+    iteration: int | None,
+    rules: Path | None,
+    missing_chunks: str,
+    on_open: Callable[[int], None] | None,
 ) -> _Source:
     """Open a checkpoint, list its files, and bring it into canonical form.
 
@@ -213,7 +230,9 @@ def _open_source(
         CheckpointingException: the checkpoint cannot be read, or a file is sparse: its copy was
             interrupted.
     """
-    opened = open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks)
+    opened = open_checkpoint(
+        path, iteration=iteration, missing_chunks=missing_chunks, on_open=on_open
+    )
     try:
         form = canonical(opened, rules=load_rules(rules))
         # Separate checkpoints below this one, and manifests, are not part of the checkpoint.
@@ -283,6 +302,7 @@ def _complete_fingerprints(
     *,
     threads: int,
     memory_bytes: int,
+    progress: OnProgress | None,
     team: Team,
     device: Device | None,
 ) -> _AllFingerprints:
@@ -305,6 +325,7 @@ def _complete_fingerprints(
             missing,
             threads=threads,
             memory_bytes=memory_bytes,
+            progress=progress,
             team=team,
             device=device,
         )
@@ -385,7 +406,7 @@ def write_inventory(
             with open(partial, "x", encoding="utf-8") as file:
                 file.writelines(content.lines())
                 file.flush()
-                os.fsync(file.fileno())
+                flush(file.fileno())
             # Without --force, fail if another process has created the destination meanwhile.
             if force:
                 os.replace(partial, path)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
+from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.unrecognised import checkpoints_below, listed, refusal_of
 from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
@@ -60,13 +62,8 @@ Megatron then starts at iteration 0 and loads no optimizer.
 """
 NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's trackers, which contain a directory name."""
-ITERATION_DIR = re.compile(
-    r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$"
-)
 ERROR, FILL = MISSING_CHUNKS = ("error", "fill")
 """Treatments of zarr chunks that are not stored; some writers omit those of the fill value."""
-_ORBAX_STEP = "_CHECKPOINT_METADATA"
-"""File in the directories of Orbax's CheckpointManager, whose names are bare numbers."""
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
 _WEIGHTS = re.compile(
     r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup"
@@ -104,6 +101,7 @@ class Checkpoint:
             are not in the catalog.
         below: paths of separate checkpoints in subdirectories.
         passed: the directories that were descended through, the outermost first.
+        problems: what is damaged and left out (``core.opening.damaged``); () if it is complete.
     """
 
     path: Path
@@ -115,6 +113,7 @@ class Checkpoint:
     uses: frozenset[Use] = frozenset()
     below: tuple[str, ...] = ()
     passed: tuple[Path, ...] = ()
+    problems: tuple[CheckpointingException, ...] = ()
 
     @property
     def is_release(self) -> bool:
@@ -123,7 +122,12 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: Path, *, iteration: int | None = None, samples: bool = False, missing_chunks: str = FILL
+    path: Path,
+    *,
+    iteration: int | None = None,
+    samples: bool = False,
+    missing_chunks: str = FILL,
+    on_open: Callable[[int], None] | None = None,
 ) -> Checkpoint:
     """Find the checkpoint at ``path`` and read its metadata.
 
@@ -133,6 +137,8 @@ def open_checkpoint(
         samples: open only one of several similar files, if the format supports it. The catalog is
             then good for inspecting, not for converting.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
+        on_open: becomes that of the store (``core.files.store.LocalStore``); the caller resets it
+            when the files that are opened are no longer to be counted.
 
     Raises:
         UsageError: the path or the ``iteration`` does not exist, or the path is a URL.
@@ -146,6 +152,7 @@ def open_checkpoint(
     # Find the checkpoint, and read its metadata; ``uses`` collects the names in its pickles.
     location = locate_checkpoint(path, iteration=iteration)
     store, format = location.store, location.format
+    store.on_open = on_open
     try:
         if location.failure is not None:
             raise location.failure
@@ -358,18 +365,6 @@ def store_of_file(path: Path) -> LocalStore:
     if path.name in _METADATA_FILES or path.suffix == ".distcp" or _INDEX_FILE.search(path.name):
         return LocalStore(path.parent)
     return LocalStore(path.parent, entry=path.name)
-
-
-def iteration_dirs(store: LocalStore) -> dict[int, str]:
-    """Return iteration → directory name, for the directories right below a training root."""
-    names: dict[int, str] = {}
-    # Folders are sorted, so that a plain directory comes before its ``_universal`` form.
-    for name in store.folders():
-        if match := ITERATION_DIR.match(name):
-            names.setdefault(int(match.group(1)), name)
-        elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
-            names.setdefault(int(name), name)
-    return names
 
 
 def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:

@@ -21,7 +21,8 @@ from core.files.json_object import parse_json_object
 from core.files.store import LocalStore, list_files_below
 from core.formats.dcp.facets import DcpFacts
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
-from core.opening.open import ITERATION_DIR, NAMING_TRACKERS, RELEASE, TRACKER, iteration_dirs
+from core.opening.iterations import ITERATION_DIR, iteration_dirs
+from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
 
 if TYPE_CHECKING:
     from core.opening.open import Checkpoint
@@ -103,11 +104,6 @@ def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
     if document is not None:
         return parse_json_object(document, file=CONFIG)
     return config_of(source.store) if CONFIG in carried_of(source.catalog) else None
-
-
-def listed_files(names: Collection[str]) -> str:
-    """List files as a line of a summary, under "not carried"."""
-    return f"other files of the directory: {', '.join(names)}"
 
 
 def _folded(names: Collection[str]) -> Iterator[str]:

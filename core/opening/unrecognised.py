@@ -15,6 +15,8 @@ from core.formats.safetensors.header import looks_like_header
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.tree import stream_kind
 
+CHECKPOINTS_BELOW = "opening.below"
+"""Rule of the error for a directory that is no checkpoint, but contains some."""
 _MOST_LISTED = 8
 """Maximum number of paths in a message."""
 _MOST_OPENED = 32
@@ -50,7 +52,7 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
         return _refusal_of_file(store, store.entry, known)
     # Checkpoints in the directory come first: the user probably means one of them.
     files = store.files()
-    loose = _loose_files(store, files)
+    loose = loose_files(store, files)
     places = [*loose, *below]
     hint = (
         f"point at {store.root / places[0]}"
@@ -64,10 +66,10 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
             else f"{len(loose)} torch or safetensors files"
         )
         message = f"not a checkpoint directory, but it contains {count}: {listed(loose)}"
-        return UnsupportedError(message, file=store.label, hint=hint)
+        return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
     if below:
         message = "not a checkpoint directory, but it contains checkpoints"
-        return UnsupportedError(message, file=store.label, hint=hint)
+        return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
     # Otherwise another program's files can explain it.
     title = next(
         (title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None
@@ -109,7 +111,7 @@ def checkpoints_below(
                 if is_checkpoint(folder):
                     paths.append(path)
                     continue
-                paths += [f"{path}/{name}" for name in _loose_files(folder, folder.files())]
+                paths += [f"{path}/{name}" for name in loose_files(folder, folder.files())]
                 if depth < _MOST_LEVELS:
                     waiting += [(f"{path}/{name}", depth + 1) for name in _visible_folders(folder)]
             except CheckpointingException:
@@ -127,7 +129,7 @@ def listed(paths: Sequence[str]) -> str:
     return ", ".join([*paths[:_MOST_LISTED], *(["…"] if len(paths) > _MOST_LISTED else [])])
 
 
-def _loose_files(store: LocalStore, files: Sequence[str]) -> list[str]:
+def loose_files(store: LocalStore, files: Sequence[str]) -> list[str]:
     """Return the files in a directory that are separate checkpoints, by their first bytes."""
     loose = []
     for name in [name for name in files if name.endswith((*SUFFIXES, SUFFIX))][:_MOST_OPENED]:

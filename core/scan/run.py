@@ -17,7 +17,6 @@ and the memory for decoding it, within ``memory_bytes``; about half a kilobyte f
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from core.device.device import Device
 from core.device.lane import host_buffer, uploaded_once
 from core.errors import CheckpointingException, MissingShardError
 from core.files.store import list_files_below
+from core.files.syscalls import allowed_cores
 from core.scan.observer import FileObserver, Observer
 from core.scan.separate_arrays import MemoryBudget, SeparateReader, is_checked
 from core.scan.share import Meter, ScanPart, divide_files
@@ -161,7 +161,7 @@ def scan(
     run = require_agreement(team, prepare, ScanRun.observed_state, subject=store.label)
 
     # Read. The lead then joins the results of all ranks.
-    n_threads = threads or len(os.sched_getaffinity(0))
+    n_threads = threads or len(allowed_cores())
     if team.size == 1:
         run.run_threads(n_threads)
         return run.result

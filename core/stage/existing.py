@@ -10,7 +10,8 @@ from core.errors import CheckpointingException, UsageError
 from core.files.store import LocalStore
 from core.formats.registry import sniffed
 from core.manifest.of_copy import manifest_name
-from core.opening.open import ITERATION_DIR, store_of_file
+from core.opening.iterations import ITERATION_DIR
+from core.opening.open import store_of_file
 
 
 def check_replaceable(dst: Path, paths: Iterable[str]) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from core.errors import StorageError, TruncatedError, UnsupportedError
 from core.files.folders import sync_file, sync_folders
-from core.files.store import check_name, translate_os_errors
-from core.files.syscalls import allocate, start_writeback
+from core.files.store import MAX_IO_BYTES, check_name, translate_os_errors
+from core.files.syscalls import allocate, flush, start_writeback
+from core.progress import OnProgress, Phase, count_steps
 
 MAX_OPEN_FILES = 128
 _SYNC_THREADS = 4
@@ -35,6 +36,7 @@ class StageStore:
         self._is_durable = is_durable
         self._open: OrderedDict[str, _StageFile] = OrderedDict()
         self._names: set[str] = set()
+        self._name_of: dict[int, str] = {}  # inode → the name that created it
         self._linked: set[str] = set()
         self._is_closed = False
         self._lock = threading.Lock()
@@ -44,6 +46,7 @@ class StageStore:
 
         Raises:
             CapacityError: the disk is full, or a limit on file sizes is reached.
+            UnsupportedError: the file system takes the name for that of another file.
             StorageError: the file cannot be created.
         """
         path = self.root / check_name(name)
@@ -51,7 +54,16 @@ class StageStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, _FLAGS | os.O_CREAT, 0o666))
             with self._file(name) as fd:
-                size = os.fstat(fd).st_size
+                status = os.fstat(fd)
+                # Names that differ in case are one file on macOS and on many network shares.
+                other = self._name_of.setdefault(status.st_ino, name)
+                if other != name:
+                    raise UnsupportedError(
+                        f"the file system cannot tell this file from {other}",
+                        file=name,
+                        hint="write to a file system that distinguishes upper and lower case",
+                    )
+                size = status.st_size
                 if size != n_bytes:
                     # Old bytes of another size are discarded. An empty file is not truncated
                     # again: another process may be filling it right now.
@@ -94,9 +106,9 @@ class StageStore:
         """
         with self._file(name) as fd, translate_os_errors(name, doing="write"):
             # The system may write less than requested.
-            done = os.pwrite(fd, data, offset)
-            while done < len(data):
-                done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+            view, done = memoryview(data), 0
+            while done < len(view):
+                done += os.pwrite(fd, view[done : done + MAX_IO_BYTES], offset + done)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of a file from ``offset`` on.
@@ -108,7 +120,7 @@ class StageStore:
         with self._file(name) as fd, translate_os_errors(name, doing="read back"):
             done = 0
             while done < len(buffer):
-                n = os.preadv(fd, [buffer[done:]], offset + done)
+                n = os.preadv(fd, [buffer[done : done + MAX_IO_BYTES]], offset + done)
                 if n == 0:
                     raise TruncatedError("the unfinished file is too short", file=name)
                 done += n
@@ -126,27 +138,37 @@ class StageStore:
             StorageError: the system could not write them.
         """
         with self._file(name) as fd, translate_os_errors(name, doing="sync"):
-            os.fsync(fd)
+            flush(fd)
 
-    def sync_files(self) -> None:
+    def sync_files(self, progress: OnProgress | None = None) -> None:
         """Sync every file that was created, opened or linked here.
 
+        Args:
+            progress: called with the number of files that have been synced.
+
         Raises:
             StorageError: the system could not write them.
         """
+        n_files = len(self._names) + len(self._linked)
+        step = count_steps(progress, Phase.SYNCING, n_files, unit="files") or (
+            lambda n_synced: None
+        )
         with ThreadPoolExecutor(_SYNC_THREADS) as pool:
             for _ in pool.map(self.sync, sorted(self._names)):
-                pass
+                step(1)
             for _ in pool.map(sync_file, [self.root / name for name in sorted(self._linked)]):
-                pass
+                step(1)
 
-    def sync_all(self) -> None:
+    def sync_all(self, progress: OnProgress | None = None) -> None:
         """Sync the files, then the directories, the innermost first.
+
+        Args:
+            progress: as for ``sync_files``.
 
         Raises:
             StorageError: the system could not write them.
         """
-        self.sync_files()
+        self.sync_files(progress)
         sync_folders(self.root)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from core.copy.ledger import CheckedRun, ItemRecord, WrittenRun
 from core.errors import CapacityError, MissingShardError, StorageError
 from core.files.store import translate_os_errors
+from core.files.syscalls import flush_content
 from core.plan.addresses import RecordCrc
 from core.plan.items import ItemNumber
 
@@ -147,7 +148,7 @@ class FileJournal:
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-            os.fdatasync(self._fd)
+            flush_content(self._fd)
         except OSError:
             self.distrust()
             # An incomplete line would hide the lines after it.
@@ -159,6 +160,19 @@ class FileJournal:
 def is_journal_of(path: Path, identity: str) -> bool:
     """Return whether a journal file exists and belongs to a plan."""
     return _read(path, identity, ())[1] > 0
+
+
+def recorded_bytes(stage_dir: Path, identity: str) -> int:
+    """Return the bytes of the destination that the journals of a plan list as written.
+
+    Args:
+        identity: identity of the plan and of the data directory (``Stage.journal_identity``).
+    """
+    done: dict[ItemNumber, list[object]] = {}
+    for path in journals_in(stage_dir):
+        done.update(_read(path, identity, None)[0])
+    records = filter(None, map(_decode, done.values()))
+    return sum(run.n_bytes for record in records for run in record.written)
 
 
 def _read(

@@ -27,8 +27,16 @@ from types import TracebackType
 from typing import Self
 
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
-from core.files.folders import empty_folder, make_folders, remove_empty, sync_folder, sync_folders
+from core.files.folders import (
+    empty_folder,
+    make_folders,
+    nearest_folder,
+    remove_empty,
+    sync_folder,
+    sync_folders,
+)
 from core.files.store import translate_os_errors
+from core.progress import OnProgress, Phase, begin_phase
 from core.stage.files import StageStore
 from core.stage.folder_lock import NO_LOCKS, lock_folder
 from core.stage.journal import BATCH_BYTES, FileJournal, is_journal_of, journal_path, journals_in
@@ -153,7 +161,7 @@ class Stage:
         # Open the files. The journal comes after the data directory, whose inode it records.
         with translate_os_errors(str(self.stage_dir), doing="create"):
             self.data_dir.mkdir(exist_ok=True)
-        self._check_space()
+        self.check_space()
         self.store = StageStore(self.data_dir, is_durable=self._fsync)
         if self._resume:
             self.journal = FileJournal(
@@ -229,28 +237,48 @@ class Stage:
                 self._unlock()
                 raise
 
-    def _check_space(self) -> None:
-        """Raise CapacityError if the file system has too little free space."""
-        if self._needed_bytes:
-            # Blocks that an earlier run has written count as free: they will be reused.
-            with translate_os_errors(str(self.stage_dir), doing="check the free space"):
-                status = os.statvfs(self.stage_dir)
-                present = sum(
-                    entry.stat().st_blocks * 512
-                    for entry in self.data_dir.rglob("*")
-                    if not entry.is_symlink()
-                )
-            free = status.f_bavail * status.f_frsize + present
-            if free < self._needed_bytes:
-                raise CapacityError(
-                    f"the destination needs {self._needed_bytes / _MIB:,.1f} MiB, "
-                    f"but only {free / _MIB:,.1f} MiB are free",
-                    file=str(self.dst.parent),
-                    hint="free some space, or write to another disk",
-                )
+    def free_bytes(self) -> int:
+        """Return the free space for the destination, in bytes.
 
-    def commit(self) -> None:
+        Blocks that an earlier run has written count as free: they are reused or removed. The
+        staging directory need not exist, and an old destination does not count, as it is replaced
+        only when the new one is complete.
+
+        Raises:
+            StorageError: the system does not tell.
+        """
+        with translate_os_errors(str(self.stage_dir), doing="check the free space"):
+            status = os.statvfs(nearest_folder(self.stage_dir))
+            present = sum(
+                entry.stat().st_blocks * 512
+                for entry in self.data_dir.rglob("*")
+                if not entry.is_symlink()
+            )
+        return status.f_bavail * status.f_frsize + present
+
+    def check_space(self) -> None:
+        """Raise unless the file system has enough free space; a plan may ask before entering.
+
+        Raises:
+            CapacityError: too little free space.
+            StorageError: the system does not tell.
+        """
+        if not self._needed_bytes:
+            return
+        free = self.free_bytes()
+        if free < self._needed_bytes:
+            raise CapacityError(
+                f"the destination needs {self._needed_bytes / _MIB:,.1f} MiB, "
+                f"but only {free / _MIB:,.1f} MiB are free",
+                file=str(self.dst.parent),
+                hint="free some space, or write to another disk",
+            )
+
+    def commit(self, *, progress: OnProgress | None = None) -> None:
         """Publish the destination.
+
+        Args:
+            progress: called with the files that have been synced, and before the rename.
 
         Raises:
             StorageError: the system refuses. If only a step after the last rename failed, the
@@ -260,11 +288,12 @@ class Stage:
         # Sync before the rename, so that a crash never leaves an incomplete destination.
         if self._fsync:
             try:
-                self.store.sync_all()
+                self.store.sync_all(progress)
             except CheckpointingException:
                 if self.journal is not None:
                     self.journal.distrust()
                 raise
+        begin_phase(progress, Phase.PUBLISHING)
         self.store.close()
 
         # Note the inode first: it shows later whether the rename took place (_is_committed).

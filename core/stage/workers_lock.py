@@ -19,6 +19,7 @@ from pathlib import Path
 
 from core.errors import StorageError
 from core.files.store import translate_os_errors
+from core.files.syscalls import flush
 from core.stage.folder_lock import WITHOUT_LOCKS, is_current
 
 NAME = "workers.lock"
@@ -82,7 +83,7 @@ def claim_stage(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock
             token = os.urandom(_TOKEN_BYTES).hex()
             os.ftruncate(fd, 0)
             os.pwrite(fd, token.encode("ascii"), 0)
-            os.fsync(fd)
+            flush(fd)
         except BaseException:
             os.close(fd)
             raise

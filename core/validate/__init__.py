@@ -1,7 +1,7 @@
 """``ckpt validate``: runs the checks of a level and collects their findings.
 
 Start at ``run``; ``accepted`` is for ``--ignore`` and baselines, ``newest`` for ``--newest-valid``.
-Imports: checks, checks.content, checks.metadata, convert, device, errors, files, formats.dcp,
+Imports: checks, checks.content, checks.metadata, convert, core, device, errors, files, formats.dcp,
 megatron.reshard, opening, pickle, team.
 """
 

@@ -11,7 +11,8 @@ from core.checks.finding import Severity
 from core.errors import CheckpointingException, UsageError
 from core.files.store import LocalStore
 from core.files.url import refuse_url
-from core.opening.open import ITERATION_DIR, NAMING_TRACKERS, TRACKER, iteration_dirs
+from core.opening.iterations import ITERATION_DIR, iteration_dirs
+from core.opening.open import NAMING_TRACKERS, TRACKER
 from core.team.protocol import ALONE, Team, broadcast_result
 from core.validate.run import Validation
 

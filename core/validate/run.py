@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +23,17 @@ from core.errors import CheckpointingException, UsageError, WorkerError
 from core.files.store import LocalStore
 from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
-from core.opening.open import FILL, iteration_dirs, locate_checkpoint
+from core.opening.iterations import iteration_dirs
+from core.opening.open import FILL, locate_checkpoint
 from core.opening.unrecognised import listed
 from core.pickle.reader import gc_paused
+from core.progress import OnProgress, Phase, count_steps
 from core.team.agreement import observe_files, require_agreement
 from core.team.figures import idle_figures, sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
 if TYPE_CHECKING:
     from core.checks.plan_request import PlanRequest
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ def validate(
     rules: Path | None = None,
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     plan_for: PlanRequest | None = None,
     against: Path | None = None,
     missing_chunks: str = FILL,
@@ -104,7 +103,7 @@ def validate(
         rules: TOML file with additional layout rules.
         threads: threads for reading data; None for one per processor.
         memory_bytes: memory limit for reading data.
-        progress: called with the bytes that this rank has read.
+        progress: called with the phase and its amounts on this rank.
         plan_for: also report whether the checkpoint can be loaded at these sizes.
         against: also compare the tensors, by fingerprint, with this manifest or checkpoint.
         missing_chunks: treatment of absent zarr chunks: ``fill``, or ``error`` to report each.
@@ -118,11 +117,13 @@ def validate(
         WorkerError: a rank of the team failed, or sees another checkpoint.
     """
     begun = time.monotonic()
+    on_open = count_steps(progress, Phase.CHECKING, unit="files")
 
     # Opening reads file names and metadata only, on every rank.
     def open_subject() -> Subject:
         table = load_rules(rules)
         location = locate_checkpoint(path, iteration=iteration)
+        location.store.on_open = on_open
         subject = Subject(
             path=location.path,
             root=path,
@@ -163,6 +164,7 @@ def validate(
                 rules=subject.rules,
                 threads=threads,
                 memory_bytes=memory_bytes,
+                progress=progress,
                 team=team,
                 device=device,
             )

@@ -63,3 +63,16 @@ def test_a_verb_can_be_called_whatever_was_imported_first(first: str) -> None:
         "assert all(callable(getattr(core, verb)) for verb in core._VERBS), core._VERBS"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_progress_is_told_in_bytes_up_to_all_of_them(golden: Path, tmp_path: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    report = core.convert(
+        golden / "torch_dcp/tp2_only",
+        tmp_path / "out",
+        to="torch_dist",
+        progress=lambda done, total: reports.append((done, total)),
+    )
+    done, total = reports[-1]
+    assert 0 < done == total <= report.bytes_written
+    assert {of for _, of in reports} == {total}

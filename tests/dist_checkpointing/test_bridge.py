@@ -13,7 +13,7 @@ from core.dist_checkpointing._engine.prepared_save import prepare_save
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError, WorkerError
+from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.support.facets import facet_of
 
@@ -139,6 +139,48 @@ def test_a_missing_tensor_and_another_shape_are_named(tmp_path):
         _loaded(tmp_path, ShardedTensor.from_rank_offsets("w", torch.zeros(7, 8)))
 
 
+@pytest.mark.parametrize("target", [torch.float32, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("stored", [torch.int64, torch.float32, torch.bool, torch.complex64])
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_values_are_those_of_copy(tmp_path, stored, target):
+    values = torch.tensor([[0, 1, -3, 2**40 + 1], [7, 0, 255, 256]]).to(stored)
+    if stored.is_floating_point:
+        values = values / 2
+    work = prepare_save(
+        [ShardedTensor.from_rank_offsets("w", values)], (), tmp_path, format="torch_dist"
+    )
+    work.write()
+    work.finish()
+    _complete(tmp_path, "torch_dist")
+    expected = torch.empty(2, 4, dtype=target).copy_(values)
+    # Complete, with other strides, a flattened range, and larger than what is stored.
+    whole = ShardedTensor.from_rank_offsets("w", torch.ones(2, 4, dtype=target))
+    assert torch.equal(_loaded(tmp_path, whole), expected)
+    turned = ShardedTensor.from_rank_offsets("w", torch.ones(4, 2, dtype=target).T)
+    assert torch.equal(_loaded(tmp_path, turned), expected)
+    flat = ShardedTensor.from_rank_offsets_flat(
+        "w", torch.ones(4, dtype=target), (2, 4), flattened_range=slice(2, 6)
+    )
+    assert torch.equal(_loaded(tmp_path, flat), expected.flatten()[2:6])
+    larger = ShardedTensor.from_rank_offsets(
+        "w", torch.ones(3, 4, dtype=target), allow_shape_mismatch=True
+    )
+    zeros = torch.zeros(1, 4, dtype=target)
+    assert torch.equal(_loaded(tmp_path, larger), torch.cat([expected, zeros]))
+
+
+def test_packed_values_are_not_cast(tmp_path):
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    work = prepare_save(
+        [ShardedTensor.from_rank_offsets("w", packed)], (), tmp_path, format="torch_dist"
+    )
+    work.write()
+    work.finish()
+    _complete(tmp_path, "torch_dist")
+    with pytest.raises(UnsupportedError, match="float4_e2m1fn_x2 into a tensor of float32"):
+        _loaded(tmp_path, ShardedTensor.from_rank_offsets("w", torch.zeros(4)))
+
+
 def test_objects_come_back(tmp_path):
     item = ShardedObject("rng", {"seed": [1, 2]}, (2,), (1,))
     work = prepare_save((), (item,), tmp_path, format="torch_dist")
@@ -156,7 +198,7 @@ def _disagreeing(rank: int, world: int, root: str) -> str:
     tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4 + rank), (0, rank, world))
     try:
         prepare_save([tensor], (), root, format="dcp")
-    except (UsageError, WorkerError) as err:
+    except UsageError as err:
         return str(err)
     return ""
 

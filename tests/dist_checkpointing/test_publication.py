@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,17 +60,34 @@ def test_what_is_written_appears_with_the_metadata_and_leaves_no_stage(tmp_path)
     assert maybe_load_config(tmp_path) == CONFIG
 
 
-def test_an_abandoned_or_dropped_save_leaves_the_directory_as_it_was(tmp_path):
+def test_an_abandoned_or_dropped_save_leaves_the_directory_as_it_was(tmp_path, caplog):
     made = Publication(tmp_path)
     _fill(made.data_dir, "new")
     made.abandon()
     made.abandon()
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == [] and not caplog.records
     dropped = Publication(tmp_path)
     _fill(dropped.data_dir, "new")
     del dropped
     gc.collect()
     assert os.listdir(tmp_path) == []
+    assert f"save to {tmp_path} was not finalized" in caplog.text
+
+
+def test_a_save_that_is_not_finalized_is_reported_when_the_program_ends(tmp_path):
+    program = (
+        "import sys, torch\n"
+        "from core.dist_checkpointing import ShardedTensor, save\n"
+        "from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue\n"
+        "queue = AsyncCallsQueue()\n"
+        "state = {'w': ShardedTensor.from_rank_offsets('w', torch.ones(2))}\n"
+        "queue.schedule_async_request(save(state, sys.argv[1], async_sharded_save=True))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert f"the asynchronous save to {tmp_path} was not finalized" in done.stderr
+    assert maybe_load_config(tmp_path) is None
 
 
 def test_a_fork_that_ends_does_not_remove_the_stage(tmp_path):

@@ -5,23 +5,33 @@ end.
 from __future__ import annotations
 
 import logging
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
+from core.dist_checkpointing import load, save
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from core.dist_checkpointing.strategies.torch import (
     MCoreMetadata,
     MCoreSavePlan,
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
-from core.errors import CheckpointingException
+from core.errors import CheckpointingException, MissingShardError, StorageError
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
-from tests.support.real_readers import read_dcp
+from tests.support.real_readers import of_tensor, read_dcp
 
 SHAPES = {
     "column": ((8, 6), torch.float32),
@@ -416,3 +426,103 @@ def test_the_old_metadata_stay_where_new_ones_cannot_be_written(tmp_path, monkey
 def test_the_names_of_old_classes_are_there():
     assert MCoreMetadata() is not None
     assert MCoreSavePlan() is not None
+
+
+def _caught_by_scripts(work: Any) -> list[Any]:
+    """What a script that was written for torch's checkpoints sees of a failure."""
+    with pytest.raises(CheckpointException) as caught:
+        work()
+    error = caught.value
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+    kinds = [isinstance(error, kind) for kind in (MissingShardError, StorageError)]
+    own = {rank: type(failure).__name__ for rank, (failure, _) in error.failures.items()}
+    return [kinds, error.exit_code, own, str(error)]
+
+
+def _failing_ranks(rank: int, world: int, folder: str) -> list[list[Any]]:
+    part = part_of("w", (8,), (0, rank, world))
+    if rank == 0:
+        for name in ("good", "bad", "late"):
+            Path(folder, name).mkdir()
+    dist.barrier()
+    save({"w": part}, f"{folder}/good")
+    extra = {"n": part_of("new", (2,), is_filled=False)} if rank == 1 else {}
+    found = [_caught_by_scripts(lambda: load({"w": part, **extra}, f"{folder}/good"))]
+
+    class Hindered(TorchDistSaveShardedStrategy):
+        def _prepare(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            if rank == 1:  # in the way of the file that the rank has to write
+                (Path(checkpoint_dir) / "__1_0.distcp").mkdir()
+            return super()._prepare(sharded_state_dict, checkpoint_dir)
+
+    strategy = Hindered("torch_dist", 1)
+    found.append(_caught_by_scripts(lambda: save({"w": part}, f"{folder}/bad", strategy)))
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(
+        save({"w": part}, f"{folder}/late", strategy, async_sharded_save=True)
+    )
+    found.append(_caught_by_scripts(lambda: queue.maybe_finalize_async_calls(blocking=True)))
+    return found
+
+
+@pytest.mark.dist
+def test_failures_are_also_those_of_torch_by_rank(tmp_path):
+    for rank, (missing, bad, late) in enumerate(run_ranks(2, _failing_ranks, str(tmp_path))):
+        assert missing[:3] == [[True, False], 3, {1: "MissingShardError"}]
+        assert missing[3].startswith("rank 1 failed: " * (rank == 0) + "the checkpoint has no such")
+        for failure in (bad, late):
+            assert failure[:3] == [[False, True], 6, {1: "StorageError"}]
+            assert "__1_0.distcp" in failure[3]
+    assert not any((tmp_path / name / "metadata.json").exists() for name in ("bad", "late"))
+
+
+SPLITS = ((4, 0, 0, 2), (0, 1, 0, 5))
+"""Rows of each of two shards of each of two ranks."""
+
+
+def _uneven(rank: int, world: int, folder: str) -> list[Any]:
+    def shards(split: tuple[int, ...], *, is_filled: bool) -> dict[str, Any]:
+        whole = global_tensor("w", (6, 2))
+        tensors = {}
+        for number in (2 * rank, 2 * rank + 1):
+            start, n = sum(split[:number]), split[number]
+            data = whole[start : start + n].clone() if is_filled else torch.zeros(n, 2)
+            tensors[f"w{number}"] = ShardedTensor(
+                "w", data, data.dtype, tuple(data.shape), (6, 2), (start, 0), None
+            )
+        return tensors
+
+    if rank == 0:
+        for name in ("plain", "parallel"):
+            Path(folder, name).mkdir()
+    dist.barrier()
+    save(shards(SPLITS[0], is_filled=True), f"{folder}/plain")
+    save(
+        shards(SPLITS[0], is_filled=True),
+        f"{folder}/parallel",
+        FullyParallelSaveStrategyWrapper(saves()),
+    )
+    loaded = [load(shards(SPLITS[1], is_filled=False), f"{folder}/plain")]
+    parallel = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(f"{folder}/parallel")
+    )
+    loaded.append(load(shards(SPLITS[1], is_filled=False), f"{folder}/parallel", parallel))
+    return [{key: value.tolist() for key, value in state.items()} for state in loaded]
+
+
+@pytest.mark.dist
+def test_shards_without_elements_share_an_offset_with_others(tmp_path):
+    tensor = global_tensor("w", (6, 2))
+    whole = tensor.tolist()
+    zero, one = run_ranks(2, _uneven, str(tmp_path))
+    assert zero == [{"w0": [], "w1": whole[:1]}] * 2
+    assert one == [{"w2": [], "w3": whole[1:]}] * 2
+    for name in ("plain", "parallel"):
+        assert read_dcp(tmp_path / name)["w"] == of_tensor(tensor)
+
+
+def test_views_of_large_tensors_take_no_more_space_than_they_show(tmp_path):
+    view = torch.ones(1_000_000)[:10]
+    save({"w": ShardedTensor.from_rank_offsets("w", view)}, tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.distcp")) < 10_000

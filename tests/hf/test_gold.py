@@ -131,7 +131,10 @@ def test_what_has_no_place_in_a_directory_is_listed(golden: Path) -> None:
     made = to_hf(middle)
     assert [text.partition(" (")[0] for text in made.dropped] == [
         "args",
-        "rng_state, checkpoint_version, iteration, num_floating_point_operations_so_far",
+        "rng_state",
+        "checkpoint_version",
+        "iteration",
+        "num_floating_point_operations_so_far",
     ]
     assert made.objects == {}
 

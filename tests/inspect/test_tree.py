@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 from core.catalog.catalog import TensorMeta
 from core.inspect.tree import MAX_DEPTH, Node, components, tree_of
 
@@ -76,6 +78,21 @@ def test_order_is_that_of_first_appearance() -> None:
         "l.[0-1]",
         "b",
     ]
+
+
+def test_layers_fold_whatever_the_order_of_their_tensors() -> None:
+    layers = [
+        [(f"l.{i}.attn.q", (4, 4)), (f"l.{i}.attn.k", (2, 4)), (f"l.{i}.norm", (4,))]
+        for i in range(12)
+    ]
+    ordered = tree_of(metas(*[row for layer in layers for row in layer]))
+    # Where a file ends in the middle of a layer, the rest of it follows in another order; here, all
+    # tensors of all layers are shuffled but those of the first.
+    rest = [row for layer in layers[1:] for row in layer]
+    random.Random(7).shuffle(rest)
+    assert tree_of(metas(*layers[0], *rest)) == ordered
+    assert labels(ordered) == ["l.[0-11]"]
+    assert labels(ordered[0].children) == ["attn", "norm"]
 
 
 def test_equal_rank_directories_fold_under_their_names() -> None:

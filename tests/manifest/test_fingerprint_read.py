@@ -20,6 +20,7 @@ from core.manifest.of_copy import read_manifest
 from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import canonical
 from core.opening.open import open_checkpoint
+from core.progress import bytes_only
 
 MODELS: dict[str, tuple[str, ...]] = {
     "dense_gqa": (
@@ -185,7 +186,7 @@ def test_a_resumed_copy_has_the_same_manifest(golden: Path, tmp_path: Path) -> N
 
     job = Job(src=source, dst=tmp_path / "out", to="dcp", fingerprint=True, resume=True, threads=1)
     with pytest.raises(CheckpointingException, match="made to fail"):
-        run(job, progress=fail)
+        run(job, progress=bytes_only(fail))
     report = run(job)
     assert report.bytes_resumed > 0 and report.n_read_back > 0
     manifests = [(tmp_path / name / "ckpt-manifest.json").read_bytes() for name in ("whole", "out")]

@@ -178,14 +178,13 @@ def test_checkpoints_some_levels_below_are_listed_and_hidden_ones_are_not(
     )
 
 
-@pytest.mark.parametrize("verb", ["inspect", "convert", "reshard", "diff", "manifest"])
+@pytest.mark.parametrize("verb", ["convert", "reshard", "diff", "manifest"])
 def test_every_verb_wants_the_loose_file_named(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "last.ckpt")
     monkeypatch.chdir(tmp_path)
     words = {
-        "inspect": ["."],
         "convert": [".", "out", "--to", "safetensors"],
         "reshard": ["--tp-new", "2"],
         "diff": [".", "last.ckpt"],
@@ -245,16 +244,17 @@ def test_of_loose_files_the_unreadable_one_is_named_and_the_others_are_proposed(
     for name in ("a", "b"):
         save_file({f"{name}.w": torch.arange(3.0)}, tmp_path / f"{name}.safetensors")
     (tmp_path / "c.safetensors").write_bytes(bad)
-    for words in (
-        ["inspect"],
-        ["convert", "--to", "dcp", "-o", str(tmp_path / "out")],
-        ["manifest"],
-    ):
+    title = "a web page" if bad == PAGE else "but its header ends at byte 24"
+    for words in (["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
         assert main([words[0], str(tmp_path), *words[1:]]) != 0
         told = capsys.readouterr().err
         assert "c.safetensors" in told
-        assert ("a web page" if bad == PAGE else "but its header ends at byte 24") in told
+        assert title in told
         assert "the other files can be read one by one: a.safetensors, b.safetensors" in told
+    # inspect shows the other files.
+    assert main(["inspect", str(tmp_path)]) == 3
+    page = capsys.readouterr().out
+    assert title in page and "a.w" in page and "b.w" in page
 
 
 def test_validate_goes_on_with_the_files_beside_an_unreadable_one(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_the_schemas_have_the_fields_of_real_answers(
     other = golden / "mcore_legacy/dense_gelu/tp1_pp1"
     commands: dict[str, list[object]] = {
         "ckpt.inspect/1": ["inspect", run, "decoder.layers.0.mlp.*", "--values", 2],
+        "ckpt.inspect-list/1": ["inspect", golden / "torch_dcp"],
         "ckpt.plan/1": ["reshard", run, tmp_path / "half", "--tp-new", 1, "--dry-run", "--rank", 0],
         "ckpt.explain/1": ["reshard", run, tmp_path / "half", "--tp-new", 1, "--explain"],
         "ckpt.transfer/1": ["reshard", run, tmp_path / "half", "--tp-new", 1],

@@ -60,8 +60,11 @@ TITAN_CONFIG = """{
 """The config.json of the model in runs/titan, which its trainer does not save."""
 HOME = "/home/me/playground"
 """Stands in the pages for the directory that their commands run in."""
-TIMES = re.compile(r"\d[\d.,]* m?s\b(?:, \d[\d.,]* \w+/s| \(\d[\d.,]* \w+/s\))?")
-"""A time, with the rate that follows unless the time is short."""
+TIMES = re.compile(
+    r"(?:less than a second|about \d+ s \(.*\)|free space +\d[\d.,]* \w+"
+    r"|\d[\d.,]* m?s\b(?:, \d[\d.,]* \w+/s| \(\d[\d.,]* \w+/s\))?)"
+)
+"""A time, with the rate that follows unless the time is short; the free space of a plan."""
 GAP = "…"
 
 

@@ -230,12 +230,14 @@ def _read_missing(subject: Subject, form: Canonical, keys: list[str]) -> dict[st
     fingerprints = {key: subject.shared[key] for key in keys if key in subject.shared}
     missing = [key for key in keys if key not in fingerprints]
     if missing:
+        subject.store.on_open = None  # from here on bytes are counted, not files
         fingerprints |= read_fingerprints(
             form.catalog,
             subject.store,
             missing,
             threads=threads,
             memory_bytes=subject.memory_bytes,
+            progress=subject.progress,
             device=subject.device,
         )
     return fingerprints

@@ -25,7 +25,7 @@ from core.formats.mcore.metadata_json import BACKEND_KEY, BACKENDS, CONFIG, VERS
 from core.formats.mcore.objects import COMMON_OBJECT
 from core.megatron.extras.common_state import OF_THE_RUN, RNG, iteration_of, same, sharded_object
 from core.megatron.model.args import topology_of
-from core.opening.open import ITERATION_DIR
+from core.opening.iterations import ITERATION_DIR
 from core.pickle.inert import as_mapping
 
 _MIXED = (

@@ -31,7 +31,8 @@ from core.formats.dcp.rank_metadata import RANK_METADATA
 from core.formats.mcore.common_state import COMMON_FILE
 from core.formats.mcore.metadata_json import CONFIG, config_of
 from core.formats.mcore.objects import COMMON_OBJECT
-from core.opening.open import ITERATION_DIR, RELEASE, TRACKER
+from core.opening.iterations import ITERATION_DIR
+from core.opening.open import RELEASE, TRACKER
 
 ABSENT = Code(
     "CK510",

@@ -51,6 +51,7 @@ from core.files.network_mounts import file_system_of, is_coherent
 from core.files.store import LocalStore, translate_os_errors
 from core.megatron.reshard.reshard import load_rules
 from core.plan.items import ITEM_BYTES
+from core.progress import OnProgress, Phase, begin_phase
 from core.stage.existing import check_replaceable
 from core.stage.journal import BATCH_BYTES
 from core.team.protocol import Figures, Team, broadcast_result, gather_results, is_lead
@@ -88,6 +89,7 @@ def run_shared(
     team: Team,
     *,
     sizes: WorkSizes = _DEFAULT_SIZES,
+    progress: OnProgress | None = None,
     publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
     """Run the job as one of several workers, as ``core.convert.run.run`` does in one process.
@@ -96,17 +98,20 @@ def run_shared(
         job: the same on all workers.
         team: more than one worker; all of them call this function.
         sizes: the same on all workers.
+        progress: called on the lead with the phase; the bytes of a phase are those of the team.
         publishing: as for ``core.convert.run.run``; called on the lead only.
 
     Raises:
         CheckpointingException: the job failed, on all workers; the destination is untouched, and
             the staging directory is kept.
     """
+    begin_phase(progress, Phase.PLANNING)
     job = replace(within_memory(job), resume=True, beside_bytes=team.runtime_bytes)
     with ExitStack() as stack:
         # Copy: the lead writes the plan, all copy their shares, the lead joins the checksums.
-        lead = _Lead(job, team, stack, sizes) if is_lead(team) else None
+        lead = _Lead(job, team, stack, sizes, progress) if is_lead(team) else None
         order = broadcast_result(team, _by(lead, lambda lead: lead.begin()))
+        begin_phase(progress, Phase.COPYING)
         results = _run_shares(order, team, job.device, lambda share: share.copy())
         broadcast_result(team, _by(lead, lambda lead: lead.join(results or ())))
 
@@ -120,6 +125,7 @@ def run_shared(
                 rules=load_rules(job.rules, unknown=job.unknown),
                 threads=job.threads,
                 memory_bytes=job.memory_bytes - job.beside_bytes,
+                progress=progress,
                 team=team,
                 device=job.device,
             ).fingerprints
@@ -128,6 +134,7 @@ def run_shared(
         # Verify: a second plan, whose shares compare instead of writing.
         if job.verify:
             order = broadcast_result(team, _by(lead, lambda lead: lead.begin_verifying()))
+            begin_phase(progress, Phase.VERIFYING)
             results = _run_shares(
                 order,
                 team,
@@ -192,13 +199,22 @@ class _Lead:
         team: the workers.
         stack: closes source and staging directory at the end, whatever happens.
         sizes: granularity of the work.
+        progress: called with the phase and its amounts.
     """
 
-    def __init__(self, job: Job, team: Team, stack: ExitStack, sizes: WorkSizes) -> None:
+    def __init__(
+        self,
+        job: Job,
+        team: Team,
+        stack: ExitStack,
+        sizes: WorkSizes,
+        progress: OnProgress | None,
+    ) -> None:
         self._job = job
         self._team = team
         self._stack = stack
         self._sizes = sizes
+        self._progress = progress
         self._begun = time.monotonic()
         self._prepared: Prepared
         self._stage: Stage
@@ -213,7 +229,7 @@ class _Lead:
     def begin(self) -> WorkOrder:
         """Prepare the job, create all files in the staging directory, and write the plan."""
         job = self._job
-        prepared = self._prepared = self._stack.enter_context(prepare(job))
+        prepared = self._prepared = self._stack.enter_context(prepare(job, progress=self._progress))
         if job.force:
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
         with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as spooled:
@@ -322,7 +338,7 @@ class _Lead:
     def begin_verifying(self) -> WorkOrder:
         """Plan the comparison of the written files with the source, and return the order for it."""
         prepared, stage, job = self._prepared, self._stage, self._job
-        stage.store.sync_all()
+        stage.store.sync_all(self._progress)
         comparison, store = self._stack.enter_context(
             plan_comparison(
                 prepared.plan,
@@ -370,6 +386,6 @@ class _Lead:
         self._prepared.source.store.verify_unchanged()
         if publishing is not None:
             publishing(self._report(), os.lstat(written_path(self._prepared, self._stage)).st_ino)
-        self._stage.commit()
+        self._stage.commit(progress=self._progress)
         self.committed = self._report()
         return self.committed

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.torch_error import torch_error
+from core.errors import CheckpointingException
 
 
 class AsyncRequest(NamedTuple):
@@ -59,12 +61,17 @@ class AsyncRequest(NamedTuple):
 
         Raises:
             ValueError: ``preload_fn`` is given, but no argument that its result could replace.
-            CheckpointingException: a rank failed to write or to finalize; on every rank. A rank
-                whose own work failed raises its own error.
+            CheckpointingException: a rank failed to write or to finalize; on every rank. A failure
+                to write is a CheckpointException of torch, too. A rank whose own work failed with
+                another exception raises that.
         """
         check_request(self)
         try:
-            comm.together(lambda: call_now(self))
+            outcome = comm.attempt(lambda: call_now(self))
+            if isinstance(outcome.error, CheckpointingException):
+                raise torch_error(outcome)
+            if outcome.error is not None:
+                raise outcome.error
         except BaseException:
             abandon_rest(self)
             raise

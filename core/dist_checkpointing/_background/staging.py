@@ -5,10 +5,10 @@
     tensors of training ── copy_tensors ──▶ tensors over one Block
                         ── pickled by reference ──▶ writer process
 
-The memory is an anonymous file (memfd): a forked writer sees it without copy-on-write, a spawned
-one maps it by its descriptor. It is not limited by the size of /dev/shm. A block is free as soon as
-no tensor over it exists, and is then used by the next save: the first access to new memory takes
-several times as long as the copy itself.
+The memory is an anonymous file (a memfd, where the system has them): a forked writer sees it
+without copy-on-write, a spawned one maps it by its descriptor. It is not limited by the size of
+/dev/shm. A block is free as soon as no tensor over it exists, and is then used by the next save:
+the first access to new memory takes several times as long as the copy itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+
+from core.files.syscalls import anonymous_file
 
 ALIGNMENT = 64
 """Alignment of every copy, in bytes: enough for any dtype and for vector instructions."""
@@ -42,7 +44,7 @@ class Block:
 
     def __init__(self, n_bytes: int, *, fd: int | None = None) -> None:
         if fd is None:
-            fd = os.memfd_create("ckpt-staging", os.MFD_CLOEXEC)
+            fd = anonymous_file("ckpt-staging")
             os.ftruncate(fd, n_bytes)
         weakref.finalize(self, os.close, fd)
         self.fd = fd

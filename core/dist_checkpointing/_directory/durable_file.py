@@ -10,6 +10,7 @@ from pathlib import Path
 from core.errors import StorageError
 from core.files.folders import sync_folder
 from core.files.store import check_name, translate_os_errors
+from core.files.syscalls import flush
 
 
 def write_file(
@@ -45,7 +46,7 @@ def write_file(
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
-                os.fsync(file.fileno())
+                flush(file.fileno())
             partial_path.replace(path)
         except BaseException:
             with suppress(OSError):

@@ -22,6 +22,7 @@ system from saving into the directory.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import weakref
@@ -44,6 +45,8 @@ from core.stage.folder_lock import is_current, lock_folder
 if TYPE_CHECKING:
     from core.dist_checkpointing.core import CheckpointingConfig
 
+logger = logging.getLogger(__name__)
+
 _ATTEMPTS = 2
 _OLD = "old"
 _ENTRIES = "entries.json"
@@ -62,8 +65,9 @@ def data_dir_of(checkpoint_dir: Path) -> Path:
 class Publication:
     """A checkpoint that is being written; on the coordinator.
 
-    The staging directory is removed if the object is garbage-collected without having been
-    published, as for an asynchronous save that failed and was dropped.
+    If the object is garbage-collected, or the program ends, without a call of ``publish`` or
+    ``abandon``, an asynchronous save was not finalized: this is logged as an error, and the staging
+    directory is removed.
 
     Args:
         checkpoint_dir: an existing directory.
@@ -101,7 +105,9 @@ class Publication:
                 hint="wait for its end; finalize asynchronous saves of this program",
             ) from err
         self._lock_fd = lock.fd
-        self._end = weakref.finalize(self, _end, self._stage_dir, lock.fd, os.getpid())
+        self._end = weakref.finalize(
+            self, _drop, self.checkpoint_dir, self._stage_dir, lock.fd, os.getpid()
+        )
         try:
             self._begin()
         except BaseException:
@@ -184,7 +190,10 @@ class Publication:
 
     def abandon(self) -> None:
         """Remove the staging directory and its lock; do nothing after ``publish``."""
-        self._end()
+        pending = self._end.detach()
+        if pending is not None:
+            _, _, (_, *stage), _ = pending
+            _end(*stage)
 
     def _move_entries(self) -> None:
         """Move old entries into the staging directory, and the new entries into their place.
@@ -330,6 +339,23 @@ def _is_of_checkpoint(path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return bool(_OWN_NAME.match(path.name))
     return any(_FILE_OF_A_KEY.match(file) for _, _, files in os.walk(path) for file in files)
+
+
+def _drop(checkpoint_dir: Path, stage_dir: Path, lock_fd: int, owner: int) -> None:
+    """Report a save that was not finalized, and end it.
+
+    Args:
+        checkpoint_dir: the directory of the checkpoint that was not published.
+        stage_dir, lock_fd, owner: arguments of :func:`_end`.
+    """
+    if os.getpid() == owner:
+        logger.error(
+            "the asynchronous save to %s was not finalized, so there is no checkpoint: call "
+            "maybe_finalize_async_calls(blocking=True) of its queue on all ranks before the "
+            "program ends",
+            checkpoint_dir,
+        )
+    _end(stage_dir, lock_fd, owner)
 
 
 def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from core.arrays.box import Box, full_box
+from core.arrays.cast import is_supported
+from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
 from core.dist_checkpointing._engine.batches import batches
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
@@ -195,9 +197,10 @@ def fill_tensors(
     *,
     checks_crc: bool = True,
 ) -> None:
-    """Read regions of an opened checkpoint into tensors.
+    """Read regions of an opened checkpoint into tensors, with the values of ``Tensor.copy_``.
 
-    Tensors that are on a device or not dense are filled through host memory.
+    Tensors that are on a device or not dense are filled through host memory, and so are those of
+    dtypes that the engine does not cast to, such as a fraction to an integer: torch casts these.
 
     Args:
         pairs: the regions, each with its tensor; chunks with the same key have the same dtype.
@@ -205,6 +208,7 @@ def fill_tensors(
         checks_crc: compare checksums where the checkpoint has them and complete records are read.
 
     Raises:
+        UnsupportedError: torch does not cast a stored dtype to that of its tensor.
         CheckpointingException: as ``core.live.load.fill``.
     """
     # Separate the tensors whose memory can be read into. That of a conjugate or negative view has
@@ -213,7 +217,11 @@ def fill_tensors(
     indirect: list[tuple[Chunk, torch.Tensor]] = []
     for chunk, tensor in pairs:
         data = tensor.detach()
-        if (
+        stored = _in_readable_dtype(chunk, catalog)
+        if stored is not chunk:
+            check_data(chunk, data)
+            indirect.append((stored, data))
+        elif (
             data.device.type == "cpu"
             and data.is_contiguous()
             and not (data.is_conj() or data.is_neg())
@@ -224,13 +232,31 @@ def fill_tensors(
     fill(direct, catalog, store, checks_crc=checks_crc)
     # Read the others into host memory, in batches that bound it, and copy them.
     for batch in batches(indirect, lambda pair: pair[0].n_bytes):
-        hosts = [torch.empty(data.shape, dtype=data.dtype) for _, data in batch]
+        hosts = [torch.empty(data.shape, dtype=torch_dtype(chunk.dtype)) for chunk, data in batch]
         live_tensors = [
             live_tensor(chunk, host) for (chunk, _), host in zip(batch, hosts, strict=True)
         ]
         fill(live_tensors, catalog, store, checks_crc=checks_crc)
         for (_, data), host in zip(batch, hosts, strict=True):
             data.copy_(host)
+
+
+def _in_readable_dtype(chunk: Chunk, catalog: Catalog) -> Chunk:
+    """Return the chunk, in the stored dtype if the engine does not cast from that.
+
+    Raises:
+        UnsupportedError: torch does not cast the stored dtype, either.
+    """
+    meta = catalog.tensors.get(chunk.key)
+    if meta is None or is_supported(meta.dtype, chunk.dtype):
+        return chunk
+    if "packed" in (dtype_of(meta.dtype).kind, dtype_of(chunk.dtype).kind):
+        raise UnsupportedError(
+            f"cannot load {meta.dtype} into a tensor of {chunk.dtype}",
+            key=chunk.key,
+            hint=f"request the tensor as {meta.dtype}, and unpack it in the program",
+        )
+    return replace(chunk, dtype=meta.dtype)
 
 
 def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -> dict[str, object]:

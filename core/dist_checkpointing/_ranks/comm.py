@@ -11,7 +11,8 @@ import atexit
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -92,23 +93,58 @@ _depth = threading.local()
 """Its attribute ``n`` counts the nested :func:`together` and :func:`collect` of this thread."""
 
 
+class Failure(NamedTuple):
+    """The failure of one rank, as it is sent to the others.
+
+    Args:
+        text: description of the error.
+        packed: pickle of the error and the stack summary of its traceback; b"" if the error cannot
+            be pickled.
+    """
+
+    text: str
+    packed: bytes
+
+    def unpack(self) -> tuple[Exception, traceback.StackSummary]:
+        """Return the error and where it was raised; a WorkerError if it cannot be rebuilt here."""
+        try:
+            error, summary = pickle.loads(self.packed)
+        except Exception:  # the class may be unknown on this rank, or refuse its own arguments
+            return WorkerError(self.text), traceback.StackSummary()
+        return error, summary
+
+
+class Outcome(NamedTuple):
+    """The outcome of a work that all ranks of a group have run.
+
+    Args:
+        result: result on this rank; None if the work failed here.
+        error: the error that this rank has to raise, None if no rank failed.
+        failures: failure of each rank, by rank; None where the work succeeded.
+    """
+
+    result: Any
+    error: Exception | None
+    failures: Sequence[Failure | None]
+
+
 class _Message(NamedTuple):
     """The message that a rank sends to all others in an exchange.
 
     Args:
         kind: kind of the exchange.
         depth: number of works that the rank is inside of.
-        failure: error of the rank's work, None if it has not failed.
+        failure: failure of the rank's work, None if it has not failed.
         value: the value to be exchanged.
     """
 
     kind: str
     depth: int
-    failure: str | None
+    failure: Failure | None
     value: Any
 
 
-def _exchange(kind: str, value: Any, group: Any, failure: str | None = None) -> list[Any]:
+def _exchange(kind: str, value: Any, group: Any, failure: Failure | None = None) -> list[Any]:
     """Return the values of all ranks, by rank, after checking that all ranks are at the same step.
 
     A rank whose work failed may meet others that are still inside of theirs, and exchange something
@@ -119,7 +155,7 @@ def _exchange(kind: str, value: Any, group: Any, failure: str | None = None) -> 
         kind: kind of the exchange.
         value: value of this rank.
         group: process group.
-        failure: error of this rank's work, None if it has not failed.
+        failure: failure of this rank's work, None if it has not failed.
 
     Raises:
         OutOfStepError: ranks are at different steps.
@@ -142,7 +178,7 @@ def _out_of_step_error(messages: list[_Message]) -> OutOfStepError:
     for number, message in enumerate(messages):
         if message.failure is not None:
             return OutOfStepError(
-                f"rank {number} failed: {message.failure}", depth, rank=str(number)
+                f"rank {number} failed: {message.failure.text}", depth, rank=str(number)
             )
     steps = "; ".join(
         f"rank {number}: {message.kind} at level {message.depth}"
@@ -234,21 +270,37 @@ def together(work: Callable[[], T], group: Any = None) -> T:
 
     Raises:
         CheckpointingException: the work failed on a rank. A rank whose own work failed raises its
-            own error (any exception, not only the project's); the others raise a WorkerError that
-            names the failed ranks and the first of their errors.
+            own error (any exception, not only the project's). The others raise an error that names
+            the failed ranks: of the same class if the first of the errors is one of the project's,
+            so that scripts react to it in the same way on all ranks, else a WorkerError.
+    """
+    outcome = attempt(work, group)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.result  # type: ignore[no-any-return]
+
+
+def attempt(work: Callable[[], Any], group: Any = None) -> Outcome:
+    """Run ``work`` on all ranks of the group, as :func:`together`, and return its outcome.
+
+    Raises:
+        OutOfStepError: ranks are at different steps.
     """
     result, error = _attempt(work)
-    failure = None if error is None else _error_text(error)
-    _raise_failures(error, _exchange_outcomes(_OUTCOME, failure, group, error))
-    return result  # type: ignore[no-any-return]
+    failure = _pack_failure(error)
+    failures = _exchange_outcomes(_OUTCOME, failure, group, error=error, failure=failure)
+    return Outcome(result, _error_to_raise(error, failures), failures)
 
 
-def _exchange_outcomes(kind: str, value: Any, group: Any, error: Exception | None) -> list[Any]:
+def _exchange_outcomes(
+    kind: str, value: Any, group: Any, *, error: Exception | None, failure: Failure | None
+) -> list[Any]:
     """Exchange the outcome of this rank's work, unless all ranks know already that it failed.
 
     Args:
         kind, value, group: arguments of :func:`_exchange`.
         error: error of this rank's work.
+        failure: the same, to be sent.
 
     Raises:
         Exception: ranks are out of step; this rank's own error if it has one.
@@ -256,7 +308,7 @@ def _exchange_outcomes(kind: str, value: Any, group: Any, error: Exception | Non
     if isinstance(error, OutOfStepError) and error.depth <= getattr(_depth, "n", 0):
         raise error  # the others know of it from the same exchange
     try:
-        return _exchange(kind, value, group, None if error is None else _error_text(error))
+        return _exchange(kind, value, group, failure)
     except OutOfStepError as err:
         if error is None or err.depth < getattr(_depth, "n", 0):
             raise err from error
@@ -275,9 +327,11 @@ def collect(work: Callable[[], T], group: Any = None) -> list[T]:
     if world_size(group) == 1:
         return [work()]
     packed, error = _attempt(lambda: pickle.dumps(work()))
-    failure = None if error is None else _error_text(error)
-    outcomes = _exchange_outcomes(_RESULT, (failure, packed), group, error)
-    _raise_failures(error, [failure_of_rank for failure_of_rank, _ in outcomes])
+    failure = _pack_failure(error)
+    outcomes = _exchange_outcomes(_RESULT, (failure, packed), group, error=error, failure=failure)
+    to_raise = _error_to_raise(error, [failure_of_rank for failure_of_rank, _ in outcomes])
+    if to_raise is not None:
+        raise to_raise
     return [pickle.loads(result) for _, result in outcomes]
 
 
@@ -292,24 +346,48 @@ def _attempt(work: Callable[[], T]) -> tuple[Any, Exception | None]:
         _depth.n -= 1
 
 
-def _raise_failures(error: Exception | None, failures: list[str | None]) -> None:
-    """Raise this rank's own error, or one that names the other ranks that failed; or return.
+def _pack_failure(error: Exception | None) -> Failure | None:
+    """Return the error of this rank in a form that can be sent; None if there is none."""
+    if error is None:
+        return None
+    # Frames are rebuilt from plain values, because Python 3.13 keeps code objects in them, which
+    # cannot be pickled.
+    frames = traceback.extract_tb(error.__traceback__)
+    summary = traceback.StackSummary.from_list(
+        [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in frames]
+    )
+    try:
+        return Failure(_error_text(error), pickle.dumps((error, summary)))
+    except Exception:  # any class and any attribute of a user's error may refuse
+        return Failure(_error_text(error), b"")
+
+
+def _error_to_raise(
+    error: Exception | None, failures: Sequence[Failure | None]
+) -> Exception | None:
+    """Return this rank's own error, or one that names the other ranks that failed.
 
     Args:
         error: error of this rank.
-        failures: errors of all ranks as texts, by rank; None where the work succeeded.
+        failures: failures of all ranks, by rank; None where the work succeeded.
+
+    Returns:
+        None if no rank failed.
     """
-    if error is not None:
-        raise error
     failed = [number for number, failure in enumerate(failures) if failure is not None]
-    if failed:
-        names = ", ".join(map(str, failed[:_MAX_NAMED])) + (
-            " …" if len(failed) > _MAX_NAMED else ""
-        )
-        raise WorkerError(
-            f"{'ranks' if len(failed) > 1 else 'rank'} {names} failed: {failures[failed[0]]}",
-            rank=str(failed[0]),
-        )
+    if error is not None or not failed:
+        return error
+    names = ", ".join(map(str, failed[:_MAX_NAMED])) + (" …" if len(failed) > _MAX_NAMED else "")
+    prefix = f"{'ranks' if len(failed) > 1 else 'rank'} {names} failed"
+    first = failures[failed[0]]
+    assert first is not None, "the rank has failed"
+    cause, _ = first.unpack()
+    # An OutOfStepError answers the calls around it on its own rank, but not on this one.
+    if not isinstance(cause, CheckpointingException) or isinstance(cause, OutOfStepError):
+        return WorkerError(f"{prefix}: {first.text}", rank=str(failed[0]))
+    cause.message = f"{prefix}: {cause.message}"
+    cause.rank = cause.rank or str(failed[0])
+    return cause
 
 
 def _error_text(error: Exception) -> str:

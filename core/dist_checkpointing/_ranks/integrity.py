@@ -170,13 +170,15 @@ def _main_chunks(
 def _check_chunk(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor]]) -> None:
     """Raise unless a chunk has one main replica, or flattened shards that tile it.
 
+    In an uneven division, several ranks may have a chunk without elements at the same offset.
+
     Raises:
         UsageError: several main replicas hold the chunk, or flattened ranges overlap or leave a
             hole.
     """
     if holders[0].shard.flattened_range is not None:
         _check_ranges(key, chunk, holders)
-    elif len(holders) > 1:
+    elif len(holders) > 1 and 0 not in chunk[1]:
         raise UsageError(
             f"the {_describe_chunk(chunk)} has {len(holders)} main replicas, on ranks "
             f"{_format_ranks(holders)}",

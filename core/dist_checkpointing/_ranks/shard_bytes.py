@@ -25,6 +25,14 @@ def n_elements(tensor: ShardedTensor) -> int:
     return int(torch.Size(tensor.local_shape).numel())
 
 
+def is_empty_chunk(tensor: ShardedTensor) -> bool:
+    """Return whether a shard is a part without elements of an uneven division.
+
+    Its offset is that of the shard that follows, so its shard id may stand for that one.
+    """
+    return not tensor.has_regular_grid and not n_elements(tensor)
+
+
 def n_bytes(tensor: ShardedTensor) -> int:
     """Return the size of a shard's data, in bytes."""
     return n_elements(tensor) * int(tensor.dtype.itemsize)

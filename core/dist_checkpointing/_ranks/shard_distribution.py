@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.parcels import sort_key
-from core.dist_checkpointing._ranks.shard_bytes import n_bytes
+from core.dist_checkpointing._ranks.shard_bytes import is_empty_chunk, n_bytes
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from core.dist_checkpointing.utils import _sharded_tensor_shard_id, _ShardId
@@ -92,7 +92,7 @@ def determine_main_replica_uniform_distribution(
     """Distribute the ShardedTensors of a group over its ranks; collective.
 
     Args:
-        sharded_state_dict: this rank's state.
+        sharded_state_dict: this rank's state. Empty parts of uneven divisions are ignored.
         parallelization_group: process group, None for all ranks.
         ignore_groups: also take shards whose main replica is on no rank of this group, as loading
             must; without it they are left to the group that has the main replica, as saving must.
@@ -109,7 +109,11 @@ def determine_main_replica_uniform_distribution(
 
     def tensors_without_data() -> list[ShardedTensor]:
         leaves = nested_values(sharded_state_dict)
-        return [leaf.without_data() for leaf in leaves if isinstance(leaf, ShardedTensor)]
+        return [
+            leaf.without_data()
+            for leaf in leaves
+            if isinstance(leaf, ShardedTensor) and not is_empty_chunk(leaf)
+        ]
 
     # Collect the ranks that hold each shard.
     tensors_by_rank = comm.collect(tensors_without_data, parallelization_group)

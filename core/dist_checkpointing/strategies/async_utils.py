@@ -2,11 +2,14 @@
 
 The documented names of the queue's parts are re-exported here. If a writer fails or is killed,
 ``maybe_finalize_async_calls`` raises on every rank. The finalize functions of that call are then
-not called, so its checkpoint never becomes visible.
+not called, so its checkpoint never becomes visible. Neither does that of a call that is still in
+the queue when the queue or the program ends: this is logged as an error.
 """
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import deque
 from typing import NamedTuple
 
@@ -15,6 +18,7 @@ from core.dist_checkpointing._background.persistent_caller import PersistentAsyn
 from core.dist_checkpointing._background.request import AsyncRequest, abandon_rest, finalize
 from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.torch_error import torch_error
 from core.errors import UsageError
 
 __all__ = [
@@ -24,6 +28,8 @@ __all__ = [
     "PersistentAsyncCaller",
     "TemporalAsyncCaller",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class _ActiveAsyncRequest(NamedTuple):
@@ -52,6 +58,8 @@ class AsyncCallsQueue:
         self.call_idx = -1
         self.persistent = persistent
         self.persistent_caller: AsyncCaller | None = None
+        # Also called when the interpreter ends.
+        weakref.finalize(self, _report_unfinalized, self.async_calls)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a call; on all ranks, in the same order.
@@ -96,8 +104,9 @@ class AsyncCallsQueue:
         Raises:
             UsageError: ranks finalize different calls.
             CheckpointingException: the writer of a rank failed or was killed, or a finalize
-                function failed; on every rank, with the numbers of the ranks. The failed call is
-                removed from the queue, later ones stay.
+                function failed; on every rank, with the numbers of the ranks. The failure of a
+                writer is a CheckpointException of torch, too. The failed call is removed from the
+                queue, later ones stay.
         """
         finalized = []
         while self.async_calls and self.async_calls[0].async_caller.is_current_async_call_done(
@@ -121,7 +130,9 @@ class AsyncCallsQueue:
                 raise UsageError(
                     f"ranks finalize different asynchronous calls (by rank: {numbers})"
                 )
-            comm.together(raise_failure)
+            outcome = comm.attempt(raise_failure)
+            if outcome.error is not None:
+                raise torch_error(outcome)
         except BaseException:
             abandon_rest(active.async_request)
             raise
@@ -160,3 +171,22 @@ class AsyncCallsQueue:
         POOL.clear()
         if first_error is not None:
             raise first_error
+
+
+def _report_unfinalized(calls: deque[_ActiveAsyncRequest]) -> None:
+    """Log an error for the calls that are left in a queue which is not used any more.
+
+    Calls of ``save`` are reported by their ``Publication``, once and with the directory.
+    """
+    numbers = [
+        call.idx
+        for call in calls
+        if call.async_request.finalize_fns
+        and not any(hasattr(function, "abandon") for function in call.async_request.finalize_fns)
+    ]
+    if numbers:
+        logger.error(
+            "the finalize functions of asynchronous calls %s were not called: call "
+            "maybe_finalize_async_calls(blocking=True) on all ranks before the program ends",
+            ", ".join(map(str, numbers)),
+        )

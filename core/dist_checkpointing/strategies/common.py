@@ -83,7 +83,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         Raises:
             UnsupportedError: the state has a value that cannot be saved.
             StorageError, CapacityError: the file cannot be written.
-            WorkerError: the same errors, on the ranks that do not write.
+            WorkerError: rank 0 failed otherwise; on the ranks that do not write.
         """
 
         def write() -> None:

@@ -50,6 +50,7 @@ from typing_extensions import override
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.strategies._torch.write_results import WriteResults
 from core.errors import UnsupportedError, UsageError, WorkerError
+from core.files.syscalls import flush
 
 WriteBucket = tuple[str, str, tuple[list[Any], list[Any]]]
 """Path and name of a file, and its data as (streams, tensors): two lists of (item, data)."""
@@ -267,7 +268,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                     for item, data in chain(streams, tensors)
                 ]
                 if use_fsync:
-                    os.fsync(file.fileno())
+                    flush(file.fileno())
         except Exception as err:
             outcome = err
         results_queue.put((local_proc_idx, outcome))

@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.kept import CachedResult
-from core.dist_checkpointing._ranks.shard_bytes import n_elements
+from core.dist_checkpointing._ranks.shard_bytes import is_empty_chunk, n_elements
 from core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     dict_list_map_outplace,
@@ -281,6 +281,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         deferred: dict[_ShardId, ShardedTensor] = {}
         objects: dict[_ShardId, ShardedObject] = {}
         for leaf in nested_values(sharded_state_dict):
+            if isinstance(leaf, ShardedTensor) and is_empty_chunk(leaf):
+                continue  # nothing is loaded into it
             if isinstance(leaf, ShardedTensor):
                 (own if is_main_replica(leaf.replica_id) else deferred)[
                     _sharded_tensor_shard_id(leaf)
@@ -419,7 +421,8 @@ def distribute_main_replicas_with_precomputed_distribution(
     """Set the replica ids in place: 0 on the main rank of a shard, 1 on other ranks.
 
     Shards that the distribution assigns to other groups get 1. If a shard occurs more than once in
-    a state dict, only the first gets 0. Nothing is changed in a group of one rank.
+    a state dict, only the first gets 0. Empty parts of uneven divisions stay as they are. Nothing
+    is changed in a group of one rank.
 
     Args:
         sharded_state_dict: this rank's state dict.
@@ -437,7 +440,9 @@ def distribute_main_replicas_with_precomputed_distribution(
 
     # Check all tensors before the first is changed.
     tensors = [
-        leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)
+        leaf
+        for leaf in nested_values(sharded_state_dict)
+        if isinstance(leaf, ShardedTensor) and not is_empty_chunk(leaf)
     ]
     for tensor in tensors:
         if _sharded_tensor_shard_id(tensor) not in precomputed_distribution.shard_to_metadata:
@@ -516,6 +521,9 @@ def _fill_in(
     def value_of(leaf: Any) -> Any:
         if not isinstance(leaf, leaf_type):
             return leaf
+        if isinstance(leaf, ShardedTensor) and is_empty_chunk(leaf):
+            leaf.init_data("cpu")
+            return leaf.data
         if id_of(leaf) not in loaded:
             raise MissingShardError(
                 f"the shard at offset {leaf.global_offset} was not loaded", key=leaf.key

@@ -18,11 +18,12 @@ Versions: 1 of the backend, as megatron-core 0.12 to 0.20 write it. Source: the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -32,6 +33,8 @@ from core.dist_checkpointing._directory.removal import remove_entries
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import Agreement, PreparedSave, prepare_save
 from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.shard_bytes import n_elements
+from core.dist_checkpointing._ranks.torch_error import torch_error
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -86,6 +89,7 @@ __all__ = [
 ]
 
 BACKEND = "torch_dist"
+T = TypeVar("T")
 VERSIONS = (1,)
 
 
@@ -206,10 +210,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
         Raises:
             CheckpointingException: an entry cannot be saved or written, or ranks disagree; on every
-                rank.
+                rank. If a rank fails to write, it is a CheckpointException of torch, too.
         """
         prepared = self._prepare(sharded_state_dict, checkpoint_dir)
-        comm.together(prepared.write)
+        _run_as_torch(prepared.write)
         comm.together(partial(_finish, prepared.work))
 
     def _prepare(
@@ -253,8 +257,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         objects: dict[object, ShardedObject] = {}
         for leaf in chain.from_iterable(leaves.values()):
             shard = _shard_id(leaf)
-            # Two main replicas may differ, so neither can be chosen.
-            if self.keep_only_main_replica and (shard in tensors or shard in objects):
+            # Two main replicas may differ, so neither can be chosen, unless both are empty.
+            is_duplicate = shard in tensors or shard in objects
+            if self.keep_only_main_replica and is_duplicate and not _is_empty(leaf):
                 raise UsageError(
                     "this rank has two main replicas of one shard",
                     key=shard[0],
@@ -267,14 +272,21 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         return list(tensors.values()), list(objects.values())
 
 
-def _shard_id(leaf: Leaf) -> tuple[str, _ShardId]:
-    """Return the name of a leaf in the checkpoint, and the id of its shard."""
+def _is_empty(leaf: Leaf) -> bool:
+    return isinstance(leaf, ShardedTensor) and not n_elements(leaf)
+
+
+def _shard_id(leaf: Leaf) -> tuple[str, _ShardId, bool]:
+    """Return the name of a leaf in the checkpoint, the id of its shard, and if that is empty.
+
+    In an uneven division, an empty shard has the offset of the one that follows it.
+    """
     shard = (
         _sharded_object_id(leaf)
         if isinstance(leaf, ShardedObject)
         else _sharded_tensor_shard_id(leaf)
     )
-    return checkpoint_name(leaf), shard
+    return checkpoint_name(leaf), shard, _is_empty(leaf)
 
 
 def _write(checkpoint_dir: str | Path, prepared: PreparedSave) -> None:
@@ -285,6 +297,18 @@ def _write(checkpoint_dir: str | Path, prepared: PreparedSave) -> None:
         prepared: the save, as all ranks have agreed on it.
     """
     prepared.write()
+
+
+def _run_as_torch(work: Callable[[], T]) -> T:
+    """Run work on all ranks and return its result; a failure is also torch's CheckpointException.
+
+    Raises:
+        CheckpointingException: a rank failed; on every rank.
+    """
+    outcome = comm.attempt(work)
+    if outcome.error is not None:
+        raise torch_error(outcome)
+    return outcome.result  # type: ignore[no-any-return]
 
 
 def _finish(work: LiveSave) -> None:
@@ -348,9 +372,10 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
         Raises:
             CheckpointingException: an entry is missing or damaged, or has another global shape
-                (unless ``allow_shape_mismatch``).
+                (unless ``allow_shape_mismatch``). It is a CheckpointException of torch, too, with
+                the failures by rank.
         """
-        loaded = comm.together(partial(_load, sharded_state_dict, checkpoint_dir))
+        loaded = _run_as_torch(partial(_load, sharded_state_dict, checkpoint_dir))
         # The metadata for torch are read only if a script asks for them.
         self._loaded_dir, self._global_metadata = Path(checkpoint_dir), None
         return loaded

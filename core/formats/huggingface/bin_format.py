@@ -41,7 +41,14 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnsupportedError,
+    raising,
+)
 from core.formats.format import Format, no_folders
 from core.formats.huggingface.files import with_carried
 from core.formats.huggingface.index import WeightIndex, read_index
@@ -127,14 +134,34 @@ def read(store: ReadStore) -> Catalog:
     )
 
 
-def shards_of(store: ReadStore) -> Shards | None:
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """Read the shards that can be read.
+
+    Args:
+        store: the directory.
+        report: receives the error of every shard that is skipped or missing.
+
+    Raises:
+        CheckpointingException: it is unclear which shards to read, or there are none.
+    """
+    shards = shards_of(store, report)
+    if shards is None:
+        raise MissingShardError("the directory has no shards", file=store.label)
+    return _ShardMerger(store, shards).salvaged(report)
+
+
+def shards_of(store: ReadStore, report: Report = raising) -> Shards | None:
     """Return the shards of a directory after checking that all exist.
+
+    Args:
+        store: the directory.
+        report: receives an error for each missing shard; raises it by default.
 
     Returns:
         None if the directory has neither an index nor numbered files.
 
     Raises:
-        MissingShardError: a shard is missing.
+        MissingShardError: a shard is missing (default ``report``).
         CorruptError: the index is malformed.
         UnsupportedError: there are several indexes or series, so it is unclear which to read.
         UnsafeError: the index lists a file outside the directory.
@@ -150,7 +177,7 @@ def shards_of(store: ReadStore) -> Shards | None:
             hint="pass one of them as the source",
         )
     if not indexes:
-        return _numbered_shards(names, store.label)
+        return _numbered_shards(names, store.label, report)
 
     # Name the first tensor of a missing shard.
     file = indexes[0]
@@ -158,19 +185,22 @@ def shards_of(store: ReadStore) -> Shards | None:
     first_keys: dict[str, str] = {}
     for key, name in index.file_of.items():
         first_keys.setdefault(name, key)
-    for name, key in first_keys.items():
-        if not store.exists(name):
-            raise MissingShardError(
-                f"a shard listed in {file} is missing", file=name, key=key, hint=_COPY_AGAIN
-            )
-    return Shards(tuple(sorted(first_keys)), file.removesuffix(INDEX_SUFFIX), index)
+    missing = [name for name in first_keys if not store.exists(name)]
+    for name in missing:
+        message = f"a shard listed in {file} is missing"
+        report(MissingShardError(message, file=name, key=first_keys[name], hint=_COPY_AGAIN))
+    return Shards(
+        tuple(sorted(first_keys.keys() - set(missing))), file.removesuffix(INDEX_SUFFIX), index
+    )
 
 
-def _numbered_shards(names: Sequence[str], label: str) -> Shards | None:
+def _numbered_shards(names: Sequence[str], label: str, report: Report) -> Shards | None:
     """Return the numbered shards of a directory without an index; None if there are none.
 
+    Args:
+        report: receives the error if a number is missing.
+
     Raises:
-        MissingShardError: a number is missing.
         UnsupportedError: there are several series.
     """
     matches = [match for match in map(_SHARD.fullmatch, names) if match]
@@ -189,10 +219,12 @@ def _numbered_shards(names: Sequence[str], label: str) -> Shards | None:
     numbers = {int(match[2]) for match in matches}
     missing = next((number for number in range(1, int(total) + 1) if number not in numbers), None)
     if missing is not None:
-        raise MissingShardError(
-            f"only {len(matches)} of {int(total)} shards found",
-            file=f"{stem}-{missing:0{len(total)}d}-of-{total}.bin",
-            hint=_COPY_AGAIN,
+        report(
+            MissingShardError(
+                f"only {len(matches)} of {int(total)} shards found",
+                file=f"{stem}-{missing:0{len(total)}d}-of-{total}.bin",
+                hint=_COPY_AGAIN,
+            )
         )
     return Shards(tuple(sorted(match[0] for match in matches)), stem)
 
@@ -223,6 +255,27 @@ class _ShardMerger:
         for name in self._shards.names:
             self._add_shard(name)
         self._check_index()
+        return self._build()
+
+    def salvaged(self, report: Report) -> Catalog:
+        """Read the shards that can be read, and build their catalog.
+
+        Raises:
+            CorruptError: two entries have the same key.
+        """
+        for name in self._shards.names:
+            try:
+                self._add_shard(name)
+            except CheckpointingException as err:
+                report(err)
+        return self._build()
+
+    def _build(self) -> Catalog:
+        """Build the catalog of the shards that were added.
+
+        Raises:
+            CorruptError: two entries have the same key.
+        """
         key = next((key for key in self._objects if key in self._arrays), None)
         if key is not None:
             file = None if self._shards.index is None else self._shards.index.file
@@ -370,6 +423,7 @@ FORMAT = Format(
     title="pytorch_model.bin of Hugging Face",
     sniff=sniff,
     read=read,
+    salvage=salvage,
     lay_out=None,
     has_live_objects=True,
     own_folders=no_folders,

@@ -50,6 +50,21 @@ _NOT_CARRIED = re.compile(
 """Weights, indexes, and files of this project and other formats; overrides ``_CARRIED``."""
 
 
+_TOKENIZER = re.compile(
+    r"tokenizer\.(json|model)|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"
+    r"|vocab\.(json|txt|bpe)|merges\.txt|chat_template\.(jinja|json)|tekken\.json"
+    r"|(tokenizer\.model\.v\d+|spiece\.model|sentencepiece\.model|sentencepiece\.bpe\.model)"
+    r"|.*\.tiktoken|tiktoken\.model|tokenization_\w+\.py",
+    re.ASCII,
+)
+"""The files from which transformers' tokenizers are loaded; the last are programs of a model."""
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Return True if a file of this name belongs to a model's tokenizer."""
+    return _TOKENIZER.fullmatch(name) is not None
+
+
 def carried_files(store: ReadStore) -> dict[str, int]:
     """Return path → size in bytes of a directory's files that are carried, sorted by path."""
     names = [name for name in store.files() if "\\" not in name and name.isprintable()]

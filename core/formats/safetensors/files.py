@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from core.errors import MissingShardError, UnsupportedError
+from core.errors import MissingShardError, Report, UnsupportedError, raising
 from core.formats.huggingface.index import WeightIndex, read_index
 
 if TYPE_CHECKING:
@@ -99,13 +99,17 @@ def _stem(name: str) -> str:
     return stem if stem in STEMS else STEMS[0]
 
 
-def files_of(store: ReadStore) -> WeightFiles:
+def files_of(store: ReadStore, report: Report = raising) -> WeightFiles:
     """Return the files of a directory that make up the checkpoint.
 
     If the user passed an index, its files do.
 
+    Args:
+        report: receives an error for each file that the index lists, or each series, if a file is
+            missing; raises them by default.
+
     Raises:
-        MissingShardError: a file that the index lists, or a shard of a numbered series, is missing.
+        MissingShardError: there is no file at all, or one is missing (default ``report``).
         CorruptError: the index is malformed.
         UnsafeError: the index names a file outside the directory.
         UnsupportedError: there are several indexes, and none has the usual name.
@@ -121,14 +125,14 @@ def files_of(store: ReadStore) -> WeightFiles:
     # An index decides which files are read.
     index, notes = _choose_index(store, weights)
     if index is not None:
-        return _files_of_index(store, index, weights + others, pieces, notes)
+        return _files_of_index(store, index, weights + others, pieces, notes, report)
 
     # Without an index, complete tensors take precedence over pieces.
     if not weights:
         if not pieces:
             raise MissingShardError("the directory has no safetensors file", file=store.label)
         return _complete_pieces(pieces)
-    _refuse_gaps(weights)
+    _report_gaps(weights, report)
     if others:
         usual_names = f"{weights[0]}{' …' * (len(weights) > 1)}"
         notes.append(f"not read, as loaders only read {usual_names}: {listed(others)}")
@@ -140,7 +144,12 @@ def files_of(store: ReadStore) -> WeightFiles:
 
 
 def _files_of_index(
-    store: ReadStore, index: WeightIndex, weights: list[str], pieces: list[str], notes: list[str]
+    store: ReadStore,
+    index: WeightIndex,
+    weights: list[str],
+    pieces: list[str],
+    notes: list[str],
+    report: Report,
 ) -> WeightFiles:
     """Return the files that an index lists.
 
@@ -150,24 +159,27 @@ def _files_of_index(
         weights: the directory's files with complete tensors.
         pieces: its files with pieces of tensors; they are read if all files are missing.
         notes: notes on the choice of the index.
+        report: receives an error for each missing file.
 
     Raises:
-        MissingShardError: a file is missing.
+        MissingShardError: pieces are read, and one is missing.
     """
     used = sorted(set(index.file_of.values()))
     missing = [name for name in used if not store.exists(name)]
     # torch writes the index of the consolidated files together with the pieces.
     if missing and pieces and not weights:
         return _complete_pieces(pieces, index=index)
-    if missing:
-        key = next(key for key, name in index.file_of.items() if name == missing[0])
-        alternative = f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""
-        raise MissingShardError(
-            f"files listed in {index.file} are missing ({len(missing)} in all)",
-            file=missing[0],
-            key=key,
-            hint="copy the checkpoint again, with all its files" + alternative,
+    alternative = f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""
+    for name in missing:
+        report(
+            MissingShardError(
+                f"files listed in {index.file} are missing ({len(missing)} in all)",
+                file=name,
+                key=next(key for key, file in index.file_of.items() if file == name),
+                hint="copy the checkpoint again, with all its files" + alternative,
+            )
         )
+    used = [name for name in used if name not in missing]
     unlisted = [name for name in weights if name not in used]
     if unlisted:
         notes = [*notes, f"not read, as {index.file} does not list them: {listed(unlisted)}"]
@@ -227,8 +239,8 @@ def _unread(pieces: list[str]) -> tuple[str, ...]:
     return (f"{note}, as other files contain the complete tensors",)
 
 
-def _refuse_gaps(names: list[str]) -> None:
-    """Raise MissingShardError unless every numbered series of files is complete."""
+def _report_gaps(names: list[str], report: Report) -> None:
+    """Report a MissingShardError for every numbered series of files that is not complete."""
     series: dict[tuple[str, str], set[int]] = {}
     for name in names:
         match = _SHARD.fullmatch(name)
@@ -240,10 +252,12 @@ def _refuse_gaps(names: list[str]) -> None:
         n_files, first = int(total), min(*numbers, 1)
         if len(numbers) < n_files:
             missing = next(n for n in range(first, n_files + 1) if n not in numbers)
-            raise MissingShardError(
-                f"only {len(numbers)} of {n_files} shards found",
-                file=f"{stem}-{missing:0{len(total)}d}-of-{total}{SUFFIX}",
-                hint="copy the checkpoint again, with all its files",
+            report(
+                MissingShardError(
+                    f"only {len(numbers)} of {n_files} shards found",
+                    file=f"{stem}-{missing:0{len(total)}d}-of-{total}{SUFFIX}",
+                    hint="copy the checkpoint again, with all its files",
+                )
             )
 
 

@@ -123,13 +123,13 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
 
     Args:
         store: the directory.
-        report: receives the error of every file that is skipped.
+        report: receives the error of every file that is skipped or missing.
 
     Raises:
         CheckpointingException: it is unclear which files to read, or a tensor is in two of them.
     """
     headers: list[Header] = []
-    for name in files_of(store).names:
+    for name in files_of(store, report).names:
         try:
             header = read_header(store, name)
         except CheckpointingException as err:

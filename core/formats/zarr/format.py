@@ -44,7 +44,15 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, StoredArray
-from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnsafeError,
+    UnsupportedError,
+    raising,
+)
 from core.files.json_object import read_small_file
 from core.files.store import LocalStore
 from core.formats.format import Format
@@ -124,6 +132,20 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: the backend or its version is not supported.
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
+    return salvage(store, raising)
+
+
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """Read the catalog without the arrays and objects that are damaged.
+
+    Args:
+        store: the checkpoint.
+        report: receives the problems.
+
+    Raises:
+        UnsafeError: an array is unsafe for another reason than pickles.
+        CorruptError: the common state is not a dict.
+    """
     # Only Megatron's checkpoints have a common state; only they are known to store every chunk.
     is_megatron = store.exists(COMMON_FILE) or names_backend(store)
     fills = not stores_every_chunk(store)
@@ -131,9 +153,12 @@ def read(store: ReadStore) -> Catalog:
     common: object = None
     hidden: dict[str, StoredArray] = {}
     if is_megatron:
-        check_version(store, backend=_BACKEND)
-        common, arrays_inside = read_common_file(store)
-        hidden |= arrays_inside
+        try:
+            check_version(store, backend=_BACKEND)
+            common, arrays_inside = read_common_file(store)
+            hidden |= arrays_inside
+        except CheckpointingException as err:
+            report(err)
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     objects: dict[str, StoredObject] = {}
@@ -159,24 +184,32 @@ def read(store: ReadStore) -> Catalog:
                 folders[key] = ZarrFolder(array, file, chunks)
             except (UnsupportedError, UnsafeError) as err:
                 unread[key] = err
-        elif folder:
-            _refuse_lost_metadata(store, folder, listing, is_megatron=is_megatron)
-        if is_megatron and folder:
-            for item, arrays_inside in _read_objects(store, folder, listing):
+            except CheckpointingException as err:
+                report(err)
+        try:
+            if folder and not is_array:
+                _refuse_lost_metadata(store, folder, listing, is_megatron=is_megatron)
+            for item, arrays_inside in (
+                _read_objects(store, folder, listing) if is_megatron and folder else ()
+            ):
                 objects[item.key] = item
                 hidden |= arrays_inside
+        except CheckpointingException as err:
+            report(err)
     # The key of a shard contains the shape of its grid: all shards of an object must exist.
     for grid in shard_grids(objects):
         for key in grid.absent_keys():
-            raise MissingShardError(
-                f"a shard of the object is missing: {len(grid.offsets)} of {prod(grid.shape)} "
-                "exist",
-                file=f"{key}.pt",
-                key=key,
-                hint="copy the checkpoint again, with all its files",
+            report(
+                MissingShardError(
+                    f"a shard of the object is missing: {len(grid.offsets)} of "
+                    f"{prod(grid.shape)} exist",
+                    file=f"{key}.pt",
+                    key=key,
+                    hint="copy the checkpoint again, with all its files",
+                )
             )
     catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects)
-    if is_megatron:
+    if is_megatron and common is not None:
         catalog = with_common_state(catalog, common, file=store.label)
     return without_unread(catalog.with_hidden(hidden), unread)
 
@@ -279,6 +312,7 @@ FORMAT = Format(
     title="Megatron zarr (zarr 2)",
     sniff=sniff,
     read=read,
+    salvage=salvage,
     lay_out=lay_out,
     partition="grid",
     is_mcore=True,

@@ -45,7 +45,14 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, Literal, PlacedArray, literal_file
 from core.catalog.key_patterns import some_of
-from core.errors import MissingShardError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    MissingShardError,
+    Report,
+    UnsafeError,
+    UnsupportedError,
+    raising,
+)
 from core.files.json_object import read_small_file
 from core.formats.format import Format
 from core.formats.torch.side_file import OBJECTS_FILE, objects_image, read_objects, with_objects
@@ -106,6 +113,19 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: the version of a ``zarr.json`` is not 3, or an object is not supported.
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
+    return salvage(store, raising)
+
+
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """Read the catalog without the arrays that are damaged.
+
+    Args:
+        store: the group.
+        report: receives the problems.
+
+    Raises:
+        CheckpointingException: a ``zarr.json`` or the objects cannot be read, or are unsafe.
+    """
     nodes: dict[str, dict[str, object]] = {}
     attributes: Mapping[str, object] | None = None
 
@@ -131,7 +151,10 @@ def read(store: ReadStore) -> Catalog:
     lost = cache(partial(lost_files, store))
     for folder, listing, has_array in folders_of(store, is_array=is_array):
         if not has_array:
-            _refuse_lost_metadata(folder, listing)
+            try:
+                _refuse_lost_metadata(folder, listing)
+            except CheckpointingException as err:
+                report(err)
             continue
         key, file = folder or ROOT_KEY, path_in(folder, METADATA_FILE)
         try:
@@ -139,8 +162,17 @@ def read(store: ReadStore) -> Catalog:
         except (UnsupportedError, UnsafeError) as err:
             unread[key] = err
             continue
+        except CheckpointingException as err:
+            report(err)
+            continue
         fill = array.fill if attributes is None else None  # this project stores every chunk
-        chunks = folder_chunks(store, folder, array, key=key, fill=fill, lost=lost, listing=listing)
+        try:
+            chunks = folder_chunks(
+                store, folder, array, key=key, fill=fill, lost=lost, listing=listing
+            )
+        except CheckpointingException as err:
+            report(err)
+            continue
         folders[key] = ZarrFolder(array, file, chunks)
     iteration = None if attributes is None else attributes.get("iteration")
     catalog = catalog_of_folders(store, folders, format="zarr3", version="3")
@@ -279,6 +311,7 @@ FORMAT = Format(
     title="zarr 3 group",
     sniff=sniff,
     read=read,
+    salvage=salvage,
     lay_out=lay_out,
     partition="grid",
     has_objects_beside=True,

@@ -135,6 +135,81 @@ def test_layers_are_folded(golden: Path, run: Run) -> None:
     assert "decoder.layers.0." in run(golden / "mcore_legacy/dense_gqa/tp2_pp2", "--flat")
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "mcore_legacy/dense_gqa/tp2_pp1_optim",
+            "Adam: exp_avg, exp_avg_sq, fp32 masters, 3 × 678 KiB",
+        ),
+        (
+            "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",
+            "Adam: exp_avg, exp_avg_sq, fp32 masters, 3 × 678 KiB",
+        ),
+        (
+            "mcore0121_torch_dist/dense_gqa/tp2_pp2_optim",
+            "Adam: exp_avg, exp_avg_sq, fp32 masters, 3 × 676 KiB",
+        ),
+        ("torch_dcp/fsdp2_dp4", "Adam: exp_avg, exp_avg_sq, 2 × 117 KiB; step, 84 B"),
+    ],
+)
+def test_the_optimizer_is_one_line_unless_it_is_asked_for(
+    name: str, line: str, golden: Path, run: Run
+) -> None:
+    page = run(golden / name)
+    assert page.splitlines()[-1] == f"optimizer  {line} (--optim shows them)"
+    assert page.count("exp_avg_sq") == 1
+    tree = run(golden / name, "--optim")
+    assert line not in tree
+    # Entries that are asked for otherwise are not folded.
+    assert run(golden / name, "--flat").count("exp_avg_sq") > 1
+    assert run(golden / name, "--tree", "*exp_avg_sq*").count("exp_avg_sq") > 0
+
+
+def test_a_checkpoint_of_nothing_but_an_optimizer_shows_its_tensors(
+    tmp_path: Path, run: Run
+) -> None:
+    torch.save({"state": {i: {"exp_avg": torch.zeros(3)} for i in range(5)}}, tmp_path / "x.pt")
+    assert "state.[0-4]" in run(tmp_path / "x.pt")
+
+
+def test_the_model_is_described(golden: Path, run: Run, shown: Callable[..., Any]) -> None:
+    llama = golden / "hf/llama/safetensors_sharded"
+    assert (
+        "model      llama · 40.8 K parameters · 3 layers · hidden 32 · 4 heads in 2 groups"
+        " · SwiGLU 80 · vocabulary 130\n"
+    ) in run(llama)
+    assert "layers.[0-2]" in run(llama)
+    page = shown(llama)
+    assert page["model"] == {}
+    assert page["architecture"] == {
+        "family": "llama",
+        "parameters": 40_800,
+        "layers": 3,
+        "hidden": 32,
+        "heads": 4,
+        "groups": 2,
+        "ffn": 80,
+        "swiglu": True,
+        "experts": None,
+        "experts_per_token": None,
+        "expert_ffn": None,
+        "vocabulary": 130,
+        "padded_vocabulary": None,
+        "tied": False,
+    }
+    assert "4 experts of 32, top 2" in run(golden / "mcore_legacy/moe_seq/tp1_pp1")
+    assert "model      30.0 K parameters\n" in run(golden / "torch_dcp/fsdp2_dp4")
+
+
+def test_a_megatron_model_of_a_known_family_becomes_hugging_faces_without_an_option(
+    golden: Path, shown: Callable[..., Any]
+) -> None:
+    page = shown(golden / "mcore_legacy/dense_gqa/tp2_pp1_optim")
+    (entry,) = [item for item in page["can"] if "hf" in item["to"]]
+    assert (entry["possible"], entry["why"]) == (True, "the optimizer is left out")
+
+
 def test_one_tensor_shows_which_rank_holds_which_box(
     golden: Path, shown: Callable[..., Any], run: Run
 ) -> None:

@@ -108,12 +108,71 @@ def test_a_wrong_assertion_about_the_source_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_optimizer_is_not_left_out_silently(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_an_optimizer_is_left_out_of_a_hugging_face_directory_with_one_line(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
-    code, _, err = run("convert", source, tmp_path / "out", "--to", "hf")
+    code, out, err = run("convert", source, tmp_path / "out", "--to", "hf")
+    assert (code, err) == (0, "")
+    lines = [line.strip() for line in out.splitlines() if "optimizer (" in line]
+    assert lines == ["not carried  optimizer (Hugging Face checkpoints have none)"]
+
+
+def test_an_optimizer_is_not_left_out_of_other_formats_silently(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
+    code, _, err = run("convert", source, tmp_path / "out", "--to", "dcp", "--names", "hf")
     assert code == 4
     assert "--no-optim" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_reason_for_not_carrying_something_is_one_line(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
+    command = ("convert", golden / "torch_dcp/fsdp2_dp2", tmp_path / "a.safetensors")
+    options = ("--to", "safetensors", "--no-optim")
+    plan = shown(*command, *options, "--dry-run", run=run)
+    [reason] = plan["dropped_reasons"]
+    assert reason["n_entries"] > 12
+    assert len(reason["examples"]) == 2
+    line = (
+        f"{reason['n_entries']} entries such as {', '.join(reason['examples'])} "
+        f"({reason['reason']})"
+    )
+    _, out, _ = run(*command, *options, "--dry-run")
+    assert sum("not carried" in text for text in out.splitlines()) == 1
+    assert line in out
+    code, out, err = run(*command, *options, "-q")
+    assert (code, out, err) == (0, "", f"note: not carried: {line}\n")
+
+
+def test_files_of_the_directory_are_counted_by_reason(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(golden / "hf/llama/safetensors_single", source)
+    for name in ("a.log", "b.log", "c.log"):
+        (source / name).write_text("x")
+    report = shown("convert", source, tmp_path / "out", "--to", "dcp", run=run)
+    assert {
+        "reason": "other files of the directory",
+        "n_entries": 3,
+        "examples": ["a.log", "b.log"],
+    } in report["dropped_reasons"]
+    assert "other files of the directory: a.log, b.log, c.log" in report["dropped"]
+
+
+def test_the_next_line_is_in_both_reports_but_not_in_the_quiet_one(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
+    command = ("convert", golden / "torch_dcp/tp2_only")
+    line = f'torch.load("{tmp_path / "a.pt"}", weights_only=True)'
+    assert shown(*command, tmp_path / "a.pt", run=run)["next"] == line
+    _, out, _ = run(*command, tmp_path / "b.pt")
+    assert out.splitlines()[-1].split(maxsplit=1) == ["next", line.replace("a.pt", "b.pt")]
+    assert run(*command, tmp_path / "c.pt", "-q") == (0, "", "")
 
 
 def test_without_a_destination_a_name_beside_the_source_is_proposed(
@@ -305,7 +364,9 @@ def test_a_signal_leaves_nothing_behind(
         os.kill(process.pid, number)  # once more: nothing interrupts the cleaning up
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert (out, err) == ("", f"error: interrupted ({number.name})\n")
+    label = "interrupted" if number == signal.SIGINT else f"interrupted ({number.name})"
+    advice = "rerun with --resume to keep partial work next time"
+    assert (out, err) == ("", f"{label}: nothing was written ({advice})\n")
     assert [path.name for path in tmp_path.iterdir()] == ["big.pt"]
 
 
@@ -317,7 +378,11 @@ def test_an_interrupted_run_with_resume_goes_on(tmp_path: Path, repo_dir: Path, 
     out, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert out == ""
-    assert err.startswith("note: partial output is kept")
+    stage_dir = tmp_path / ".out.ckpt-stage"
+    assert err == (
+        f"interrupted (SIGTERM): partial output is kept in {stage_dir} "
+        "(rerun the same command to continue)\n"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.ckpt-stage", "big.pt"]
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")

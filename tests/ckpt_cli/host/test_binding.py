@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.host.binding import CpuShare, cpu_share, n_cores, node_of_gpu, nodes_of, parse_cores
+from ckpt_cli.host.binding import (
+    CpuShare,
+    bind,
+    cpu_share,
+    n_cores,
+    node_of_gpu,
+    nodes_of,
+    parse_cores,
+)
+from core.errors import UnsupportedError
 
 TWO_NODES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -121,3 +130,14 @@ def test_a_bound_process_runs_on_its_cores_only(repo_dir: Path) -> None:
         "assert os.sched_getaffinity(0) == share.cores and len(share.cores) == share.n_threads == 1"
     )
     subprocess.run([sys.executable, "-c", code], cwd=repo_dir, check=True)
+
+
+def test_cores_cannot_be_chosen_where_the_system_does_not_bind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    share = bind("none", local_rank=0, local_size=1, is_below_agent=True)
+    assert share.cores is None and share.n_threads >= 1
+    with pytest.raises(UnsupportedError, match="--bind cores"):
+        bind("cores", local_rank=0, local_size=1, is_below_agent=True)

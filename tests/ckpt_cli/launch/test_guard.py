@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import pytest
+
 from ckpt_cli.host.results import WorkerResult, write_result
+from ckpt_cli.launch import guard
 from ckpt_cli.launch.agent import Attempt, LaunchHistory
 from ckpt_cli.launch.failure import Ended
-from ckpt_cli.launch.guard import AgentDeadlines, Limits, Overdue
+from ckpt_cli.launch.guard import AgentDeadlines, Limits, Overdue, find_worker_processes
 
 
 def started(history: LaunchHistory, tmp_path: Path) -> Path:
@@ -122,3 +127,21 @@ with guard_agent(LaunchHistory(), Limits(100, 100, 1), on_wait=print, end=end):
         [sys.executable, "-c", code], cwd=repo_dir, capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stdout) == (130, "2\n"), done.stderr
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="ps is not installed")
+def test_worker_processes_are_found_without_proc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_group = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        assert in_group.pid in find_worker_processes()
+        list_them = partial(guard._processes, tmp_path)
+        monkeypatch.setattr(guard, "_processes", list_them)
+        pids = find_worker_processes()
+        assert in_group.pid in pids and other.pid not in pids
+    finally:
+        for child in (in_group, other):
+            child.kill()
+            child.wait()

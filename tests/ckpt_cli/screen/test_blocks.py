@@ -13,6 +13,7 @@ from ckpt_cli.screen.blocks import (
     seconds_text,
     table,
     tree_rows,
+    wrapped,
 )
 from ckpt_cli.screen.terminal import Screen
 from core.arrays.box import Box
@@ -75,6 +76,57 @@ def test_long_values_wrap_beside_their_name_in_a_terminal_only() -> None:
     assert all(len(line) <= 40 for line in narrow)
     assert narrow[0].startswith("note  word")
     assert narrow[1].startswith("      word")
+
+
+@pytest.mark.parametrize("room", range(12, 60))
+def test_numbers_shapes_options_and_items_are_not_broken(room: int) -> None:
+    text = "reads 3.05 GiB of [4096, 1024] in 4 × 60 parts (with --dtype float32, tmp)"
+    lines = wrapped(text, room)
+    assert " ".join(lines) == text
+    for whole in ("3.05 GiB", "[4096, 1024]", "4 × 60", "--dtype float32"):
+        assert sum(whole in line for line in lines) == 1
+
+
+def test_items_of_a_list_stay_whole() -> None:
+    assert wrapped("4 layers · hidden 64 · 8 heads · tied", 24) == [
+        "4 layers · hidden 64 ·",
+        "8 heads · tied",
+    ]
+
+
+def test_a_table_shortens_its_names_in_a_narrow_terminal_only() -> None:
+    name = "model.decoder.some.very.long.name.of.a.layer.weight"
+    rows = [[Cell(f"│  └─ {name}", lead=6), "float32", "[4096, 1024]", "1.00 KiB"]]
+    rows.append(["short", "int8", "[1]", "1 B"])
+    (whole, _) = table(PLAIN, rows, align="<<<>", fits=True)
+    assert name in whole
+    assert next(iter(table(Screen(width=200), rows, align="<<<>", fits=True))) == whole
+    for width in range(54, len(whole)):
+        lines = list(table(Screen(width=width), rows, align="<<<>", fits=True))
+        assert {len(line) for line in lines} == {width}
+        assert lines[0].startswith("│  └─ m")
+        assert "…" in lines[0]
+        assert lines[0].endswith("t  float32  [4096, 1024]  1.00 KiB")
+    # Less than numbers need: the terminal breaks the line.
+    assert len(next(table(Screen(width=40), rows, align="<<<>", fits=True))) > 40
+
+
+def test_names_that_are_kept_have_a_line_of_their_own() -> None:
+    rows = [["a.very.long.name.of.a.layer", "[4, 4]", "9 B"], ["short", "[4]", "1 B"]]
+    assert list(table(Screen(width=30), rows, align="<<>", fits=True, keeps_names=True)) == [
+        "a.very.long.name.of.a.layer",
+        "                   [4, 4]  9 B",
+        "short              [4]     1 B",
+    ]
+
+
+def test_a_table_continues_its_last_cell_below() -> None:
+    rows = [["model", "9", "bfloat16, float32, int64"], ["total", "10"]]
+    assert list(table(Screen(width=30), rows, align="<><", fits=True)) == [
+        "model   9  bfloat16, float32,",
+        "           int64",
+        "total  10",
+    ]
 
 
 def test_a_tree_shows_one_layer_of_equal_ones_and_how_many_there_are() -> None:

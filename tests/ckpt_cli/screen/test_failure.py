@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
+from contextlib import suppress
 
 import pytest
 
-from ckpt_cli.screen.failure import Terminated, failure_of
+from ckpt_cli.screen.failure import Terminated, end_on_signals, failure_of, raise_if_ended
 from ckpt_cli.screen.terminal import Screen
 from core import errors
 
@@ -82,3 +84,17 @@ def test_a_bug_says_that_it_is_one() -> None:
 
 def test_a_broken_pipe_is_silent() -> None:
     assert failure_of(BrokenPipeError()).line == ""
+
+
+def test_a_signal_whose_exception_was_dropped_still_ends_the_process() -> None:
+    restore = end_on_signals()
+    try:
+        raise_if_ended()
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Terminated) as raised:
+            raise_if_ended()
+        assert raised.value.number == signal.SIGTERM
+    finally:
+        restore()
+    raise_if_ended()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, screen_of
+from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, screen_of, shortened
 
 
 class Terminal(io.StringIO):
@@ -63,3 +63,11 @@ def test_wide_and_combining_characters_take_their_columns() -> None:
     assert columns_of("e\u0301") == 1
     assert padded("層", 4) == "層  "
     assert padded("ab", 4, right=True) == "  ab"
+
+
+def test_long_text_loses_its_middle_and_keeps_its_lead() -> None:
+    assert shortened("decoder.weight", 14) == "decoder.weight"
+    assert shortened("decoder.weight", 9) == "deco…ight"
+    assert shortened("├─ decoder.weight", 10, lead=3) == "├─ dec…ght"
+    assert shortened("decoder.weight", 9, ellipsis="...") == "dec...ght"
+    assert all(columns_of(shortened("層層a層b層", width)) <= width for width in range(3, 12))

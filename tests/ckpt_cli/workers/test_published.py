@@ -9,6 +9,7 @@ import pytest
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
 from core.convert.job import Report
+from core.convert.report.dropped import DroppedReason
 from core.stage.stage import stage_dir_of
 from core.team.protocol import Figures
 
@@ -29,7 +30,9 @@ def report(dst: Path) -> Report:
         n_read_back=0,
         manifest="m",
         notes=("note",),
-        dropped=(),
+        dropped=("a (why)", "b (why)"),
+        dropped_reasons=(DroppedReason("why", 2, ("a", "b")),),
+        next="load_file()",
         workers=(Figures(0, "h", 1, 2, 0.5), Figures(1, "h", 1, 2, 0.5)),
         **numbers,
     )

@@ -18,6 +18,7 @@ from core.convert.run import Job, TopologyChange, run
 from core.convert.workers.run import WorkSizes, run_shared
 from core.convert.workers.share import WorkerShare, WorkOrder
 from core.errors import CorruptError, SourceChangedError, StorageError, UsageError, WorkerError
+from core.progress import bytes_only
 from core.team.protocol import Team, is_final, summarize_figures
 from tests.support.teams import PipeTeam, run_team
 
@@ -227,7 +228,7 @@ def test_what_several_workers_began_one_process_continues_and_the_other_way_roun
 
     back = replace(job_of("megatron", golden, tmp_path / "back" / "out"), resume=True)
     with pytest.raises(StorageError):
-        run(back, progress=stop)
+        run(back, progress=bytes_only(stop))
     found = run_team(2, convert_usually_or_die, back, -1, 0)[0]
     assert found["bytes_resumed"] > 0
     assert tree(tmp_path / "back") == tree(tmp_path / "one")

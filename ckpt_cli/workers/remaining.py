@@ -1,0 +1,57 @@
+"""What an interrupted command that writes a checkpoint has left on the disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.stage.stage import stage_dir_of
+
+
+@dataclass(slots=True)
+class Destination:
+    """The destination of a command, looked at after an interruption.
+
+    Args:
+        path: the path that was given; None if the command chooses one.
+        keeps_partial: the staging directory is kept if the command is interrupted.
+        inode: inode that the destination gets when it is published; None before that.
+    """
+
+    path: Path | None
+    keeps_partial: bool
+    inode: int | None = None
+
+    def remaining(self) -> str:
+        """Return what remains, and how to continue."""
+        path = self.path
+        # The disk decides: a signal may arrive right before or after the rename.
+        if path is not None and self.inode is not None and _inode_of(path) == self.inode:
+            return f"{path} was already complete"
+        stage_dir = None if path is None else stage_dir_of(Path(os.path.abspath(path)))
+        has_stage = stage_dir is not None and os.path.lexists(stage_dir)
+        # Without --force there was no destination, or the command would have refused it.
+        unchanged = f", {path} is unchanged" if path and os.path.lexists(path) else ""
+        if self.keeps_partial and has_stage:
+            return (
+                f"partial output is kept in {stage_dir}{unchanged} "
+                "(rerun the same command to continue)"
+            )
+        if self.keeps_partial:
+            is_known = path is not None
+            kept = "nothing was written" if is_known else "partial output, if any, is kept"
+            return f"{kept}{unchanged} (rerun the same command{'' if is_known else ' to continue'})"
+        if has_stage:
+            return f"{stage_dir} could not be removed{unchanged} (the next run removes it)"
+        return (
+            f"nothing was written{unchanged} (rerun with --resume to keep partial work next time)"
+        )
+
+
+def _inode_of(path: Path) -> int | None:
+    """Return the inode at a path; None if there is none."""
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None

@@ -1,0 +1,200 @@
+"""The line that loads the result of a conversion, to be pasted into a command or a program.
+
+==================== =============================================================================
+ destination          line
+==================== =============================================================================
+ megatron, torch_dist options of Megatron's training script: ``--load DST``, the sizes, and
+ and zarr of Megatron ``--no-load-optim`` or ``--no-load-rng`` for what is not in the checkpoint
+ Hugging Face model   ``AutoModelForCausalLM.from_pretrained("DST")``
+ any other            the call of the library that reads the format
+==================== =============================================================================
+
+Source: Megatron-LM d98e8a64 ``training/arguments.py``, ``training/checkpointing.py``
+(``load_checkpoint``); transformers 5.23, huggingface_hub 2.4, safetensors 0.8, torch 2.13,
+zarr-python 3.1.6, tensorstore 0.1.86, DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.catalog.catalog import AnyCatalog, TargetCatalog
+from core.catalog.facets import RankFacts
+from core.catalog.file_image import FileImage
+from core.changes.select import is_optimizer_key
+from core.errors import CheckpointingException
+from core.formats.format import Format
+from core.formats.huggingface.files import CONFIG
+from core.formats.torch.weights_only import refused
+from core.megatron.extras.common_state import RNG
+from core.megatron.model.args import facts_of, fields_of
+from core.megatron.model.hybrid import NAMES as PATTERNS
+from core.megatron.model.pipeline import Pipeline, layout_text
+from core.megatron.model.topology import Topology
+from core.opening.open import RELEASE, TRACKER
+from core.pickle.inert import as_mapping
+
+_CKPT_FORMATS = {"megatron": "torch", "torch_dist": "torch_dist", "zarr": "zarr"}
+"""Format → value of Megatron's ``--ckpt-format``."""
+_CAUSAL = "ForCausalLM"
+_NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenResult:
+    """What a conversion writes.
+
+    Args:
+        dst: path of the destination.
+        format: its format.
+        target: its catalog.
+        images: its files.
+        topology: its parallel sizes; None unless it has Megatron's training arguments.
+        config: the ``config.json`` of a model with Hugging Face's names; None for other tensors,
+            and for a model that is incomplete or has other names.
+    """
+
+    dst: Path
+    format: Format
+    target: TargetCatalog
+    images: Sequence[FileImage]
+    topology: Topology | None
+    config: Mapping[str, object] | None
+
+
+def load_line(result: WrittenResult) -> str:
+    """Return the line that loads the result of a conversion."""
+    has_tracker = any(image.path == TRACKER for image in result.images)
+    if result.topology is not None and has_tracker:
+        return " ".join(_megatron_options(result, result.topology))
+    return _library_call(result)
+
+
+def _library_call(result: WrittenResult) -> str:
+    """Return the call that loads a result without Megatron's training script."""
+    name, dst = result.format.name, _quoted(result.dst)
+    if name == "safetensors":
+        return _safetensors_call(result)
+    if name == "torch":
+        file = dst if result.target.write.is_file else _quoted(result.dst / result.images[0].path)
+        is_safe = result.target.write.weights_only or not any(refused(result.target.skeleton))
+        return f"torch.load({file}, weights_only={is_safe})"
+    if name in ("dcp", "torch_dist"):  # without Megatron's arguments, torch_dist is a DCP
+        metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
+        folder = _quoted(result.dst / metadata.parent)
+        return f"dcp.load(state_dict, checkpoint_id={folder})"
+    if name == "deepspeed_universal":
+        return f'engine.load_checkpoint({dst})  # config: "checkpoint": {{"load_universal": true}}'
+    if name == "zarr3":
+        dtypes = [meta.dtype for meta in result.target.tensors.values()]
+        if not any(dtype.startswith(_NOT_IN_ZARR_PYTHON) for dtype in dtypes):
+            return f'zarr.open_group({dst}, mode="r")'
+    if name in ("zarr", "zarr3"):
+        # The directory of the first tensor stands for that of any.
+        suffix, driver = (".zarray", "zarr") if name == "zarr" else ("/zarr.json", "zarr3")
+        path = next(image.path for image in result.images if image.path.endswith(suffix))
+        store = {"driver": "file", "path": str(result.dst / Path(path).parent)}
+        return f"tensorstore.open({json.dumps({'driver': driver, 'kvstore': store})}).result()"
+    return f"ckpt.open({dst})"
+
+
+def _safetensors_call(result: WrittenResult) -> str:
+    """Return the call that loads safetensors: a model, one file, or several files."""
+    dst = result.dst
+    if result.target.write.is_file:
+        return f"load_file({_quoted(dst)})"
+    paths = [image.path for image in result.images if image.path.endswith(".safetensors")]
+    if result.config is not None and CONFIG in {image.path for image in result.images}:
+        names = result.config.get("architectures")
+        is_causal = isinstance(names, list) and any(str(name).endswith(_CAUSAL) for name in names)
+        auto_class = f"AutoModel{_CAUSAL}" if is_causal else "AutoModel"
+        return f"{auto_class}.from_pretrained({_quoted(dst)})"
+    if len(paths) == 1:
+        return f"load_file({_quoted(dst / paths[0])})"
+    pattern = _quoted(dst / "*.safetensors")
+    return f"{{k: v for file in glob.glob({pattern}) for k, v in load_file(file).items()}}"
+
+
+def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str]:
+    """Yield the options with which Megatron's training script loads a result."""
+    target = result.target
+    yield f"--load {shlex.quote(str(result.dst))}"
+    yield f"--ckpt-format {_CKPT_FORMATS[result.format.name]}"
+
+    # The sizes; those of experts equal the others unless they are given.
+    yield f"--tensor-model-parallel-size {topology.tp}"
+    yield f"--pipeline-model-parallel-size {topology.pp}"
+    yield from _pipeline_options(target, topology)
+    if topology.ep > 1:
+        yield f"--expert-model-parallel-size {topology.ep}"
+    if topology.expert_tp != topology.tp:
+        yield f"--expert-tensor-parallel-size {topology.expert_tp}"
+
+    # Of a release, Megatron loads neither optimizer nor random states anyway.
+    if any(image.path.startswith(f"{RELEASE}/") for image in result.images):
+        return
+    if not any(map(is_optimizer_key, (*target.tensors, *target.objects))):
+        yield "--no-load-optim"
+    if not _has_random_states(target):
+        yield "--no-load-rng"
+
+
+def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str]:
+    """Yield Megatron's options for the distribution of layers over stages and model chunks."""
+    # The stages of a hybrid model are parts of its pattern.
+    fields = fields_of(target.args)
+    for name in PATTERNS:
+        pattern = fields.get(name)
+        if isinstance(pattern, str) and pattern:
+            if "|" in pattern:
+                yield f"--{name.replace('_', '-')} {shlex.quote(pattern)}"
+            return
+
+    n_layers = None
+    pipeline = topology.pipeline
+    try:
+        facts = facts_of(target.args)
+        n_layers = facts.n_layers
+        pipeline = pipeline or facts.pipeline_at(topology.pp, topology.vpp)
+    except CheckpointingException:  # a model that ckpt cannot reshard, copied as it was
+        pipeline = pipeline or Pipeline()
+    if pipeline.layout is not None:
+        yield f"--pipeline-model-parallel-layout {shlex.quote(layout_text(pipeline.layout))}"
+        return
+    for place, count in (("first", pipeline.first), ("last", pipeline.last)):
+        if count is not None:
+            yield f"--decoder-{place}-pipeline-num-layers {count}"
+    if pipeline.counts_embedding:
+        yield "--account-for-embedding-in-pipeline-split"
+    if pipeline.counts_loss:
+        yield "--account-for-loss-in-pipeline-split"
+    if pipeline.has_embedding_stage:
+        yield "--standalone-embedding-stage"
+    if topology.vpp == 1:
+        return
+
+    # Every version has the first option, which needs stages of equal size.
+    is_even = pipeline.first is None and pipeline.last is None
+    if is_even and n_layers is not None:
+        n_layers += pipeline.counts_embedding + pipeline.counts_loss
+        n_chunks = (topology.pp - pipeline.has_embedding_stage) * topology.vpp
+        yield f"--num-layers-per-virtual-pipeline-stage {n_layers // n_chunks}"
+    else:
+        yield f"--num-virtual-stages-per-pipeline-rank {topology.vpp}"
+
+
+def _has_random_states(catalog: AnyCatalog) -> bool:
+    """Return True if a Megatron checkpoint has random states."""
+    ranks = catalog.facet(RankFacts)
+    if ranks is None:
+        return any(key.partition("/")[0] == RNG for key in catalog.objects)
+    return any(RNG in (as_mapping(files) or {}) for _, files in ranks.ranks.values())
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as a string of Python's syntax."""
+    return json.dumps(str(path), ensure_ascii=False)

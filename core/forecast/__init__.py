@@ -1,0 +1,5 @@
+"""Forecast of a conversion, for ``--dry-run``: the free space, and the time to expect.
+
+Start at ``forecast``; ``disk_rates`` measures how fast the two disks are.
+Imports: arrays, convert, convert.stored_plan, errors, files, stage.
+"""

@@ -1,0 +1,64 @@
+"""Add the files of a tokenizer to a Hugging Face directory (``--tokenizer``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from core.catalog.catalog import Catalog
+from core.catalog.files_beside import carried_of, with_documents
+from core.errors import UsageError
+from core.files.store import translate_os_errors
+from core.formats.huggingface.files import CONFIG, is_tokenizer_file
+
+
+def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Catalog:
+    """Return a copy of a catalog with the tokenizer's files of a directory.
+
+    Args:
+        catalog: a model's catalog, with its configuration.
+        folder: the directory, such as that of the model's original release.
+        carries_files: the destination can store files beside the weights.
+
+    Raises:
+        UsageError: the destination is not a Hugging Face directory, ``folder`` has no such files,
+            or the destination has one of them already.
+        StorageError: a file cannot be read.
+    """
+    present = {*carried_of(catalog), *catalog.documents}
+    if not carries_files or CONFIG not in present:
+        raise UsageError(
+            "--tokenizer: the destination is not a Hugging Face directory",
+            hint="omit --tokenizer, or write a directory with --to hf",
+        )
+    if not folder.is_dir():
+        raise UsageError(
+            "--tokenizer: not a directory", file=str(folder), hint="give a directory, not a file"
+        )
+    with translate_os_errors(str(folder), doing="read"):
+        paths = sorted(
+            path for path in folder.iterdir() if is_tokenizer_file(path.name) and path.is_file()
+        )
+    if not paths:
+        raise UsageError(
+            "--tokenizer: the directory has no tokenizer files",
+            file=str(folder),
+            hint="give a directory with tokenizer.json, tokenizer.model or vocab.json",
+        )
+    existing = [path.name for path in paths if path.name in present]
+    if existing:
+        raise UsageError(
+            f"--tokenizer: SRC already has {', '.join(existing)}",
+            file=str(folder),
+            hint="omit --tokenizer; the tokenizer files of SRC are copied",
+        )
+    documents = {}
+    for path in paths:
+        with translate_os_errors(str(path), doing="read"):
+            documents[path.name] = path.read_bytes()
+    return with_documents(catalog, documents)
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Return True if one of these files belongs to a tokenizer."""
+    return any(map(is_tokenizer_file, names))

@@ -1,0 +1,113 @@
+"""List the checkpoints in a directory that is none itself; reads file names and sizes only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from core.errors import CheckpointingException
+from core.files.store import LocalStore
+from core.formats.format import Format
+from core.formats.registry import sniffed
+from core.opening.iterations import iteration_dirs
+from core.opening.open import locate_checkpoint
+from core.opening.unrecognised import checkpoints_below, loose_files
+
+_MOST_FILES = 200_000
+"""Maximum number of files whose sizes are looked at; checkpoints after that have no size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """A checkpoint in a directory.
+
+    Args:
+        path: its directory or file.
+        format: its format; None if looking at it fails.
+        iteration: the iteration in the directory's name, or None.
+        n_files, n_bytes: number and total size of its files; None if there are too many to count.
+        modified: time at which its newest file was modified, in seconds since 1970.
+    """
+
+    path: Path
+    format: Format | None
+    iteration: int | None
+    n_files: int | None
+    n_bytes: int | None
+    modified: float
+
+
+def list_checkpoints(root: Path) -> list[ListedCheckpoint]:
+    """Return the checkpoints in a directory and at most three levels below, the newest first.
+
+    Hidden directories are skipped, and no more than a thousand are looked at. In a training root
+    each iteration is listed.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    with closing(LocalStore(root)) as store:
+        names = [*loose_files(store, store.files()), *checkpoints_below(store, _has_format)]
+    # Final weights may have the iterations of their run next to them.
+    for name in list(names):
+        with closing(LocalStore(root / name)) as folder:
+            names += [f"{name}/{inner}" for inner in iteration_dirs(folder).values()]
+
+    # Sizes by stat, until it would take too long.
+    listed = []
+    n_left = _MOST_FILES
+    for name in names:
+        item = _describe(root / name, n_left)
+        n_left = 0 if item.n_files is None else n_left - item.n_files
+        listed.append(item)
+    return sorted(
+        listed, key=lambda item: (-int(item.modified), -(item.iteration or 0), str(item.path))
+    )
+
+
+def _has_format(store: LocalStore) -> bool:
+    """Return whether a directory is a checkpoint itself, not only a root with some."""
+    try:
+        sniffed(store)
+    except CheckpointingException:
+        return False
+    return True
+
+
+def _describe(path: Path, most_files: int) -> ListedCheckpoint:
+    """Describe one checkpoint.
+
+    Args:
+        most_files: maximum number of files to look at.
+    """
+    format: Format | None = None
+    iteration: int | None = None
+    with suppress(CheckpointingException):
+        location = locate_checkpoint(path)
+        location.store.close()
+        format, iteration = location.format, location.iteration
+    statuses = list(islice(_statuses(path), most_files + 1))
+    is_counted = len(statuses) <= most_files
+    return ListedCheckpoint(
+        path,
+        format,
+        iteration,
+        len(statuses) if is_counted else None,
+        sum(status.st_size for status in statuses) if is_counted else None,
+        max((status.st_mtime for status in statuses), default=0.0),
+    )
+
+
+def _statuses(path: Path) -> Iterator[os.stat_result]:
+    """Yield the status of a file, or of every file below a directory."""
+    if path.is_file():
+        yield path.stat()
+    for folder, _, files in os.walk(path):
+        for file in files:
+            # A link may lead nowhere, and a file may be gone since.
+            with suppress(OSError):
+                yield os.stat(os.path.join(folder, file))

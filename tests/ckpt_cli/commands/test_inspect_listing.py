@@ -1,0 +1,76 @@
+"""A directory that is no checkpoint, but contains some, is listed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.app import main
+
+
+@pytest.fixture
+def runs(golden: Path, tmp_path: Path) -> Path:
+    """Two runs, one of them with two iterations, and what is to be skipped."""
+    folder = tmp_path / "my runs"
+    ranks = golden / "mcore_legacy/dense_gqa/tp2_pp2"
+    shutil.copytree(ranks, folder / "a")
+    shutil.copytree(ranks / "iter_0000010", folder / "a" / "iter_0000020")
+    shutil.copytree(golden / "hf/llama/safetensors_single", folder / "b")
+    shutil.copytree(folder / "b", folder / ".hidden")
+    shutil.copytree(folder / "b", folder / "much/too/deep/for/it")
+    (folder / "logs").mkdir()
+    (folder / "logs/events").write_text("")
+    for number, name in enumerate(("b", "a/iter_0000010", "a/iter_0000020")):
+        for path in (folder / name).rglob("*"):
+            os.utime(path, (1_700_000_000 + number,) * 2)
+    return folder
+
+
+def test_checkpoints_below_are_listed_the_newest_first(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(runs), "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert page["schema"] == "ckpt.inspect-list/1"
+    assert page["path"] == str(runs)
+    rows = [
+        (os.path.relpath(item["path"], runs), item["format"], item["iteration"])
+        for item in page["checkpoints"]
+    ]
+    assert rows == [
+        ("a/iter_0000020", "megatron", 20),
+        ("a/iter_0000010", "megatron", 10),
+        ("b", "safetensors", None),
+    ]
+    sizes = [path.stat().st_size for path in (runs / "b").iterdir()]
+    assert page["checkpoints"][2]["bytes"] == sum(sizes)
+    assert page["checkpoints"][2]["files"] == len(sizes)
+    assert page["checkpoints"][2]["modified"] == "2023-11-14T22:13:20+00:00"
+
+
+def test_each_line_has_the_command_that_shows_it(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(runs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{runs}: not a checkpoint, but it contains 3 checkpoints"
+    assert f"ckpt inspect '{runs}/a/iter_0000020'" in lines[3]
+    assert main(["inspect", str(runs), "--limit", "1"]) == 0
+    assert capsys.readouterr().out.endswith("… 2 more lines; --limit 0 shows all\n")
+
+
+def test_a_key_needs_a_checkpoint(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(runs), "model.*"]) == 4
+    assert main(["convert", str(runs), str(runs / "out"), "--to", "dcp"]) == 4
+    assert "it contains checkpoints" in capsys.readouterr().err
+
+
+def test_loose_files_are_listed(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(golden / "hf/llama/torch_single"), "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert {item["format"] for item in page["checkpoints"]} == {"torch"}
+    assert len(page["checkpoints"]) > 1

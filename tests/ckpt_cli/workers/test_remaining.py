@@ -1,0 +1,50 @@
+"""ckpt_cli.workers.remaining: what an interrupted command says it has left is on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckpt_cli.workers.remaining import Destination
+from core.stage.stage import stage_dir_of
+
+
+def test_without_resume_nothing_remains(tmp_path: Path) -> None:
+    destination = Destination(tmp_path / "out", keeps_partial=False)
+    assert destination.remaining() == (
+        "nothing was written (rerun with --resume to keep partial work next time)"
+    )
+
+
+def test_partial_output_is_named_only_if_there_is_some(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    destination = Destination(path, keeps_partial=True)
+    assert destination.remaining() == "nothing was written (rerun the same command)"
+    stage_dir_of(path).mkdir()
+    assert destination.remaining() == (
+        f"partial output is kept in {stage_dir_of(path)} (rerun the same command to continue)"
+    )
+
+
+def test_a_stage_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    stage_dir_of(path).mkdir()
+    assert Destination(path, keeps_partial=False).remaining() == (
+        f"{stage_dir_of(path)} could not be removed (the next run removes it)"
+    )
+
+
+def test_an_old_checkpoint_is_unchanged_until_the_new_one_has_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.mkdir()
+    destination = Destination(path, keeps_partial=False)
+    assert destination.remaining().startswith(f"nothing was written, {path} is unchanged (")
+    destination.inode = path.stat().st_ino + 1
+    assert "is unchanged" in destination.remaining()
+    destination.inode = path.stat().st_ino
+    assert destination.remaining() == f"{path} was already complete"
+
+
+def test_a_destination_without_a_name_may_have_partial_output() -> None:
+    assert Destination(None, keeps_partial=True).remaining() == (
+        "partial output, if any, is kept (rerun the same command to continue)"
+    )
