@@ -233,7 +233,8 @@ def _save_whole(rank: int, world: int, folder: Path, with_objects: bool) -> None
     state = state_of(rank, world) | {"iteration": 7, "args": {"hidden_size": 8}}
     if not with_objects:
         del state["rng"], state["once"]
-    serialization.save(state, folder)
+    # The converter writes one file for each of the source's.
+    serialization.save(state, folder, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
 
 
 def _items(folder: Path) -> dict[tuple[str, tuple[int, ...] | None], bytes]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from core.dist_checkpointing import load, save
@@ -133,7 +134,7 @@ def test_what_is_saved_is_loaded_at_any_number_of_ranks_and_read_by_torch(n_save
     on_ranks(n_saved, _save, tmp_path, {})
     assert {file.name for file in tmp_path.iterdir()} == {
         ".metadata",
-        *(f"__{n}_0.distcp" for n in range(n_saved)),
+        *(f"__{rank}_{number}.distcp" for rank in range(n_saved) for number in range(2)),
     }
     for n_loaded in (1, 2, 4):
         assert on_ranks(n_loaded, _load, tmp_path, n_loaded == n_saved) == [[]] * n_loaded
@@ -370,16 +371,37 @@ def test_a_later_save_of_other_values_with_the_same_strategy_has_these(tmp_path)
         )
 
 
+def test_the_files_of_a_rank_have_the_entries_that_torch_puts_there(tmp_path):
+    state = {
+        f"t{n}": ShardedTensor.from_rank_offsets(f"t{n}", torch.ones(n, 7)) for n in range(1, 12)
+    }
+    (tmp_path / "ours").mkdir()
+    saves(thread_count=3).save(state, tmp_path / "ours")
+    plain = {key: tensor.data for key, tensor in state.items()}
+    dcp.save(plain, storage_writer=dcp.FileSystemWriter(tmp_path / "torch", thread_count=3))
+
+    def keys_by_file(folder):
+        stored = dcp.FileSystemReader(folder).read_metadata().storage_data
+        files = {}
+        for index, info in stored.items():
+            files.setdefault(info.relative_path, set()).add(index.fqn)
+        return files
+
+    assert keys_by_file(tmp_path / "ours") == keys_by_file(tmp_path / "torch")
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_separation_hint_keeps_files_apart_and_they_can_be_removed(n, tmp_path):
     on_ranks(n, _save, tmp_path, {"separation_hint": "optimizer", "thread_count": 4})
-    apart = {f"optimizer__{number}_0.distcp" for number in range(n)}
     others = {file.name: file.read_bytes() for file in tmp_path.glob("__*")}
+    assert others.keys() == {f"__{rank}_{number}.distcp" for rank in range(n) for number in (0, 1)}
+    # Rank 0 also has the objects and the replicated entries.
+    apart = {"optimizer__0_2.distcp", "optimizer__0_3.distcp", "optimizer__1_2.distcp"}
     assert {file.name for file in tmp_path.iterdir()} == {
         ".metadata",
-        *apart,
-        *(f"__{n}_0.distcp" for n in range(n)),
+        *others,
+        *(name for name in apart if n == 2 or "__0_" in name),
     }
     assert on_ranks(n, _load, tmp_path, True) == [[]] * n
     TorchDistLoadShardedStrategy().remove_sharded_tensors(tmp_path, "optimizer")
@@ -393,7 +415,7 @@ def test_a_separation_hint_keeps_files_apart_and_they_can_be_removed(n, tmp_path
 
 
 def test_removing_leaves_other_entries_of_the_same_file_as_they_are(tmp_path, caplog):
-    saves().save(state_of(0, 1), tmp_path)
+    saves(thread_count=1).save(state_of(0, 1), tmp_path)
     before = read_dcp(tmp_path)
     data = (tmp_path / "__0_0.distcp").read_bytes()
     load = TorchDistLoadShardedStrategy()

@@ -51,6 +51,7 @@ from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.strategies._torch.write_results import WriteResults
 from core.errors import UnsupportedError, UsageError, WorkerError
 from core.files.syscalls import flush
+from core.formats.dcp.items import divide_by_size
 
 WriteBucket = tuple[str, str, tuple[list[Any], list[Any]]]
 """Path and name of a file, and its data as (streams, tensors): two lists of (item, data)."""
@@ -132,23 +133,27 @@ class FileSystemWriterAsync(FileSystemWriter):
             plan: this rank's plan, with the prefix of its file names.
             planner: provider of the data.
         """
-        # Items with the separation hint get half of the files.
+        # Divide the items by size, then each part by the separation hint: items with it go to half
+        # of the files.
         hint = self.separation_hint
-        name_prefixes = [""] if hint is None else ["", hint]
-        n_files = self.thread_count // len(name_prefixes)
-
+        prefixes = [""] if hint is None else ["", hint]
+        parts = divide_by_size(
+            [_item_bytes(item) for item in plan.items], self.thread_count // len(prefixes)
+        )
         self.write_buckets = []
-        for name_prefix in name_prefixes:
-            items = [
-                item
-                for item in plan.items
-                if hint is None or item.index.fqn.startswith(hint) == (name_prefix == hint)
-            ]
-            for bucket in filter(None, _split_evenly(items, n_files)):
+        for prefix in prefixes:
+            for part in parts:
+                items = [
+                    plan.items[n]
+                    for n in part
+                    if hint is None or plan.items[n].index.fqn.startswith(hint) == bool(prefix)
+                ]
+                if not items:
+                    continue
                 # Number the files without gaps, over both prefixes.
                 number = len(self.write_buckets)
-                name = f"{name_prefix}{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
-                data = _resolve_data(bucket, planner)
+                name = f"{prefix}{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
+                data = _resolve_data(items, planner)
                 self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, data))
         self.results_queue = WriteResults() if self.write_buckets else None
 
@@ -372,22 +377,10 @@ def _resolve_data(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[lis
     return streams, tensors
 
 
-def _split_evenly(items: Sequence[WriteItem], n_buckets: int) -> list[list[WriteItem]]:
-    """Split items into buckets of about the same number of bytes; deterministic."""
-    buckets: list[list[WriteItem]] = [[] for _ in range(n_buckets)]
-    bucket_bytes = [0] * n_buckets
-    # Place the largest items first, always into the smallest bucket.
-    for item in sorted(items, key=_item_bytes, reverse=True):
-        smallest = bucket_bytes.index(min(bucket_bytes))
-        buckets[smallest].append(item)
-        bucket_bytes[smallest] += _item_bytes(item)
-    return buckets
-
-
-def _item_bytes(item: WriteItem) -> int:
-    """Return the size of a tensor's item, in bytes; 1 for an object, which has no stream yet."""
+def _item_bytes(item: WriteItem) -> int | None:
+    """Return the size of a tensor's item, in bytes; None for an object."""
     if item.tensor_data is None:
-        return 1
+        return None
     return int(item.tensor_data.chunk.sizes.numel()) * int(
         item.tensor_data.properties.dtype.itemsize
     )

@@ -291,19 +291,24 @@ def _group_by_file(
         others = [item for item in members if item.coords[1:] != BEHIND]
         # Divide the items of a number as Megatron's writer does: by size, each part by the prefix
         # of the keys. Its files are numbered without gaps, over both prefixes.
-        parts = _balance(others, max(1, files_per_number // len(prefixes)))
+        # The sizes are those of the elements: as in megatron-core, headers do not count.
+        sizes = [
+            None if item.box is None or item.array is None else item.array.n_bytes
+            for item in others
+        ]
+        parts = divide_by_size(sizes, max(1, files_per_number // len(prefixes)))
         part_number = -1
         for prefix in prefixes:
             for part in parts:
                 group = [
-                    item for item in part if _has_prefix(item, separate_prefix) == bool(prefix)
+                    others[n]
+                    for n in part
+                    if _has_prefix(others[n], separate_prefix) == bool(prefix)
                 ]
-                for file_items in (
-                    [group] if max_file_bytes is None else _split(group, max_file_bytes)
-                ):
-                    if file_items:
-                        part_number += 1
-                        yield f"{prefix}__{number}_{part_number}.distcp", file_items
+                runs = [group] if max_file_bytes is None else _split(group, max_file_bytes)
+                for run in filter(None, runs):
+                    part_number += 1
+                    yield f"{prefix}__{number}_{part_number}.distcp", run
         if behind:
             yield f"__{number}_{part_number + 1}.distcp", behind
 
@@ -312,25 +317,30 @@ def _has_prefix(item: Item, prefix: str | None) -> bool:
     return prefix is not None and item.key.startswith(prefix)
 
 
-def _balance(items: list[Item], n_parts: int) -> list[list[Item]]:
+def divide_by_size(sizes: Sequence[int | None], n_parts: int) -> list[list[int]]:
     """Divide items into parts of about equal size: objects in turn, chunks the largest first.
 
-    This is the assignment of megatron-core's ``FileSystemWriterAsync``, so that a rank's files
+    This is how megatron-core's ``FileSystemWriterAsync`` divides them, so that the files of a rank
     contain the same items.
+
+    Args:
+        sizes: size of each chunk, None for an object.
+
+    Returns:
+        The numbers of the items in each part.
     """
     if n_parts == 1:
-        return [items]
-    parts: list[list[Item]] = [[] for _ in range(n_parts)]
-    objects = [item for item in items if item.box is None]
-    for number, item in enumerate(objects):
-        parts[number % n_parts].append(item)
+        return [list(range(len(sizes)))]
+    parts: list[list[int]] = [[] for _ in range(n_parts)]
+    for position, number in enumerate(n for n, size in enumerate(sizes) if size is None):
+        parts[position % n_parts].append(number)
     # Give each chunk to the smallest part so far, the first one of equal ones.
-    sizes = [(0, number) for number in range(n_parts)]
-    chunks = [item for item in items if item.box is not None]
-    for item in sorted(chunks, key=lambda item: item.size, reverse=True):
-        size, number = heappop(sizes)
-        parts[number].append(item)
-        heappush(sizes, (size + item.size, number))
+    smallest = [(0, part) for part in range(n_parts)]
+    chunks = [(size, number) for number, size in enumerate(sizes) if size is not None]
+    for size, number in sorted(chunks, key=lambda chunk: chunk[0], reverse=True):
+        n_bytes, part = heappop(smallest)
+        parts[part].append(number)
+        heappush(smallest, (n_bytes + size, part))
     return parts
 
 
