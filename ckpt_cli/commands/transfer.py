@@ -64,7 +64,7 @@ from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
-from ckpt_cli.workers.remaining import Destination
+from ckpt_cli.workers.remaining import InterruptedOutput
 from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
@@ -315,7 +315,7 @@ def _run(job: Job, workers: Team, *, form: str) -> Report:
     # Every launch keeps its staging directory, even with one worker, so a restart can continue.
     is_launched = RESULTS_VARIABLE in os.environ
     job = replace(job, resume=job.resume or is_launched)
-    destination = Destination(job.dst, keeps_partial=job.resume or workers.size > 1)
+    destination = InterruptedOutput(job.dst, keeps_partial=job.resume or workers.size > 1)
 
     def note_publication(report: Report, inode: int) -> None:
         destination.path, destination.inode = Path(report.dst), inode

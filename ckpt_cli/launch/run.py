@@ -37,7 +37,7 @@ from ckpt_cli.screen.failure import Terminated, raise_if_ended
 from ckpt_cli.screen.terminal import print_note
 from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report
-from ckpt_cli.workers.remaining import Destination
+from ckpt_cli.workers.remaining import InterruptedOutput
 from core.errors import StorageError, UsageError, WorkerError, did_you_mean
 from core.files.syscalls import allowed_cores
 from core.progress import Phase, begin_phase
@@ -201,7 +201,7 @@ def _remaining(history: LaunchHistory, dst: Path | None) -> str:
     if report is not None:
         return f"{report.dst} was already complete"
     # Workers that share a job always keep their partial output.
-    return Destination(dst, keeps_partial=True).remaining()
+    return InterruptedOutput(dst, keeps_partial=True).remaining()
 
 
 def _run(

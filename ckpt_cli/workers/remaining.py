@@ -10,8 +10,8 @@ from core.stage.stage import stage_dir_of
 
 
 @dataclass(slots=True)
-class Destination:
-    """The destination of a command, looked at after an interruption.
+class InterruptedOutput:
+    """The output of a command that writes, as an interruption leaves it.
 
     Args:
         path: the path that was given; None if the command chooses one.

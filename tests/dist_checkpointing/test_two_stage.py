@@ -122,10 +122,7 @@ def test_a_chunk_that_cannot_be_read_is_an_error_on_every_rank(small: Path) -> N
     (small / "w/0.0").unlink()
     texts = run_ranks(4, _fails, str(small), "missing")
     assert texts[0].startswith("MissingShardError") and "w/0.0" in texts[0]
-    assert all(
-        text.startswith("MissingShardError: rank 0 failed") and "w/0.0" in text
-        for text in texts[1:]
-    )
+    assert all(text.startswith("MissingShardError: rank") and "w/0.0" in text for text in texts[1:])
 
 
 @pytest.mark.dist

@@ -93,7 +93,7 @@ _depth = threading.local()
 """Its attribute ``n`` counts the nested :func:`together` and :func:`collect` of this thread."""
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """The failure of one rank, as it is sent to the others.
 
     Args:
@@ -125,7 +125,7 @@ class Outcome(NamedTuple):
 
     result: Any
     error: Exception | None
-    failures: Sequence[Failure | None]
+    failures: Sequence[RankFailure | None]
 
 
 class _Message(NamedTuple):
@@ -140,11 +140,11 @@ class _Message(NamedTuple):
 
     kind: str
     depth: int
-    failure: Failure | None
+    failure: RankFailure | None
     value: Any
 
 
-def _exchange(kind: str, value: Any, group: Any, failure: Failure | None = None) -> list[Any]:
+def _exchange(kind: str, value: Any, group: Any, failure: RankFailure | None = None) -> list[Any]:
     """Return the values of all ranks, by rank, after checking that all ranks are at the same step.
 
     A rank whose work failed may meet others that are still inside of theirs, and exchange something
@@ -293,7 +293,7 @@ def attempt(work: Callable[[], Any], group: Any = None) -> Outcome:
 
 
 def _exchange_outcomes(
-    kind: str, value: Any, group: Any, *, error: Exception | None, failure: Failure | None
+    kind: str, value: Any, group: Any, *, error: Exception | None, failure: RankFailure | None
 ) -> list[Any]:
     """Exchange the outcome of this rank's work, unless all ranks know already that it failed.
 
@@ -346,7 +346,7 @@ def _attempt(work: Callable[[], T]) -> tuple[Any, Exception | None]:
         _depth.n -= 1
 
 
-def _pack_failure(error: Exception | None) -> Failure | None:
+def _pack_failure(error: Exception | None) -> RankFailure | None:
     """Return the error of this rank in a form that can be sent; None if there is none."""
     if error is None:
         return None
@@ -357,13 +357,13 @@ def _pack_failure(error: Exception | None) -> Failure | None:
         [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in frames]
     )
     try:
-        return Failure(_error_text(error), pickle.dumps((error, summary)))
+        return RankFailure(_error_text(error), pickle.dumps((error, summary)))
     except Exception:  # any class and any attribute of a user's error may refuse
-        return Failure(_error_text(error), b"")
+        return RankFailure(_error_text(error), b"")
 
 
 def _error_to_raise(
-    error: Exception | None, failures: Sequence[Failure | None]
+    error: Exception | None, failures: Sequence[RankFailure | None]
 ) -> Exception | None:
     """Return this rank's own error, or one that names the other ranks that failed.
 

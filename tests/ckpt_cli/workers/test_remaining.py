@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpt_cli.workers.remaining import Destination
+from ckpt_cli.workers.remaining import InterruptedOutput
 from core.stage.stage import stage_dir_of
 
 
 def test_without_resume_nothing_remains(tmp_path: Path) -> None:
-    destination = Destination(tmp_path / "out", keeps_partial=False)
+    destination = InterruptedOutput(tmp_path / "out", keeps_partial=False)
     assert destination.remaining() == (
         "nothing was written (rerun with --resume to keep partial work next time)"
     )
@@ -17,7 +17,7 @@ def test_without_resume_nothing_remains(tmp_path: Path) -> None:
 
 def test_partial_output_is_named_only_if_there_is_some(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    destination = Destination(path, keeps_partial=True)
+    destination = InterruptedOutput(path, keeps_partial=True)
     assert destination.remaining() == "nothing was written (rerun the same command)"
     stage_dir_of(path).mkdir()
     assert destination.remaining() == (
@@ -28,7 +28,7 @@ def test_partial_output_is_named_only_if_there_is_some(tmp_path: Path) -> None:
 def test_a_stage_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "out"
     stage_dir_of(path).mkdir()
-    assert Destination(path, keeps_partial=False).remaining() == (
+    assert InterruptedOutput(path, keeps_partial=False).remaining() == (
         f"{stage_dir_of(path)} could not be removed (the next run removes it)"
     )
 
@@ -36,7 +36,7 @@ def test_a_stage_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
 def test_an_old_checkpoint_is_unchanged_until_the_new_one_has_its_name(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.mkdir()
-    destination = Destination(path, keeps_partial=False)
+    destination = InterruptedOutput(path, keeps_partial=False)
     assert destination.remaining().startswith(f"nothing was written, {path} is unchanged (")
     destination.inode = path.stat().st_ino + 1
     assert "is unchanged" in destination.remaining()
@@ -45,6 +45,6 @@ def test_an_old_checkpoint_is_unchanged_until_the_new_one_has_its_name(tmp_path:
 
 
 def test_a_destination_without_a_name_may_have_partial_output() -> None:
-    assert Destination(None, keeps_partial=True).remaining() == (
+    assert InterruptedOutput(None, keeps_partial=True).remaining() == (
         "partial output, if any, is kept (rerun the same command to continue)"
     )
