@@ -76,7 +76,7 @@ def state(rank: int, world: int, fill: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number in range(N_KEYS):
         rows = torch.arange(2 * 3 * 4.0).reshape(2, 3, 4)[1] + 100 * rank + 1000 * number + fill
-        key = f"{'optim' if number % 2 else 'model'}.{number}"
+        key = f"{'optim' if number >= 3 else 'model'}.{number}"
         found[key] = ShardedTensor.from_rank_offsets(
             key, torch.stack([rows, rows])[0], (0, rank, world)
         )
