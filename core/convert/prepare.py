@@ -340,8 +340,13 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
 
 def _written_topology(job: Job, catalog: Catalog, format: Format) -> Topology | None:
     """Return the parallel sizes of a Megatron checkpoint that is written, None for another."""
-    is_megatron = is_cut(format) and catalog.args is not None
-    return target_topology(job, catalog, format) if is_megatron else None
+    if not is_cut(format) or catalog.args is None:
+        return None
+    try:
+        return target_topology(job, catalog, format)
+    except UnsupportedError:
+        # A script of one's own may save an ``args`` without sizes; Megatron's cannot load it.
+        return None
 
 
 def _written_model(job: Job, form: GlobalForm, source: Checkpoint) -> Mapping[str, object] | None:
