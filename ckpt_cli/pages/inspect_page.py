@@ -173,7 +173,7 @@ def model_text(model: ModelDescription) -> str:
     For example ``llama · 8.03 B parameters · 32 layers · hidden 4096 · 32 heads in 8 groups``.
     """
     # Sizes: the text before and after each. Groups of one head each are ordinary attention.
-    heads = " heads"
+    heads = " head" if model.n_heads == 1 else " heads"
     if model.n_groups is not None and model.n_groups != model.n_heads:
         heads += f" in {n_text(model.n_groups, 'group')}"
     experts = " experts"
@@ -183,7 +183,7 @@ def model_text(model: ModelDescription) -> str:
         experts += f", top {model.n_experts_per_token}"
     sizes = (
         ("", None if model.n_parameters is None else count_text(model.n_parameters), " parameters"),
-        ("", model.n_layers, " layers"),
+        ("", model.n_layers, " layer" if model.n_layers == 1 else " layers"),
         ("hidden ", model.hidden_size, ""),
         ("", model.n_heads, heads),
         ("SwiGLU " if model.is_swiglu else "MLP ", model.ffn_size, ""),
