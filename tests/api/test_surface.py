@@ -30,7 +30,7 @@ SURFACE = json.loads(Path(__file__).with_name("surface.json").read_text("utf-8")
 PACKAGE = "core.dist_checkpointing"
 
 OURS = {
-    f"{PACKAGE}.serialization.save": {"overwrite"},
+    f"{PACKAGE}.serialization.save": {"manifest", "overwrite"},
 }
 """Keyword-only parameters with defaults that are there in addition."""
 

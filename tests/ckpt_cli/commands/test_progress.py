@@ -38,6 +38,7 @@ def slowed(function, pause_s):
 LocalStore.read_into = slowed(LocalStore.read_into, 0.02)
 LocalStore.read_vector = slowed(LocalStore.read_vector, 0.02)
 StageStore.sync = slowed(StageStore.sync, 0.2)
+import rich.console, rich.progress  # else the bar may come too late on a busy machine
 from ckpt_cli.workers import progress
 progress._SHORT_S = progress._BAR_AFTER_S = 0.01
 from ckpt_cli.app import main
