@@ -105,7 +105,11 @@ def _check(server: Server, make: Make, folder: Path, command: str) -> Ended:
     assert made <= {"out", "manifest.json"}
     if found.code:
         assert made == set()
-    if found.code > 1:
+    # inspect shows what can be read of a damaged checkpoint, below the damage.
+    is_shown = command.startswith("inspect") and (
+        found.out.startswith("✗ damaged") or '"problems": [{' in found.out
+    )
+    if found.code > 1 and not is_shown:
         assert is_one_error(found.err)
     for name in made:
         path = folder / name

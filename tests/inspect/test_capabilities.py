@@ -484,4 +484,4 @@ def test_a_hugging_face_directory_needs_no_option_to_leave_the_optimizer_out(
     golden: Path, tmp_path: Path
 ) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
-    assert assert_capabilities_hold(source, tmp_path)["hf"].why is None
+    assert assert_capabilities_hold(source, tmp_path)["hf"].why == "the optimizer is left out"

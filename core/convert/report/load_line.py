@@ -96,9 +96,10 @@ def _library_call(result: WrittenResult) -> str:
     if name in ("zarr", "zarr3"):
         # The directory of the first tensor stands for that of any.
         suffix, driver = (".zarray", "zarr") if name == "zarr" else ("/zarr.json", "zarr3")
-        path = next(image.path for image in result.images if image.path.endswith(suffix))
-        store = {"driver": "file", "path": str(result.dst / Path(path).parent)}
-        return f"tensorstore.open({json.dumps({'driver': driver, 'kvstore': store})}).result()"
+        paths = [image.path for image in result.images if image.path.endswith(suffix)]
+        if paths:
+            store = {"driver": "file", "path": str(result.dst / Path(paths[0]).parent)}
+            return f"tensorstore.open({json.dumps({'driver': driver, 'kvstore': store})}).result()"
     return f"ckpt.open({dst})"
 
 

@@ -170,17 +170,22 @@ def _files_of_index(
     if missing and pieces and not weights:
         return _complete_pieces(pieces, index=index)
     alternative = f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""
+    # The first tensor of each file; an index may list tens of thousands of files.
+    first_key: dict[str, str] = {}
+    for key, file in index.file_of.items():
+        first_key.setdefault(file, key)
     for name in missing:
         report(
             MissingShardError(
                 f"files listed in {index.file} are missing ({len(missing)} in all)",
                 file=name,
-                key=next(key for key, file in index.file_of.items() if file == name),
+                key=first_key[name],
                 hint="copy the checkpoint again, with all its files" + alternative,
             )
         )
-    used = [name for name in used if name not in missing]
-    unlisted = [name for name in weights if name not in used]
+    absent = set(missing)
+    used = [name for name in used if name not in absent]
+    unlisted = sorted(set(weights) - set(used), key=weights.index)
     if unlisted:
         notes = [*notes, f"not read, as {index.file} does not list them: {listed(unlisted)}"]
     return WeightFiles(tuple(used), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
