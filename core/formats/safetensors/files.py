@@ -183,9 +183,9 @@ def _files_of_index(
                 hint="copy the checkpoint again, with all its files" + alternative,
             )
         )
-    absent = set(missing)
+    absent, listed_names = set(missing), set(used)
     used = [name for name in used if name not in absent]
-    unlisted = sorted(set(weights) - set(used), key=weights.index)
+    unlisted = [name for name in weights if name not in listed_names or name in absent]
     if unlisted:
         notes = [*notes, f"not read, as {index.file} does not list them: {listed(unlisted)}"]
     return WeightFiles(tuple(used), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
