@@ -180,7 +180,9 @@ def measure_writing(folder: Path, *, n_bytes: int, syncs: bool) -> WriteRate:
 def _nameless_file(folder: Path) -> int:
     """Create a file without a name, so that nothing is left even if the process is killed."""
     try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # macOS has no O_TMPFILE; 0 then makes the call fail as on a file system without it.
+        nameless = getattr(os, "O_TMPFILE", 0)
+        return os.open(folder, nameless | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as err:
         if err.errno not in _NO_TMPFILE or not folder.is_dir():
             raise

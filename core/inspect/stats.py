@@ -8,7 +8,6 @@ are not multiplied by their scales.
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.key_patterns import fold_keys
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import CapacityError, CheckpointingException, UnsupportedError
+from core.files.syscalls import allowed_cores
 from core.numbers.difference import has_numbers
 from core.numbers.statistics import ValueStatistics, describe, merge_statistics
 from core.plan.box_reader import BoxReader, TensorReader, bands
@@ -107,9 +107,7 @@ def measure_tensors(
             sources.append((catalog, meta))
 
     # Divide the memory, and read in threads.
-    n_threads, cache_bytes = _fit_to_memory(
-        sources, threads or len(os.sched_getaffinity(0)), memory_bytes
-    )
+    n_threads, cache_bytes = _fit_to_memory(sources, threads or len(allowed_cores()), memory_bytes)
     readers = {
         id(catalog): BoxReader(catalog, checkpoint.store, cache_bytes=cache_bytes)
         for catalog in (view, checkpoint.catalog)

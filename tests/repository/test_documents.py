@@ -68,6 +68,8 @@ def test_every_command_that_needs_hosts_or_devices_can_be_parsed() -> None:
     problems, n_commands = [], 0
     for page in pages():
         for words in commands_in_shell_blocks(page.read_text("utf-8")):
+            if words[0].endswith("-completion"):
+                continue  # acts while it is parsed
             n_commands += 1
             try:
                 assert callable(parse_command(words))
