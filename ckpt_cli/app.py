@@ -133,7 +133,10 @@ def _root(
 )
 @accepts(InspectOptions)
 def _inspect(options: InspectOptions) -> Work:
-    """Show what a checkpoint contains and what can be done with it; read no tensor data."""
+    """Show what a checkpoint contains and what can be done with it.
+
+    Tensor data are read for --values and --stats only.
+    """
     from ckpt_cli.commands.inspect import inspect
 
     return partial(inspect, options)

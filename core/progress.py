@@ -36,7 +36,7 @@ Unit = Literal["bytes", "files"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of a phase is done.
+    """The progress of one phase.
 
     Args:
         phase: the phase.

@@ -27,8 +27,11 @@ def convert(options: TransferOptions) -> int:
     """
     to = options.to or implied_format(options.output or options.dst, options.names)
     if to is None and not any(getattr(options, name) for name in CONTENT_OPTIONS):
+        dst = options.output or options.dst
+        unknown = f", and the suffix {dst.suffix} implies no format" if dst and dst.suffix else ""
         raise UsageError(
-            "no target format: --to is missing", hint=f"choose one of: {', '.join(TARGETS)}"
+            f"no target format: --to is missing{unknown}",
+            hint=f"choose one of: {', '.join(TARGETS)}",
         )
     # To change only the content is to keep the source's format, with its parallel sizes.
     return transfer(build_job(replace(options, to=to), keeps_layout=to is None), options)

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import progress_option
-from ckpt_cli.options.transfer import Flag, missing_chunks_option
+from ckpt_cli.options.transfer import Flag, iteration_option, missing_chunks_option
 from ckpt_cli.options.values import one_of, parse_size, whole_number
 
 
@@ -31,15 +31,7 @@ class InspectOptions:
             "names, or values such as args.hidden_size.",
         ),
     ] = None
-    iteration: Annotated[
-        int | None,
-        Option(
-            "--iteration",
-            metavar="N",
-            parser=whole_number(0),
-            help="Iteration to read, in a training root. [the tracker's, else the newest]",
-        ),
-    ] = None
+    iteration: Annotated[int | None, iteration_option("Options")] = None
     tree: Annotated[
         bool | None,
         Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line per tensor. [tree]"),

@@ -30,11 +30,11 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
     "ckpt": ShortHelp(
         examples=(
             ("what a checkpoint holds", "ckpt inspect run"),
-            ("Megatron to Hugging Face", "ckpt convert run model-hf --to hf --no-optim"),
+            ("Megatron to Hugging Face", "ckpt convert run model-hf --to hf"),
             ("other parallel sizes", "ckpt reshard run run-tp4 --tp-new 4 --pp-new 2"),
             ("is every byte intact?", "ckpt validate run-tp4 --deep"),
         ),
-        options=("--version",),
+        options=("--version", "--install-completion"),
         guide="guide/first-steps",
     ),
     "inspect": ShortHelp(
@@ -46,14 +46,24 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
             ),
             ("one line per tensor, the largest first", "ckpt inspect run --flat --sort size"),
         ),
-        options=("--iteration", "--tree", "--sort", "--values", "--limit", "--all", "--json"),
+        options=(
+            "--iteration",
+            "--tree",
+            "--optim",
+            "--sort",
+            "--values",
+            "--stats",
+            "--limit",
+            "--all",
+            "--json",
+        ),
         guide="guide/first-steps",
     ),
     "convert": ShortHelp(
         examples=(
             (
-                "Megatron to Hugging Face, weights only",
-                "ckpt convert run/iter_0010000 model-hf --to hf --no-optim --dtype bf16",
+                "Megatron to Hugging Face",
+                "ckpt convert run/iter_0010000 model-hf --to hf --dtype bf16",
             ),
             (
                 "Hugging Face to Megatron rank files, TP 4 × PP 2",
@@ -71,8 +81,8 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
             "--pp-new",
             "--no-optim",
             "--dtype",
+            "--tokenizer",
             "--include",
-            "--exclude",
             "--dry-run",
             "--verify",
             "--force",
@@ -129,7 +139,7 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
     "validate": ShortHelp(
         examples=(
             ("read every byte", "ckpt validate run/iter_0010000 --deep"),
-            ("the iteration to resume from", "ckpt validate --newest-valid run"),
+            ("the newest iteration without damage", "ckpt validate --newest-valid run --deep"),
             ("can TP 8 × PP 2 load it?", "ckpt validate run --plan-for tp=8,pp=2"),
         ),
         options=(

@@ -97,7 +97,7 @@ Flag = partial(Option, show_default=False)
 """An option without a value, whose help text does not show ``[default: no-…]``."""
 
 
-def _iteration(panel: str) -> object:
+def iteration_option(panel: str) -> object:
     """Return the option ``--iteration`` for a section of the help page."""
     return Option(
         "--iteration",
@@ -133,8 +133,8 @@ RulesFile = Annotated[
         help="Extra layout rules, tried before the built-in ones.",
     ),
 ]
-Iteration = Annotated[int | None, _iteration(OUTPUT)]
-CheckedIteration = Annotated[int | None, _iteration(CHECKS)]
+Iteration = Annotated[int | None, iteration_option(OUTPUT)]
+CheckedIteration = Annotated[int | None, iteration_option(CHECKS)]
 NoOptim = Annotated[
     bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Drop the optimizer state.")
 ]

@@ -23,7 +23,7 @@ from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import LeafEntry, entries, join_path, nest_leaves
 
 _OPTIMIZER = re.compile(
-    r"(^|\.)(optimizer|optimizers|optim|optimizer_states?)\.|^(optimizer|optim)$"
+    r"(^|\.)(optimizers?|optim|optimizer_(?:states?|\d+))\.|^(optimizer(?:_\d+)?|optim)$"
     r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)"
     r"(\.|$)"
 )

@@ -12,7 +12,7 @@ from core.convert.job import Job, Report
 from core.manifest.of_copy import FileSum, finish_files, manifest_name, write_manifest
 from core.stage.stage import Stage
 from core.team.protocol import Figures
-from core.version import __version__
+from core.version import TOOL, __version__
 
 if TYPE_CHECKING:
     from core.convert.prepare import Prepared
@@ -110,7 +110,7 @@ def finish_manifest(
         prepared.plan,
         result,
         files,
-        tool=f"ckpt-toolkit {__version__}",
+        tool=TOOL,
         crc=prepared.job.crc,
         fingerprints=fingerprints.fingerprints,
     )

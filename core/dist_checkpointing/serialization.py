@@ -104,8 +104,9 @@ def save(
             Process groups in it are skipped.
         overwrite: replace the checkpoint in the directory once the new one is complete. Files that
             belong to no checkpoint stay, unless a new file has the same name.
-        manifest: write ``ckpt-manifest.json``, too, with checksums that are computed from the bytes
-            as they are written; ``ckpt validate`` compares the files with it.
+        manifest: write ``ckpt-manifest.json``, too, which ``ckpt validate`` compares the files
+            with. The strategies of this package compute the checksums from the bytes as they are
+            written; the files of other strategies are read back.
 
     Returns:
         None, or with ``async_sharded_save`` a request that the caller schedules. Its last finalize

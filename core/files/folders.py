@@ -12,7 +12,8 @@ from pathlib import Path
 from core.files.store import translate_os_errors
 from core.files.syscalls import flush
 
-_SYNC_THREADS = 4
+SYNC_THREADS = 4
+"""Number of files or directories that are synced at the same time."""
 
 
 def make_folders(folder: Path) -> list[Path]:
@@ -81,7 +82,7 @@ def sync_tree(root: Path) -> None:
         StorageError: the system could not write.
     """
     files = [Path(folder, name) for folder, _, names in os.walk(root) for name in names]
-    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+    with ThreadPoolExecutor(SYNC_THREADS) as pool:
         for _ in pool.map(sync_file, files):
             pass
     sync_folders(root)

@@ -10,7 +10,7 @@ from core.convert.prepare import Prepared
 from core.convert.stage import identity_text, stage_of
 from core.convert.stored_plan.file import identity_of
 from core.errors import CapacityError, CheckpointingException
-from core.files.folders import nearest_folder
+from core.files.folders import SYNC_THREADS, nearest_folder
 from core.files.store import list_files_below
 from core.forecast.disk_rates import (
     SAMPLE_BYTES,
@@ -21,14 +21,12 @@ from core.forecast.disk_rates import (
 )
 from core.stage.journal import recorded_bytes
 
-_SYNC_THREADS = 4
-"""Files that a run syncs at the same time (``core.stage.files``)."""
 _SUM_SAMPLE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a job will find when it runs.
+    """The space and the time that a job will need, and the space that it will find.
 
     Args:
         free_bytes: free space for the destination; what an interrupted run has written is free.
@@ -161,7 +159,7 @@ def _copy_seconds(
     in_threads = (n_read + n_resumed) / read_rate + n_written * per_byte / job.threads
     seconds = max(in_threads, n_written / writing.bytes_per_second)
     # Every file is created and synced.
-    seconds += len(prepared.images) * writing.seconds_per_file / _SYNC_THREADS
+    seconds += len(prepared.images) * writing.seconds_per_file / SYNC_THREADS
     # The comparison reads both sides, the new one from memory.
     if job.verify:
         seconds += n_read / read_rate + n_written * per_byte / job.threads

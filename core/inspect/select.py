@@ -172,7 +172,8 @@ class _Selector:
     def _by_part(self, part: str) -> SelectedEntries:
         """Return the entries whose names contain a text, regardless of case.
 
-        Values inside objects count only if no tensor or object does.
+        Values inside the arguments and other shared objects come first, and count only if no
+        tensor does: many tensors have a part in common with an argument.
         """
         text = part.lower()
         if len(text) < _MIN_PART:
@@ -183,14 +184,12 @@ class _Selector:
         )
         if not selection:
             selection = SelectedEntries(_containing(self._stored.tensors, text))
-        if not selection:
-            values = dict(self._shared_values())
-            selection = SelectedEntries(
-                objects={
-                    key: StoredObject(key, value)
-                    for key, value in _containing(values, text).items()
-                }
-            )
+        if not selection.tensors:
+            values = _containing(dict(self._shared_values()), text)
+            selection.objects = {
+                **{key: StoredObject(key, value) for key, value in values.items()},
+                **selection.objects,
+            }
         n = len(selection.tensors) + len(selection.objects)
         if n:
             names = "the one name that contains" if n == 1 else f"the {n:,} names that contain"

@@ -43,7 +43,7 @@ from core.scan.sums import ScanResult, WantedSums
 from core.team.agreement import observe_files, require_agreement
 from core.team.figures import sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results, is_lead
-from core.version import __version__
+from core.version import TOOL
 
 _PART = ".ckpt-part"
 """Suffix of a manifest that is being written; a killed run leaves such a file behind."""
@@ -78,8 +78,7 @@ class Inventory:
 
     def lines(self) -> Iterator[str]:
         """Yield the text of the manifest, a few lines at a time."""
-        tool = f"ckpt-toolkit {__version__}"
-        return manifest_lines(tool, ALGORITHM, self.files, self.arrays, self.fingerprints)
+        return manifest_lines(TOOL, ALGORITHM, self.files, self.arrays, self.fingerprints)
 
 
 def read_inventory(

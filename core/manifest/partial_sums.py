@@ -15,16 +15,13 @@ import os
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from core.arrays.checksum import ALGORITHM, BLOCK_BYTES, RunSum, digest_of_blocks
+from core.arrays.checksum import ALGORITHM
 from core.files.store import LocalStore, translate_os_errors
 from core.files.walk import list_tree
 from core.manifest.file import FileSum, ManifestArray, manifest_lines, read_manifest
-from core.version import __version__
-
-if TYPE_CHECKING:
-    from core.files.store import ReadStore
+from core.scan.sums import read_sum
+from core.version import TOOL
 
 
 def write_sums(
@@ -69,7 +66,8 @@ def write_combined(data_dir: Path, folder: Path, name: str, *, fsync: bool = Tru
     with closing(LocalStore(data_dir)) as store:
         for path, n_bytes in list_tree(data_dir).files.items():
             if path not in files and path != name:
-                files[path] = _read_file_sum(store, path, n_bytes)
+                total = read_sum(store, path, 0, n_bytes)
+                files[path] = FileSum(path, n_bytes, total.crc, total.digest)
     # Write the manifest, without files that were renamed or removed after they were written.
     entries = [files[path] for path in sorted(files) if (data_dir / path).exists()]
     _write_manifest(data_dir / name, entries, arrays, fsync=fsync)
@@ -83,20 +81,8 @@ def _write_manifest(
     Raises:
         CapacityError, StorageError: the system cannot write.
     """
-    tool = f"ckpt-toolkit {__version__}"
     with translate_os_errors(str(path), doing="write"), open(path, "w", encoding="utf-8") as file:
-        file.writelines(manifest_lines(tool, ALGORITHM, files, arrays))
+        file.writelines(manifest_lines(TOOL, ALGORITHM, files, arrays))
         if fsync:
             file.flush()
             os.fsync(file.fileno())
-
-
-def _read_file_sum(store: ReadStore, path: str, n_bytes: int) -> FileSum:
-    """Compute the entry of a file by reading it, 1 MiB at a time."""
-    run = RunSum(0, n_bytes, crc=True, digest=True)
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
-    for start in range(0, n_bytes, BLOCK_BYTES):
-        block = buffer[: min(BLOCK_BYTES, n_bytes - start)]
-        store.read_into(path, start, block)
-        run.feed(block)
-    return FileSum(path, n_bytes, run.crc, digest_of_blocks(run.blocks).hex())

@@ -11,7 +11,16 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from core.arrays.checksum import ArrayPart, ArraySum, RunSum, crc32, crc32_combine, digest_of
+from core.arrays.checksum import (
+    BLOCK_BYTES,
+    ArrayPart,
+    ArraySum,
+    RunSum,
+    crc32,
+    crc32_combine,
+    digest_of,
+    digest_of_blocks,
+)
 from core.catalog.stored import StoredArray
 from core.scan.windows import FilePlan, FileRange, StatedCrc
 
@@ -57,6 +66,21 @@ class Sum:
     n_bytes: int
     crc: int | None
     digest: str | None
+
+
+def read_sum(store: ReadStore, file: str, start: int, n_bytes: int) -> Sum:
+    """Read a range of a file, 1 MiB at a time, and return its sums.
+
+    Raises:
+        CheckpointingException: the range cannot be read.
+    """
+    run = RunSum(0, n_bytes, crc=True, digest=True)
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
+    for offset in range(0, n_bytes, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, n_bytes - offset)]
+        store.read_into(file, start + offset, block)
+        run.feed(block)
+    return Sum(n_bytes, run.crc, digest_of_blocks(run.blocks).hex())
 
 
 def empty_sum(array: StoredArray, wanted: WantedSums) -> Sum:

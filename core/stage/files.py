@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from core.errors import StorageError, TruncatedError, UnsupportedError
-from core.files.folders import sync_file, sync_folders
+from core.files.folders import SYNC_THREADS, sync_file, sync_folders
 from core.files.store import MAX_IO_BYTES, check_name, translate_os_errors
 from core.files.syscalls import allocate, flush, start_writeback
 from core.progress import OnProgress, Phase, count_steps
 
 MAX_OPEN_FILES = 128
-_SYNC_THREADS = 4
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -153,7 +152,7 @@ class StageStore:
         step = count_steps(progress, Phase.SYNCING, n_files, unit="files") or (
             lambda n_synced: None
         )
-        with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        with ThreadPoolExecutor(SYNC_THREADS) as pool:
             for _ in pool.map(self.sync, sorted(self._names)):
                 step(1)
             for _ in pool.map(sync_file, [self.root / name for name in sorted(self._linked)]):

@@ -123,6 +123,7 @@ def test_plain_dtype_casts_only_the_model_and_globs_reach_everything() -> None:
         "app.optim.state.w.exp_avg_sq",
         "optim.param_groups.0.lr",
         "x.exp_avg",
+        "optimizer_0.param_groups.0.lr",
     ],
 )
 def test_optimizer_keys_are_recognised(key: str) -> None:

@@ -16,6 +16,7 @@ from core.convert.prepare import prepare
 from core.convert.run import Job, run
 from core.errors import CapacityError
 from core.forecast.forecast import Forecast, forecast
+from core.progress import Phase, Progress
 
 
 @pytest.fixture
@@ -75,8 +76,8 @@ def test_what_an_interrupted_run_has_written_counts_as_free_and_as_done(
 ) -> None:
     job = Job(src=source, dst=tmp_path / "out.pt", to="torch", resume=True)
 
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
+    def stop(progress: Progress) -> None:
+        if progress.phase is Phase.COPYING and progress.done > progress.total // 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from core.arrays.checksum import ALGORITHM, BLOCK_BYTES, RunSum, digest_of_blocks
+from core.arrays.checksum import ALGORITHM
 from core.arrays.dtypes import itemsize
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
@@ -20,7 +20,7 @@ from core.errors import CheckpointingException
 from core.manifest.file import FileSum, Manifest, ManifestArray
 from core.manifest.fingerprint_feeds import is_dense_in_file
 from core.manifest.lookup import is_manifest
-from core.scan.sums import Sum
+from core.scan.sums import Sum, read_sum
 
 _AGAIN = (
     "copy the checkpoint again, or write a new manifest if it was changed on purpose:"
@@ -197,16 +197,10 @@ def _read_range_sums(subject: Subject, array: ManifestArray, n_bytes: int) -> Su
     # A manifest from elsewhere may list any offset and shape.
     if array.offset < 0 or n_bytes < 0 or array.offset + n_bytes > subject.files.get(array.file, 0):
         return None
-    run = RunSum(0, n_bytes, crc=True, digest=True)
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
     try:
-        for start in range(0, n_bytes, BLOCK_BYTES):
-            block = buffer[: min(BLOCK_BYTES, n_bytes - start)]
-            subject.store.read_into(array.file, array.offset + start, block)
-            run.feed(block)
+        return read_sum(subject.store, array.file, array.offset, n_bytes)
     except CheckpointingException:
         return None
-    return Sum(n_bytes, run.crc, digest_of_blocks(run.blocks).hex())
 
 
 CHECKS = (Check(check_files), Check(check_contents, Level.DEEP))

@@ -46,7 +46,7 @@ _NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")
 
 @dataclass(frozen=True, slots=True)
 class WrittenResult:
-    """What a conversion writes.
+    """The result of a conversion, as far as the line that loads it depends on it.
 
     Args:
         dst: path of the destination.

@@ -33,7 +33,9 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
         )
     if not folder.is_dir():
         raise UsageError(
-            "--tokenizer: not a directory", file=str(folder), hint="give a directory, not a file"
+            f"--tokenizer: {'not a directory' if folder.exists() else 'no such directory'}",
+            file=str(folder),
+            hint="give a directory with tokenizer.json, tokenizer.model or vocab.json",
         )
     with translate_os_errors(str(folder), doing="read"):
         paths = sorted(

@@ -185,7 +185,7 @@ def _files_of_index(
         )
     absent, listed_names = set(missing), set(used)
     used = [name for name in used if name not in absent]
-    unlisted = [name for name in weights if name not in listed_names or name in absent]
+    unlisted = [name for name in weights if name not in listed_names]
     if unlisted:
         notes = [*notes, f"not read, as {index.file} does not list them: {listed(unlisted)}"]
     return WeightFiles(tuple(used), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))

@@ -17,25 +17,6 @@ from ckpt_cli.app import main
 Run = Callable[..., str]
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs ``ckpt inspect`` in this process; returns stdout after a clean run."""
-
-    def call(*arguments: object) -> str:
-        code = main(["inspect", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        assert (code, err) == (0, "")
-        return out
-
-    return call
-
-
-@pytest.fixture
-def shown(run: Run) -> Callable[..., Any]:
-    """``ckpt inspect --json``, parsed."""
-    return lambda *arguments: json.loads(run(*arguments, "--json"))
-
-
 def oracle(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Key → (dtype, shape) of a safetensors file."""
     data = path.read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,6 @@ from ckpt_cli.app import main
 Run = Callable[..., str]
 LLAMA = "hf/llama/safetensors_sharded"
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs ``ckpt inspect`` in this process; returns stdout after a clean run."""
-
-    def call(*arguments: object) -> str:
-        code = main(["inspect", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        assert (code, err) == (0, "")
-        return out
-
-    return call
-
-
-@pytest.fixture
-def shown(run: Run) -> Callable[..., Any]:
-    """``ckpt inspect --json``, parsed."""
-    return lambda *arguments: json.loads(run(*arguments, "--json"))
 
 
 @pytest.fixture
