@@ -407,11 +407,11 @@ class LocalStore(ReadStore):
         Raises:
             MissingShardError, UnsafeError, StorageError: as for ``size``.
         """
+        # Imported here, as it loads ctypes, which few commands need.
+        from core.files.syscalls import is_in_page_cache
+
         with self._file(name) as fd:
-            try:
-                return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-            except (OSError, AttributeError):  # not in memory; or no such call on this system
-                return False
+            return is_in_page_cache(fd, offset)
 
     def drop_cached(self, name: str, offset: int, n_bytes: int) -> None:
         """Ask the system to forget a range of a file, so that the disk is read the next time.
@@ -419,8 +419,10 @@ class LocalStore(ReadStore):
         Raises:
             MissingShardError, UnsafeError, StorageError: as for ``size``.
         """
-        with self._file(name) as fd, suppress(OSError, AttributeError):
-            os.posix_fadvise(fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
+        from core.files.syscalls import drop_from_cache
+
+        with self._file(name) as fd, suppress(OSError):
+            drop_from_cache(fd, offset, n_bytes)
 
     def verify_unchanged(self) -> None:
         """Raise if any file has changed since it was first opened.

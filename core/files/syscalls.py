@@ -9,6 +9,8 @@ all. No other module uses them directly (``tests/repository/test_platform.py``):
     flush             fsync                F_FULLFSYNC, as fsync leaves bytes in the drive's cache
     flush_content     fdatasync            F_FULLFSYNC
     drop_from_cache   posix_fadvise        nothing
+    is_in_page_cache  RWF_NOWAIT           False
+    open_nameless     O_TMPFILE            a temporary file whose name is removed at once
     anonymous_file    memfd_create         a temporary file without a name
     allocate          fallocate            a longer file without reserved space
     start_writeback   sync_file_range      nothing
@@ -35,6 +37,7 @@ _AT_FDCWD = -100
 _SYNC_FILE_RANGE_WRITE = 2
 _PR_SET_PDEATHSIG = 1
 _MISSING = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 @lru_cache
@@ -105,10 +108,47 @@ def flush_content(fd: int) -> None:
         flush(fd)
 
 
-def drop_from_cache(fd: int) -> None:
-    """Drop a file from the page cache, except for bytes that are not on the disk yet."""
+def drop_from_cache(fd: int, offset: int = 0, n_bytes: int = 0) -> None:
+    """Drop a range of a file from the page cache, except for bytes that are not on the disk yet.
+
+    Args:
+        n_bytes: length of the range; 0 for all up to the end of the file.
+
+    Raises:
+        OSError: the file system refuses.
+    """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def is_in_page_cache(fd: int, offset: int) -> bool:
+    """Return whether a byte of a file is in memory; False where the system does not tell."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False
+
+
+def open_nameless(folder: Path) -> int:
+    """Create a file without a name in a directory; nothing is left even if the process is killed.
+
+    Raises:
+        OSError: the directory does not exist, or cannot be written to.
+    """
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as err:
+            if err.errno not in _NO_TMPFILE or not folder.is_dir():
+                raise
+    # File systems without such files, such as NFS: remove the name at once.
+    import tempfile
+
+    fd, path = tempfile.mkstemp(prefix=".ckpt-speed-", dir=folder)
+    os.unlink(path)
+    return fd
 
 
 def anonymous_file(name: str) -> int:

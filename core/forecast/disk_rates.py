@@ -6,9 +6,7 @@ a very slow disk may take longer). It leaves nothing behind: the file that is wr
 
 from __future__ import annotations
 
-import errno
 import os
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.files.store import translate_os_errors
+from core.files.syscalls import open_nameless
 
 if TYPE_CHECKING:
     from core.files.store import LocalStore
@@ -31,7 +30,6 @@ _PIECE_BYTES = 8 << 20
 _FIRST_PIECE_BYTES = 4 << 20
 """Bytes that are written before the first sync; each further piece is twice as large."""
 _SMALL_BYTES = 4096
-_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ def measure_writing(folder: Path, *, n_bytes: int, syncs: bool) -> WriteRate:
         CapacityError: the disk is full.
     """
     with translate_os_errors(str(folder), doing="write into"):
-        fd = _nameless_file(folder)
+        fd = open_nameless(folder)
         try:
             # Random bytes, as a file system may compress.
             step = os.urandom(_STEP_BYTES)
@@ -175,18 +173,3 @@ def measure_writing(folder: Path, *, n_bytes: int, syncs: bool) -> WriteRate:
                 size *= 2
         finally:
             os.close(fd)
-
-
-def _nameless_file(folder: Path) -> int:
-    """Create a file without a name, so that nothing is left even if the process is killed."""
-    try:
-        # macOS has no O_TMPFILE; 0 then makes the call fail as on a file system without it.
-        nameless = getattr(os, "O_TMPFILE", 0)
-        return os.open(folder, nameless | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as err:
-        if err.errno not in _NO_TMPFILE or not folder.is_dir():
-            raise
-    # File systems without such files, such as NFS: remove the name at once.
-    fd, path = tempfile.mkstemp(prefix=".ckpt-speed-", dir=folder)
-    os.unlink(path)
-    return fd

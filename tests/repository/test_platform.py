@@ -10,7 +10,6 @@ from tests.support.like_macos import LINUX_ONLY
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = {
     "core/files/syscalls.py": {"os"},  # each function asks first, with hasattr
-    "core/files/store.py": {"os"},  # AttributeError is handled
     "ckpt_cli/completion/deadline.py": {"time"},  # behind /proc, and its absence is handled
 }
 
