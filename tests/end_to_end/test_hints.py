@@ -43,13 +43,29 @@ FOREIGN: Mapping[str, str] = {
     "verify-integrity": "Megatron-LM",
     "fp8-param-gather": "Megatron-LM",
     "moe-grouped-gemm": "Megatron-LM",
+    "load": "Megatron-LM",
+    "ckpt-format": "Megatron-LM",
+    "decoder": "Megatron-LM: --decoder-first-pipeline-num-layers and --decoder-last-…",
+    "standalone-embedding-stage": "Megatron-LM",
+    "num-layers-per-virtual-pipeline-stage": "Megatron-LM",
+    "num-virtual-stages-per-pipeline-rank": "Megatron-LM",
     "dist-ckpt-optim-fully-reshardable": "Megatron-LM",
     "local-dir": "hf download",
     "recursive": "gcloud storage rsync, azcopy copy",
 }
 """Options of other programs that messages name → whose they are."""
+PROGRAM = frozenset({"version", "install-completion", "show-completion"})
+"""Options of ``ckpt`` itself, before any command."""
 WORKER = frozenset(OPTION.findall(USAGE))
 """Options of ``python -m ckpt_cli.worker``, which is no command of ``ckpt``."""
+
+
+OTHER_PROGRAMS = (
+    "ckpt_cli/worker.py",
+    "ckpt_cli/workers/device.py",
+    "ckpt_cli/completion/shell.py",
+)
+"""Modules whose texts are a program's of its own, or lines for a shell."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +156,8 @@ def test_commands_and_options_in_messages_exist() -> None:
 
 def missing_names(text: Text) -> Iterator[str]:
     """Yield what is wrong with the names of commands and options in a text."""
-    if text.place.startswith(("ckpt_cli/worker.py", "ckpt_cli/workers/device.py")):
-        return  # of a program of its own
+    if text.place.startswith(OTHER_PROGRAMS):
+        return
     for verb, rest in named_verbs(text.value):
         if verb not in params_of():
             yield f"{text.place}: there is no command ckpt {verb}"
@@ -150,7 +166,7 @@ def missing_names(text: Text) -> Iterator[str]:
             if option not in params_of()[verb]:
                 yield f"{text.place}: ckpt {verb} has no option --{option}"
     for option in OPTION.findall(text.value):
-        if not (verbs_with(option) or option in WORKER or option in FOREIGN or option == "version"):
+        if not (verbs_with(option) or option in WORKER or option in FOREIGN or option in PROGRAM):
             yield f"{text.place}: no command has --{option}"
 
 
@@ -280,7 +296,6 @@ REFUSALS = (
         "--dtype float32",
         "mcore_legacy/dense_gqa/tp2_pp2",
     ),
-    Refusal("convert SRC DST --to hf", "--no-optim", "mcore_legacy/dense_gqa/tp2_pp1_optim"),
     Refusal(
         "convert SRC DST --to dcp --tp-new 2",
         "--to megatron",
@@ -293,7 +308,6 @@ REFUSALS = (
     Refusal("convert SRC DST --to torch", "--exclude s", "a tensor's attribute that calls"),
     Refusal("convert SRC DST --to megatron", "--dequantize bf16", "float8"),
     Refusal("convert SRC DST --to dcp", "FOLDER/last.ckpt", "loose", "SRC"),
-    Refusal("inspect SRC", "FOLDER/last.ckpt", "loose", "SRC"),
     Refusal(
         "validate SRC --ignore CK199", "ckpt validate --list-checks", "torch_dcp/tp2_only", "*"
     ),

@@ -155,6 +155,9 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     if is_megatron:
         try:
             check_version(store, backend=_BACKEND)
+        except CheckpointingException as err:
+            report(err)
+        try:
             common, arrays_inside = read_common_file(store)
             hidden |= arrays_inside
         except CheckpointingException as err:
