@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -56,8 +57,9 @@ def flat(state: dict[str, Any]) -> Tensors:
 @pytest.mark.parametrize("format", FORMATS)
 def test_one_process_writes_what_the_real_reader_reads(tmp_path: Path, format: str):
     state = state_of()
-    dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out", format))
+    metadata = dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out", format))
     assert READERS[format](tmp_path / "out") == flat(state)
+    assert metadata.version == CURRENT_DCP_VERSION
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
