@@ -35,6 +35,8 @@ class WriteOptions:
         files_per_rank: DCP and torch_dist divide the items of a rank among so many files of about
             equal size, half of them for those with ``separation_hint``.
         shard_bytes: size of zarr 3's shards; None for the format's default.
+        recorded_ranks: torch_dist records what each of so many ranks writes; the first coordinate
+            of every array and object is its rank. 0 to record nothing.
     """
 
     max_file_bytes: int | None = None
@@ -44,6 +46,7 @@ class WriteOptions:
     separation_hint: str | None = None
     files_per_rank: int = 1
     shard_bytes: int | None = None
+    recorded_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
