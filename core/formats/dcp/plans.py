@@ -154,11 +154,11 @@ def pack(data: bytes) -> bytes:
     )
 
 
-def _plans_of(root: object) -> list[list[PlanRow]] | None:
+def _plans_of(root: Any) -> list[list[PlanRow]] | None:
     """Return the plans in a record tree; None if it has none, or one is not of a known form."""
     try:
-        (state,) = root  # type: ignore[misc]
-        return [[_row_of(item) for item in plan[0]["items"]] for plan in state["all_local_plans"]]
+        plans = root[0]["all_local_plans"]
+        return [[_row_of(item) for item in plan[0]["items"]] for plan in plans]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return None
 

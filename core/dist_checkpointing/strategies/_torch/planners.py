@@ -73,7 +73,7 @@ class MCoreSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan all chunks and objects of this rank."""
         # megatron-core overrides torch here, which used to plan objects on the coordinator only.
-        # Its plans, with which loaded ones are compared, have an empty mapping where torch has None.
+        # Its plans, which are compared with loaded ones, have an empty mapping and not None.
         plan = super().create_local_plan()
         # A plan without items may stand for a cached one, which torch has set already.
         if plan.items:
