@@ -67,7 +67,7 @@ from core.catalog.catalog import (
     metas_of,
     whole_fragment,
 )
-from core.catalog.facets import TorchDistFacts
+from core.catalog.facets import DcpFacts, TorchDistFacts
 from core.catalog.file_image import literal_file
 from core.catalog.stored import Extent, StoredArray, array_name
 from core.errors import (
@@ -79,7 +79,6 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.formats.dcp.facets import DcpFacts
 from core.formats.dcp.facts import with_run_facts
 from core.formats.dcp.folders import dcp_folders, joined
 from core.formats.dcp.items import ItemLayout, lay_out_items
