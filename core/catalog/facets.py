@@ -2,8 +2,8 @@
 
 A facet is a frozen dataclass of which a catalog has at most one instance:
 ``catalog.facet(RankFacts)`` returns it or None, ``catalog.with_facet(RankFacts(...))`` sets it.
-Facets that only one format reads are defined next to that format (``core.formats.dcp.facets``,
-``core.formats.deepspeed.facets``); the facets here are read across packages. A catalog that is
+Facets that only one format reads are defined next to that format
+(``core.formats.deepspeed.facets``); the facets here are read across packages. A catalog that is
 created from another one by ``replace`` keeps its facets, so a facet that no longer applies must be
 removed.
 """
@@ -35,6 +35,8 @@ class WriteOptions:
         files_per_rank: DCP and torch_dist divide the items of a rank among so many files of about
             equal size, half of them for those with ``separation_hint``.
         shard_bytes: size of zarr 3's shards; None for the format's default.
+        recorded_ranks: torch_dist records what each of so many ranks writes; the first coordinate
+            of every array and object is its rank. 0 to record nothing.
     """
 
     max_file_bytes: int | None = None
@@ -44,6 +46,7 @@ class WriteOptions:
     separation_hint: str | None = None
     files_per_rank: int = 1
     shard_bytes: int | None = None
+    recorded_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,24 @@ class HuggingFaceModel:
     """
 
     model_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class DcpFacts:
+    """A facet of catalogs that were read from DCP or torch_dist.
+
+    Args:
+        item_files: files that ``.metadata`` lists.
+        orphans: keys of items that no entry refers to.
+        meta_entries: top-level names in Lightning's ``meta.pt``; DCP output writes these entries to
+            such a file again.
+        unread: files next to the checkpoint's own that were not read; a note gives the reason.
+    """
+
+    item_files: tuple[str, ...] = ()
+    orphans: tuple[str, ...] = ()
+    meta_entries: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

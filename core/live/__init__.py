@@ -1,5 +1,5 @@
 """The memory of a running process as a format: load a checkpoint into it, save out of it.
 
 Start at ``load`` and ``save``; ``tensors`` builds the catalog of tensors in memory.
-Imports: arrays, catalog, copy, errors, files, formats, manifest, plan, stage.
+Imports: arrays, catalog, copy, errors, files, formats, formats.zarr, manifest, plan, stage.
 """

@@ -11,8 +11,8 @@ left (metadata, headers of shared files, files without data) is written by one p
 others are done.
 
 ``Format.partition`` says how tensors are cut into arrays. ``as_stored``: every box of a process is
-an array, in a file of that process; ``grid``: every chunk is an array, also where several processes
-have parts of it; ``whole``: every tensor is an array.
+an array, in a file of that process; ``grid``: every chunk of a regular grid is an array, also where
+several processes have parts of it; ``whole``: every tensor is an array.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from core.arrays.box import Box, full_box
+from core.arrays.box import Box, Shape, full_box
 from core.arrays.checksum import BLOCK_BYTES, crc32
+from core.arrays.coverage import is_tiled
 from core.catalog.catalog import (
     Catalog,
     Fragment,
@@ -39,6 +40,7 @@ from core.copy.run import execute
 from core.errors import UsageError
 from core.files.folders import sync_folders
 from core.formats.format import Format
+from core.formats.zarr.grid import ChunkGrid
 from core.live.share import HOLDER, ProcessShare, find_share, has_one_holder
 from core.live.sums import complete_arrays, complete_files
 from core.live.tensors import Chunk, LiveTensor, live_source, metas_of_chunks
@@ -272,9 +274,34 @@ def _boxes_by_key(
                 boxes[chunk.key].setdefault(chunk.box, number)
     # Partition ``whole``, and tensors without elements: one array for the tensor.
     for key, meta in metas.items():
+        if partition == "grid":
+            boxes[key] = dict.fromkeys(_regular_chunks(meta.shape, [*boxes[key]]), 0)
         if not boxes[key]:
             boxes[key] = {full_box(meta.shape): 0}
     return boxes
+
+
+def _regular_chunks(shape: Shape, boxes: Sequence[Box]) -> Sequence[Box]:
+    """Return the chunks of a regular grid for the boxes of a tensor.
+
+    An axis that the boxes do not divide evenly is not divided at all, so that several processes
+    have parts of the same chunk.
+
+    Args:
+        shape: shape of the tensor, in elements.
+        boxes: disjoint boxes; returned as they are if they do not tile the tensor, for the format
+            to refuse.
+    """
+    if not boxes or not is_tiled(full_box(shape), boxes):
+        return boxes
+    steps = []
+    for axis, extent in enumerate(shape):
+        starts = {box.offset[axis] for box in boxes}
+        step, *others = {box.shape[axis] for box in boxes}
+        is_even = not others and not any(start % step for start in (*starts, extent))
+        steps.append(step if is_even else extent)
+    grid = ChunkGrid(shape, tuple(steps))
+    return [grid.box(index) for index in grid.indices()]
 
 
 def _refuse_duplicates(contributions: Sequence[ProcessContribution]) -> None:

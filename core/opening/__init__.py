@@ -3,7 +3,7 @@
 Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a checkpoint;
 ``source_files`` lists the files without tensors; ``canonical`` builds the form that does not depend
 on format and layout; ``target`` divides a catalog into the arrays of a destination.
-Imports: arrays, catalog, errors, files, formats, formats.dcp, formats.deepspeed,
-formats.huggingface, formats.safetensors, formats.torch, formats.zarr, megatron.extras,
-megatron.optimizer, megatron.reshard, pickle, plan.
+Imports: arrays, catalog, errors, files, formats, formats.deepspeed, formats.huggingface,
+formats.safetensors, formats.torch, formats.zarr, megatron.extras, megatron.optimizer,
+megatron.reshard, pickle, plan.
 """

@@ -16,10 +16,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from core.catalog.facets import DcpFacts
 from core.catalog.files_beside import carried_of
 from core.files.json_object import parse_json_object
 from core.files.store import LocalStore, list_files_below
-from core.formats.dcp.facets import DcpFacts
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER

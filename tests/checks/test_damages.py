@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from core.arrays.box import Box
+from core.catalog.facets import DcpFacts
 from core.checks import file_codes
 from core.checks.containers import dcp_files, items
 from core.checks.finding import Finding, Severity
@@ -24,7 +25,6 @@ from core.checks.subject import Subject
 from core.errors import StorageError
 from core.files.store import LocalStore
 from core.formats.dcp.columns import DcpItem
-from core.formats.dcp.facets import DcpFacts
 from core.formats.dcp.format import stated_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
 from core.formats.zarr import format3 as zarr3

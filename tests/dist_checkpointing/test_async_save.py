@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing.dict_utils import nested_values
@@ -137,6 +138,30 @@ def _several(rank: int, world: int, folder: Path) -> list[Any]:
             seen.append(queue.maybe_finalize_async_calls())
     seen.append(queue.maybe_finalize_async_calls(blocking=True))
     return [*seen, free_bytes(POOL) > 0]
+
+
+def _cannot_write(rank: int, world: int, folder: Path, is_async: bool) -> tuple[str, list[int]]:
+    """Save to a directory where the writer of rank 1 finds a directory in place of its file."""
+    if rank == 1:
+        (folder / "__1_1.distcp").mkdir()
+    torch.distributed.barrier()
+    tensors = {n: ShardedTensor.from_rank_offsets(f"w{n}.{rank}", torch.ones(9)) for n in range(4)}
+    end = partial(saves().save, tensors, folder)
+    if is_async:
+        queue = AsyncCallsQueue()
+        queue.schedule_async_request(saves().async_save(tensors, folder))
+        end = partial(queue.maybe_finalize_async_calls, blocking=True)
+    with pytest.raises(CheckpointException) as caught:
+        end()
+    return str(caught.value), list(caught.value.failures)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_error_of_one_writer_reaches_every_rank_as_torchs_exception(tmp_path, is_async):
+    for text, ranks in run_ranks(3, _cannot_write, tmp_path, is_async):
+        assert "__1_1.distcp" in text and ranks == [1]
+    assert not (tmp_path / ".metadata").exists()
 
 
 @pytest.mark.dist

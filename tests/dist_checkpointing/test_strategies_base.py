@@ -177,7 +177,10 @@ def test_the_backends_bring_strategies_that_read_what_they_write(registry, backe
     assert (saves.backend, saves.version) == (backend, 1)
     loads.check_backend_compatibility(saves.backend)
     loads.check_version_compatibility(saves.version)
-    assert get_default_strategy(StrategyAction.SAVE_SHARDED, backend, 1) is saves
+    # Every call returns one of its own, without the settings that a script has made.
+    saves.thread_count = 7
+    again = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, 1)
+    assert type(again) is type(saves) and getattr(again, "thread_count", 2) == 2
     with pytest.raises(CheckpointingException, match=f"Versions of {backend}: 1"):
         get_default_strategy(StrategyAction.LOAD_SHARDED, backend, 2)
 

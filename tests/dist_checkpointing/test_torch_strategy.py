@@ -18,6 +18,8 @@ from torch.distributed.checkpoint import CheckpointException
 from core.dist_checkpointing import load, save
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from core.dist_checkpointing.strategies._torch.planners import MCoreSavePlanner
+from core.dist_checkpointing.strategies._torch.state import group_by_key, mcore_to_pyt_state_dict
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -29,6 +31,7 @@ from core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from core.dist_checkpointing.torch_dcp.torch_metadata import read_torch_metadata
 from core.errors import CheckpointingException, MissingShardError, StorageError
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
@@ -543,3 +546,48 @@ def test_views_of_large_tensors_take_no_more_space_than_they_show(tmp_path):
     view = torch.ones(1_000_000)[:10]
     save({"w": ShardedTensor.from_rank_offsets("w", view)}, tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.glob("*.distcp")) < 10_000
+
+
+def _resume(rank: int, world: int, folder: Path) -> list[bool]:
+    """Save, then continue as a new job does: with the metadata of the loaded checkpoint."""
+    _save(rank, world, folder / "first", {"cached_metadata": True})
+    loads, resumed = TorchDistLoadShardedStrategy(), saves(cached_metadata=True)
+    loads.load(state_of(rank, world, is_filled=False), folder / "first")
+    resumed.cached_global_metadata = loads.cached_global_metadata
+    reused = []
+    # The size of an object may differ from that in the loaded checkpoint.
+    for name, seed in (("second", 10**9), ("third", 7 + rank)):
+        state = state_of(rank, world)
+        state["rng"].data["seed"] = seed
+        resumed.save(state, folder / name)
+        reused.append(resumed.validated_loaded_metadata_reuse)
+    assert resumed.cached_global_metadata is loads.cached_global_metadata
+    # Another state is planned again, also if it differs on one rank only.
+    other = saves(cached_metadata=True)
+    other.cached_global_metadata = loads.cached_global_metadata
+    state = state_of(rank, world)
+    state["more"] = part_of("more", (3,), is_filled=True) if rank == 1 else {}
+    other.save(state, folder / "other")
+    return [*reused, other.validated_loaded_metadata_reuse]
+
+
+@pytest.mark.dist
+def test_a_job_that_continues_reuses_what_the_checkpoint_records(tmp_path):
+    for name in ("first", "second", "third", "other"):
+        (tmp_path / name).mkdir()
+    assert run_ranks(2, _resume, tmp_path) == [[True, False, False]] * 2
+    # torch reads the recorded plans, and they equal those of Megatron's own planner.
+    plans = dcp.FileSystemReader(tmp_path / "first").read_metadata().all_local_plans
+    assert plans == dcp.FileSystemReader(tmp_path / "second").read_metadata().all_local_plans
+    assert plans == read_torch_metadata(tmp_path / "first").all_local_plans
+    for rank, plan in enumerate(plans):
+        planner = MCoreSavePlanner(flatten_state_dict=False)
+        leaves = group_by_key(state_of(rank, 2), only_main_replicas=True)
+        planner.set_up_planner(mcore_to_pyt_state_dict(leaves), is_coordinator=rank == 0)
+        own = planner.create_local_plan()
+        assert len(plan.items) == len(own.items)
+        assert all(item in own.items for item in plan.items)
+        assert (plan.storage_data, plan.planner_data) == (None, own.planner_data)
+    for name in ("first", "third"):
+        assert run_ranks(2, _load, tmp_path / name, True) == [[], []]
+        check_tensors(read_dcp(tmp_path / name))

@@ -294,6 +294,39 @@ def test_shards_that_are_no_grid_are_refused_on_every_rank_before_anything_is_wr
     assert not list(tmp_path.rglob("*"))
 
 
+UNEVEN_ROWS = [[(0, 1), (1, 4)], [(4, 4), (4, 7)]]
+"""The rows that each rank has: begin and end of every shard, one of them empty."""
+
+
+def _save_uneven(rank: int, world: int, root: str) -> None:
+    parts = [
+        _rows_of(name, start, stop, column)
+        for start, stop in UNEVEN_ROWS[rank]
+        for name, columns in (("rows", [(0, 6)]), ("cells", [(0, 3), (3, 6)]))
+        for column in columns
+    ]
+    ZarrSaveShardedStrategy("zarr", 1).save(dict(enumerate(parts)), root)
+
+
+def _rows_of(name: str, start: int, stop: int, columns: tuple[int, int]) -> ShardedTensor:
+    data = global_tensor(name, (7, 6))[start:stop, columns[0] : columns[1]].clone()
+    offset = (start, columns[0])
+    return ShardedTensor(name, data, data.dtype, tuple(data.shape), (7, 6), offset, None)
+
+
+@pytest.mark.dist
+def test_uneven_shards_of_several_ranks_are_parts_of_one_chunk(tmp_path: Path) -> None:
+    run_ranks(2, _save_uneven, str(tmp_path))
+    # Axes that the shards divide evenly are still divided.
+    for name, chunk_shape in (("rows", (7, 6)), ("cells", (7, 3))):
+        array = zarr.open_array(tmp_path / name, mode="r")
+        assert array.chunks == chunk_shape
+        assert bits(torch.from_numpy(array[...])) == bits(global_tensor(name, (7, 6)))
+        asked = part_of(name, (7, 6), is_filled=False)
+        loaded = ZarrLoadShardedStrategy("zarr", 1).load({"w": asked}, tmp_path)["w"]
+        assert torch.equal(loaded, global_tensor(name, (7, 6)))
+
+
 def _save_by_helpers(rank: int, world: int, root: str) -> None:
     parts = list(nested_values(state(rank, world)))
     arrays = strategy._create_or_open_zarr_arrays(parts, Path(root))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
+from core.catalog.facets import DcpFacts
 from core.checks.check import Check
 from core.checks.containers.torch_zips import check_descriptors, check_records, open_archive
 from core.checks.file_codes import DCP_ITEM, DCP_METADATA, DCP_ORPHAN, DCP_OVERLAP, EXTRA
@@ -30,7 +31,6 @@ from core.errors import (
     UnsafeError,
 )
 from core.formats.dcp.columns import DcpItem, DcpMetadata
-from core.formats.dcp.facets import DcpFacts
 from core.formats.dcp.format import METADATA, check_files, metadata_files, salvaged, stated_metadata
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.torch.zip.container import Archive, check_kind

@@ -7,13 +7,14 @@
                                   ── finish ──▶ metadata, by one rank
 
 The agreement of the ranks (an ``Agreement``) can be reused by later saves, as long as only the data
-changes.
+changes, and by the first save after a load of what it is recorded in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,22 @@ from core.live.save import LiveSave, ProcessContribution
 from core.plan.plan import DEFAULT_THREADS
 
 if TYPE_CHECKING:
+    from core.arrays.box import Box, Shape
     from core.catalog.catalog import TargetCatalog
     from core.catalog.file_image import FileImage
     from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from core.live.tensors import Chunk
+
+
+class Change(IntEnum):
+    """How much of an agreement a new save changes; the larger, the more ranks have to exchange."""
+
+    NOTHING = 0
+    """Only data: the files are laid out already."""
+    SIZES = 1
+    """The sizes of objects, or the files; only sizes have to be exchanged."""
+    ENTRIES = 2
+    """Tensors, objects or ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +58,19 @@ class Agreement:
     """The outcome of the ranks' exchange of metadata, valid while only the data changes.
 
     Args:
-        format, options: format of the target, and its write options.
+        format: format of the target.
         contributions: the tensors and objects of each rank, by rank.
-        layout: the target catalog and its file images.
+        options: the write options of the layout.
+        layout: the target catalog and its file images. None if only the contributions are known,
+            from a loaded checkpoint; the sizes of objects are not valid then.
     """
 
     format: Format
-    options: WriteOptions
     contributions: Sequence[ProcessContribution]
-    layout: tuple[TargetCatalog, tuple[FileImage, ...]]
+    options: WriteOptions | None = None
+    layout: tuple[TargetCatalog, tuple[FileImage, ...]] | None = None
 
-    def fits(
+    def change_to(
         self,
         format: Format,
         options: WriteOptions,
@@ -63,13 +78,34 @@ class Agreement:
         *,
         number: int,
         n_ranks: int,
-    ) -> bool:
-        """Return whether the save of rank ``number`` of ``n_ranks`` still has this layout."""
-        return (
-            (format.name, n_ranks) == (self.format.name, len(self.contributions))
-            and options == self.options
-            and contribution == self.contributions[number]
+    ) -> Change:
+        """Compare with the save of rank ``number`` of ``n_ranks``."""
+        if (format.name, n_ranks) != (self.format.name, len(self.contributions)):
+            return Change.ENTRIES
+        agreed = self.contributions[number]
+        if self.layout is not None and (options, contribution) == (self.options, agreed):
+            return Change.NOTHING
+        keys, agreed_keys = ({key for key, _ in side.streams} for side in (contribution, agreed))
+        has_same_tensors = contribution.chunks == agreed.chunks or (
+            _boxes_of(contribution.chunks) == _boxes_of(agreed.chunks) is not None
         )
+        return Change.SIZES if has_same_tensors and keys == agreed_keys else Change.ENTRIES
+
+
+def _boxes_of(chunks: Iterable[Chunk]) -> set[tuple[str, str, Shape, Box]] | None:
+    """Return the boxes that chunks stand for, in any order; None if a tensor has no elements.
+
+    The plans of a checkpoint do not say which rank has an empty tensor.
+    """
+    chunks = tuple(chunks)
+    if any(0 in chunk.shape for chunk in chunks):
+        return None
+    return {
+        (chunk.key, chunk.dtype, chunk.shape, box)
+        for chunk in chunks
+        for _, box in chunk.runs()
+        if not box.is_empty
+    }
 
 
 @dataclass(slots=True)
@@ -81,16 +117,18 @@ class PreparedSave:
     Args:
         work: the engine's description of the save, still without this rank's tensors.
         tensors: the tensors that this rank writes, on any device, each with its chunk.
+        change: how much of the previous agreement the save has changed on any rank.
     """
 
     work: LiveSave
     tensors: list[tuple[Chunk, torch.Tensor]]
+    change: Change = Change.ENTRIES
 
     @property
     def agreement(self) -> Agreement:
         """Agreement of the ranks, to be passed as ``previous`` to the next save."""
         return Agreement(
-            self.work.format, self.work.options, self.work.contributions, self.work.laid_out()
+            self.work.format, self.work.contributions, self.work.options, self.work.laid_out()
         )
 
     def staged(self) -> PreparedSave:
@@ -140,6 +178,7 @@ def prepare_save(
     separation_hint: str | None = None,
     files_per_rank: int = 1,
     threads: int = DEFAULT_THREADS,
+    records_plans: bool = False,
     previous: Agreement | None = None,
 ) -> PreparedSave:
     """Exchange the metadata of all ranks and lay out the files of the save; collective.
@@ -152,15 +191,22 @@ def prepare_save(
         format: name of a writable format.
         separation_hint, files_per_rank: as in ``core.catalog.facets.WriteOptions``.
         threads: number of copying threads on each rank.
+        records_plans: record in the checkpoint what each rank writes, for a later job's
+            ``previous``, as ``core.catalog.facets.WriteOptions.recorded_ranks``.
         previous: agreement of an earlier save. If all ranks pass one that still fits, metadata is
-            neither exchanged nor computed.
+            neither exchanged nor computed; if only sizes of objects differ, only they are
+            exchanged.
 
     Raises:
         CheckpointingException: a tensor has no data, ranks disagree on a tensor, or the format
             cannot store it; on every rank.
     """
     kind = format_called(format)
-    options = WriteOptions(separation_hint=separation_hint, files_per_rank=files_per_rank)
+    options = WriteOptions(
+        separation_hint=separation_hint,
+        files_per_rank=files_per_rank,
+        recorded_ranks=comm.world_size() if records_plans else 0,
+    )
 
     def prepare_own() -> tuple[list[tuple[Chunk, torch.Tensor]], list[tuple[str, bytes]]]:
         pairs = []
@@ -176,24 +222,37 @@ def prepare_save(
     contribution = ProcessContribution(
         tuple(chunk for chunk, _ in pairs), tuple((key, len(data)) for key, data in streams)
     )
-    # Reuse the earlier agreement only if it fits on all ranks. A rank without one must also vote.
-    fits = previous is not None and previous.fits(
-        kind, options, contribution, number=comm.rank(), n_ranks=comm.world_size()
-    )
-    agreed = None if comm.any_of_all(not fits) else previous
-    # Otherwise exchange the metadata of all ranks.
+    # Reuse the earlier agreement as far as it fits on all ranks. A rank without one must also vote.
+    change = Change.ENTRIES
+    if previous is not None:
+        change = previous.change_to(
+            kind, options, contribution, number=comm.rank(), n_ranks=comm.world_size()
+        )
+    change = Change(comm.largest(change))
+    # Otherwise exchange the metadata of all ranks, or only the sizes of their objects.
+    if previous is None or change is Change.ENTRIES:
+        contributions: Sequence[ProcessContribution] = comm.all_gather(contribution)
+    elif change is Change.SIZES:
+        contributions = [
+            replace(agreed, streams=sizes)
+            for agreed, sizes in zip(
+                previous.contributions, comm.all_gather(contribution.streams), strict=True
+            )
+        ]
+    else:
+        contributions = previous.contributions
     work = LiveSave(
         format=kind,
         root=Path(checkpoint_dir),
         number=comm.rank(),
-        contributions=agreed.contributions if agreed is not None else comm.all_gather(contribution),
+        contributions=contributions,
         streams=streams,
         options=options,
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
         threads=threads,
         sums_dir=sums_dir_of(checkpoint_dir),
-        _layout=agreed.layout if agreed is not None else None,
+        _layout=previous.layout if previous and change is Change.NOTHING else None,
     )
     # Lay out the files on all ranks, so that an error is raised on all before any byte is written.
     comm.together(work.laid_out)
-    return PreparedSave(work, pairs)
+    return PreparedSave(work, pairs, change)

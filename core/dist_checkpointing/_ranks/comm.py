@@ -254,13 +254,23 @@ def any_of_all(is_so: bool, group: Any = None) -> bool:
 
     Cheap enough for every training step.
     """
+    return bool(largest(int(is_so), group))
+
+
+def largest(value: int, group: Any = None) -> int:
+    """Return the largest of the values of all ranks of the group; as cheap as ``any_of_all``.
+
+    Args:
+        value: an integer of 32 bits.
+        group: process group.
+    """
     if world_size(group) == 1:
-        return is_so
+        return value
     device = torch.cuda.current_device() if dist.get_backend(group) == "nccl" else "cpu"
-    flag = torch.tensor([is_so], dtype=torch.int32, device=device)
+    tensor = torch.tensor([value], dtype=torch.int32, device=device)
     with _translate_lost_contact():
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag.item())
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return int(tensor.item())
 
 
 def together(work: Callable[[], T], group: Any = None) -> T:

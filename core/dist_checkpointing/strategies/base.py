@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
@@ -74,6 +75,9 @@ _PROVIDERS: dict[str, tuple[_Provider, ...]] = {
 default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
 """Strategies by (backend, version), for each value of StrategyAction."""
 
+_built_in: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
+"""The same, as the backends' own modules registered them; never used themselves."""
+
 async_calls = AsyncCallsQueue()
 """The queue for asynchronous work that strategies schedule themselves."""
 
@@ -81,7 +85,8 @@ async_calls = AsyncCallsQueue()
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
     """Return the default strategy for an action on a backend's version.
 
-    A strategy that the user registered takes precedence over those of the backend's own module.
+    A strategy that the user registered takes precedence over those of the backend's own module. Of
+    the latter, every call returns a new one, so that one script's settings do not reach another.
 
     Args:
         action: purpose of the strategy.
@@ -97,7 +102,8 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     failures = [] if strategies.get((backend, version)) else _call_providers(backend)
     strategy = strategies.get((backend, version))
     if strategy is not None:
-        return strategy
+        is_built_in = strategy is _built_in[action.value].get((backend, version))
+        return copy(strategy) if is_built_in else strategy
     # Name the packages to install.
     description = f"{action.value} of backend {backend!r}, version {version}"
     if failures:
@@ -145,7 +151,13 @@ def _call_providers(backend: str) -> list[tuple[_Provider, ImportError]]:
         else:
             getattr(module, provider.register)()
     for action, strategies in earlier_strategies.items():
-        default_strategies[action].update(strategies)
+        registered = default_strategies[action]
+        _built_in[action].update(
+            (key, strategy)
+            for key, strategy in registered.items()
+            if strategy is not strategies.get(key)
+        )
+        registered.update(strategies)
     return failures
 
 

@@ -31,7 +31,12 @@ from typing_extensions import override
 
 from core.dist_checkpointing._directory.removal import remove_entries
 from core.dist_checkpointing._engine import bridge
-from core.dist_checkpointing._engine.prepared_save import Agreement, PreparedSave, prepare_save
+from core.dist_checkpointing._engine.prepared_save import (
+    Agreement,
+    Change,
+    PreparedSave,
+    prepare_save,
+)
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.shard_bytes import n_elements
 from core.dist_checkpointing._ranks.torch_error import torch_error
@@ -68,9 +73,11 @@ from core.dist_checkpointing.strategies.base import (
     require_backend,
     require_version,
 )
+from core.dist_checkpointing.torch_dcp.loaded_plans import contributions_of
 from core.dist_checkpointing.torch_dcp.torch_metadata import read_torch_metadata
 from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
-from core.errors import UsageError
+from core.errors import CheckpointingException, UsageError
+from core.formats.registry import format_called
 
 if TYPE_CHECKING:
     from core.live.save import LiveSave
@@ -135,13 +142,18 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             has that many entries, and number of threads that write them. The entries are divided
             among the files by size, as megatron-core does.
         cached_metadata: while the structure stays the same on all ranks, reuse the agreement of
-            this strategy's last save, instead of exchanging and computing it again.
+            this strategy's last save, or of the checkpoint that was loaded
+            (``cached_global_metadata``), instead of exchanging and computing it again. The
+            checkpoint then records it, as ``all_local_plans`` of ``.metadata``.
         separation_hint: prefix of keys; their entries go to separate files, whose names also begin
             with the prefix. ``remove_sharded_tensors`` can then delete these files.
 
     Attributes:
         use_cached_ckpt_structure, thread_count: the arguments; scripts set them between saves.
-        cached_global_metadata: set by scripts from a load strategy; not used here.
+        cached_global_metadata: metadata of the loaded checkpoint, which scripts take from the load
+            strategy; used by the next save with ``use_cached_ckpt_structure``.
+        validated_loaded_metadata_reuse: whether the last save took what each rank writes from
+            ``cached_global_metadata``, which it does if that holds on all ranks.
 
     Raises:
         UsageError: ``thread_count`` is less than 1, or a file name cannot begin with the hint.
@@ -172,7 +184,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         self.use_cached_ckpt_structure = cached_metadata
         self.separation_hint = separation_hint
         self.cached_global_metadata: Metadata | None = None
+        self.validated_loaded_metadata_reuse = False
         self._agreement: Agreement | None = None
+        self._used_global_metadata: Metadata | None = None
 
     @override
     def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]
@@ -228,7 +242,14 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             tensors = [item for item in tensors if _shard_id(item) not in shards_of_lower_ranks]
             objects = [item for item in objects if _shard_id(item) not in shards_of_lower_ranks]
 
-        # Agree on the files with the other ranks, or reuse the agreement of the last save.
+        # Agree on the files with the other ranks, or reuse the agreement of the last save, or of a
+        # checkpoint that was loaded since. A rank may lack its metadata, so that all ranks vote.
+        previous, loaded = self._agreement, None
+        has_new_metadata = self.cached_global_metadata is not self._used_global_metadata
+        if comm.any_of_all(self.use_cached_ckpt_structure and has_new_metadata):
+            self._used_global_metadata = self.cached_global_metadata
+            loaded = contributions_of(self.cached_global_metadata)
+            previous = Agreement(format_called(BACKEND), loaded) if loaded else None
         prepared = prepare_save(
             tensors,
             objects,
@@ -237,8 +258,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             separation_hint=self.separation_hint,
             files_per_rank=self.thread_count,
             threads=self.thread_count,
-            previous=self._agreement,
+            records_plans=self.use_cached_ckpt_structure,
+            previous=previous,
         )
+        self.validated_loaded_metadata_reuse = bool(loaded) and prepared.change < Change.ENTRIES
         if self.use_cached_ckpt_structure:
             self._agreement = prepared.agreement
         return prepared
@@ -347,9 +370,15 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     @property
     def cached_global_metadata(self) -> Metadata | None:
-        """The metadata of the checkpoint that was loaded last, for torch; read on demand."""
+        """The metadata of the checkpoint that was loaded last, for torch; read on demand.
+
+        None if the checkpoint has been removed or damaged since it was loaded.
+        """
         if self._global_metadata is None and self._loaded_dir is not None:
-            self._global_metadata = read_torch_metadata(self._loaded_dir)
+            try:
+                self._global_metadata = read_torch_metadata(self._loaded_dir)
+            except CheckpointingException:
+                self._loaded_dir = None
         return self._global_metadata
 
     @override

@@ -5,10 +5,12 @@ plain bytes, which it writes and reads directly, without zarr. The documented he
 zarr-python's arrays, in the same files. zarr-python 3 does not support bfloat16 and float8;
 ``zarr_types`` adds them to its registry, so that it can open and save such arrays, too.
 
-A chunk is the shard of one rank, not compressed; ``.zarray`` names bfloat16 ``bfloat16``, as
-megatron-core 0.12.1 writes it. Three things differ from megatron-core: a missing chunk is an error
-and is never read as zeros; chunks are not locked, because flattened shards write disjoint ranges of
-bytes, so no ``.sync`` directories remain; and scalars are saved.
+A chunk is the shard of one rank, not compressed. Where shards do not divide an axis evenly, the
+chunks do not divide it at all, and several ranks write parts of one chunk. ``.zarray`` names
+bfloat16 ``bfloat16``, as megatron-core 0.12.1 writes it. Four things differ from megatron-core:
+a missing chunk is an error and is never read as zeros; chunks are not locked, because ranks write
+disjoint ranges of bytes, so no ``.sync`` directories remain; scalars are saved; and so are uneven
+shards.
 
 Source: the documentation of ``megatron.core.dist_checkpointing.strategies.zarr``; megatron-core
 0.12.1.
@@ -111,8 +113,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
 
         Raises:
             UsageError: a leaf is not a ShardedTensor, or the array of a key already exists.
-            UnsupportedError: the shards of a tensor do not form a regular grid, its key is not a
-                valid directory name, zarr does not support its dtype, or the directory is a URL.
+            UnsupportedError: the key of a tensor is not a valid directory name, zarr does not
+                support its dtype, or the directory is a URL.
             CheckpointingException: shards do not form a complete tensor, or a rank failed; on every
                 rank.
         """

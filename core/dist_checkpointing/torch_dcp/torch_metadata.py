@@ -9,7 +9,7 @@ Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -24,23 +24,55 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from core.dist_checkpointing._engine.torch_dtypes import torch_dtype
 from core.files.store import LocalStore
 from core.formats.dcp.columns import DcpMetadata
-from core.formats.dcp.format import metadata_of
+from core.formats.dcp.format import METADATA, metadata_of
+from core.formats.dcp.plans import PlanRow, read_plans
 
 
 def read_torch_metadata(checkpoint_dir: str | Path) -> Metadata:
     """Read the metadata of a DCP or torch_dist directory as torch's object.
 
-    Megatron's data about tensors, if the file contains any, becomes the attribute ``mcore_data``.
+    Megatron's data about tensors and the plans of the ranks that wrote the checkpoint, if the file
+    contains them, become the attributes ``mcore_data`` and ``all_local_plans``.
 
     Raises:
         CheckpointingException: as ``core.formats.dcp.format.read``.
     """
     with closing(LocalStore(Path(checkpoint_dir))) as store:
-        return torch_metadata(metadata_of(store))
+        columns = metadata_of(store)
+        metadata = torch_metadata(columns)
+        if "all_local_plans" in columns.extras and store.exists(METADATA):
+            data = store.read(METADATA, 0, store.size(METADATA))
+            plans = read_plans(data, label=METADATA)
+            if plans is not None:
+                metadata.all_local_plans = [*map(_torch_plan, plans)]
+        return metadata
+
+
+def _torch_plan(rows: Iterable[PlanRow]) -> SavePlan:
+    """Return the plan of a rank, as Megatron's planner creates it."""
+    items = []
+    for key, tensor in rows:
+        if tensor is None:
+            items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+            continue
+        offset = torch.Size(tensor.offset)
+        data = TensorWriteData(
+            ChunkStorageMetadata(offset, torch.Size(tensor.chunk_shape)),
+            TensorProperties(dtype=torch_dtype(tensor.dtype)),
+            torch.Size(tensor.shape),
+        )
+        items.append(WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items, planner_data={})
 
 
 def torch_metadata(columns: DcpMetadata) -> Metadata:

@@ -67,7 +67,7 @@ from core.catalog.catalog import (
     metas_of,
     whole_fragment,
 )
-from core.catalog.facets import TorchDistFacts
+from core.catalog.facets import DcpFacts, TorchDistFacts
 from core.catalog.file_image import literal_file
 from core.catalog.stored import Extent, StoredArray, array_name
 from core.errors import (
@@ -79,13 +79,13 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.formats.dcp.facets import DcpFacts
 from core.formats.dcp.facts import with_run_facts
 from core.formats.dcp.folders import dcp_folders, joined
 from core.formats.dcp.items import ItemLayout, lay_out_items
 from core.formats.dcp.lightning_meta import meta_keys, split_meta, with_meta
 from core.formats.dcp.metadata import DcpItem, DcpMetadata, read_metadata, salvaged_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.formats.dcp.plans import PlanRow
 from core.formats.dcp.rank_metadata import RANK_METADATA, merge_rank_metadata, rank_files
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.dcp.zstd_streams import StreamItem, read_inflated_object
@@ -510,6 +510,7 @@ def metadata_image(
     *,
     planner_data: Mapping[str, tuple[str | int, ...]] | None,
     mcore_data: Mapping[str, object] | None = None,
+    plans: Sequence[Sequence[PlanRow]] | None = None,
 ) -> FileImage:
     """Write ``.metadata`` and return it as a file layout.
 
@@ -518,6 +519,7 @@ def metadata_image(
         layout: the positions of its items.
         planner_data: paths of the keys; None for Megatron.
         mcore_data: Megatron's facts about tensors; None to omit the attribute.
+        plans: the entries that each rank writes; None to omit the attribute.
     """
     names = [image.path for image in layout.files]
 
@@ -539,7 +541,7 @@ def metadata_image(
             yield TensorRow(key, meta.dtype, meta.shape, chunks)
 
     attributes = {} if mcore_data is None else {"mcore_data": dict(mcore_data)}
-    data = write_metadata(rows(), planner_data=planner_data, attributes=attributes)
+    data = write_metadata(rows(), planner_data=planner_data, attributes=attributes, plans=plans)
     return literal_file(METADATA, data, is_metadata=True)
 
 

@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, metas_of
-from core.formats.dcp.facets import DcpFacts
+from core.catalog.facets import DcpFacts
 from core.formats.torch import format as torch_file
 from core.formats.torch.tree import parse, stream_kind
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk

@@ -54,6 +54,7 @@ from core.files.store import check_name
 from core.formats.dcp.columns import DcpChunk, DcpItem, DcpMetadata, DcpTensor
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp.records import (
+    FAST_FROM_BYTES,
     BytesRecord,
     ChunkRecord,
     DcpRecord,
@@ -83,9 +84,6 @@ __all__ = [
     "read_once",
     "write_metadata",
 ]
-
-FAST_FROM_BYTES = 1 << 20
-"""Smaller files are not worth a child process."""
 
 _MAX_EXTENT = 1 << 62
 

@@ -14,10 +14,11 @@ Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from core.arrays.box import Shape
+from core.formats.dcp.plans import PlanRow, plan_opcodes
 from core.pickle.inert import Global, Inert
 from core.pickle.writer import PickleWriter, get, integer, put
 
@@ -62,6 +63,7 @@ def write_metadata(
     planner_data: Mapping[str, tuple[str | int, ...]] | None,
     version: str = DCP_VERSION,
     attributes: Mapping[str, object] | None = None,
+    plans: Sequence[Iterable[PlanRow]] | None = None,
 ) -> bytes:
     """Return the content of a ``.metadata`` file.
 
@@ -72,8 +74,10 @@ def write_metadata(
         version: version of DCP.
         attributes: additional attributes of Metadata, such as Megatron's ``mcore_data``, as inert
             trees.
+        plans: the entries that each rank has written, for Megatron's ``all_local_plans``; None to
+            omit the attribute.
     """
-    return _MetadataWriter().write(entries, planner_data, version, attributes or {})
+    return _MetadataWriter().write(entries, planner_data, version, attributes or {}, plans)
 
 
 class _MetadataWriter:
@@ -98,6 +102,7 @@ class _MetadataWriter:
         planner_data: Mapping[str, tuple[str | int, ...]] | None,
         version: str,
         attributes: Mapping[str, object],
+        plans: Sequence[Iterable[PlanRow]] | None,
     ) -> bytes:
         """Return the pickle; the arguments are those of ``write_metadata``."""
         pickle = self._pickle
@@ -143,6 +148,8 @@ class _MetadataWriter:
             else:
                 pickle.write(value)
                 parts.append(pickle.take())
+        if plans is not None:
+            parts += (pickle.text("all_local_plans"), plan_opcodes(pickle, plans))
         pickle.emit(b"".join(parts))
         pickle.emit(b"ub")
         return pickle.finish()

@@ -19,6 +19,9 @@ from core.errors import CorruptError, UnsafeError
 from core.pickle import reader as safe_pickle
 from core.pickle.inert import Global
 
+FAST_FROM_BYTES = 1 << 20
+"""Smaller files are not worth a child process with the C unpickler."""
+
 
 class DcpRecord(list[Any]):
     """An instance of one of DCP's classes: a list whose only element is the object's state."""

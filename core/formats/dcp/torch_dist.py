@@ -23,9 +23,10 @@ A ShardedObject is an object with the key ``<key>/shard_<offset>_<shape>`` and a
 ``Catalog.common`` is the common state, inert, and its tensors are hidden ones; ``args`` and
 ``iteration`` come from it. Facets: ``TorchDistFacts``, and ``DcpFacts`` as in ``dcp``.
 
-Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metadata`` is written
-without ``all_local_plans``: Megatron uses them only to skip planning in the first save after a
-load, and plans again if they are missing.
+Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metadata`` has
+``all_local_plans`` (``core.formats.dcp.plans``) only if ``WriteOptions.recorded_ranks`` asks for
+them: Megatron uses them only to skip planning in the first save after a load, and plans again if
+they are missing.
 
 Not supported: ``sharded_backend: zarr`` (another format), versions of the backend other than 1.
 
@@ -52,7 +53,8 @@ from core.errors import (
     UnsupportedError,
 )
 from core.formats.dcp import format as dcp
-from core.formats.dcp.items import lay_out_items
+from core.formats.dcp.items import ItemLayout, lay_out_items
+from core.formats.dcp.plans import PlanRow, TensorData
 from core.formats.format import Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
@@ -189,7 +191,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         target: every array becomes a chunk. An object with the key of a ShardedObject becomes an
             item; all others go into the common state, nested as in the skeleton. Also used:
             ``common``, ``TorchDistFacts``, and of ``WriteOptions`` ``max_file_bytes`` and
-            ``separation_hint`` (``separate_prefix`` of ``lay_out_items``) and ``files_per_rank``.
+            ``separation_hint`` (``separate_prefix`` of ``lay_out_items``), ``files_per_rank`` and
+            ``recorded_ranks``.
 
     Returns:
         The layouts of the files, ``.metadata`` last.
@@ -227,9 +230,27 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         config_image(backend=_BACKEND, has_common_file=bool(common_files)),
         *common_files,
         dcp.metadata_image(
-            target, layout, planner_data=None, mcore_data=mcore_data if has_mcore_data else None
+            target,
+            layout,
+            planner_data=None,
+            mcore_data=mcore_data if has_mcore_data else None,
+            plans=_plans_of_ranks(target, layout) if target.write.recorded_ranks else None,
         ),
     )
+
+
+def _plans_of_ranks(target: TargetCatalog, layout: ItemLayout) -> list[list[PlanRow]]:
+    """Return the entries that each rank writes: those of its files."""
+    plans: list[list[PlanRow]] = [[] for _ in range(target.write.recorded_ranks)]
+    for key, items in layout.chunks.items():
+        meta = target.tensors[key]
+        for item in items:
+            assert item.box is not None, "the items of tensors have boxes"
+            data = TensorData(meta.dtype, meta.shape, item.box.offset, item.box.shape)
+            plans[item.coords[0][1]].append(PlanRow(key, data))
+    for key, item in layout.objects.items():
+        plans[item.coords[0][1]].append(PlanRow(key))
+    return plans
 
 
 def _own_folders(store: ReadStore) -> Sequence[str]:

@@ -73,7 +73,12 @@ class MCoreSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan all chunks and objects of this rank."""
         # megatron-core overrides torch here, which used to plan objects on the coordinator only.
-        return super().create_local_plan()
+        # Its plans, which are compared with loaded ones, have an empty mapping and not None.
+        plan = super().create_local_plan()
+        # A plan without items may stand for a cached one, which torch has set already.
+        if plan.items:
+            plan = self.plan = replace(plan, planner_data=self.mappings)
+        return plan
 
     def create_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Return the local plan unchanged: it does not depend on other ranks.
