@@ -36,6 +36,7 @@ from core.dist_checkpointing.strategies.torch import (
 )
 from core.errors import (
     CheckpointingException,
+    MissingShardError,
     StorageError,
     UnsupportedError,
     UsageError,
@@ -522,6 +523,30 @@ def test_torch_dist_files_are_of_about_one_size_and_load_bit_for_bit(tmp_path, w
         assert max(files.values()) <= max(4 / 3 * fair, max(sizes)) + headers
         assert sum(sizes) * tp <= sum(files.values()) <= sum(sizes) * tp + world * headers
         assert min(files.values()) > min(sizes)
+
+
+def _error_of_load(rank: int, world: int, folder: str) -> str:
+    target = Path(folder, "target")
+    if rank == 0:
+        target.mkdir()
+    comm.barrier()
+    base = TorchDistSaveShardedStrategy("torch_dist", 1)
+    FullyParallelSaveStrategyWrapper(base).save(state(rank, world), target)
+    wanted = state(rank, world, data=False)
+    if rank == 1:
+        wanted["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(3))
+    load = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load.load(wanted, target)
+    assert isinstance(caught.value, MissingShardError) and list(caught.value.failures) == [1]
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_key_that_one_rank_misses_is_the_same_error_on_all_ranks(tmp_path):
+    other, own = run_ranks(2, _error_of_load, str(tmp_path))
+    assert other.startswith("rank 1 failed: the checkpoint has no such tensor")
+    assert own.startswith("the checkpoint has no such tensor")
 
 
 HOLDERS = {"a": [0], "b": [0, 1, 2, 3], "c": [2, 0], "d": [1, 0, 3], "e": [3]}
