@@ -6,8 +6,9 @@ algorithms, which differ in the memory that a rank needs in addition to its own 
 ============== =================================================================================
 broadcast      one parcel: the largest shard that the rank forwards but does not keep, or 4 MiB
                of small ones
-gather_rounds  one parcel more than there are ranks, each as large as the largest of the round
-gather_object  everything that the entire group loads, twice: pickled and unpickled
+gather_rounds  the same: the largest parcel, in slices of all ranks; in large groups 256 KiB for
+               each rank, if that is more
+gather_object  about the same: slices of the parcel, several times, because they are pickled
 ============== =================================================================================
 
 A parcel is a shard, or several small ones together. It is sent as bytes, so tensors of every dtype
@@ -36,11 +37,11 @@ from core.dist_checkpointing._ranks.parcels import (
     make_parcels,
     pack,
     row_bytes,
+    slice_bytes,
     unpack,
 )
 from core.dist_checkpointing._ranks.shard_bytes import (
     allocate_bytes,
-    copy_bytes,
     exchange_device,
     n_bytes,
     n_elements,
@@ -70,6 +71,8 @@ __all__ = [
 ]
 
 _MAX_NAMED = 4
+_N_PICKLED_COPIES = 8
+"""Slices that fit into the memory of one parcel; pickling, sending and unpickling copies each."""
 
 
 def exchange_loaded_tensors_gather_rounds(
@@ -86,31 +89,33 @@ def exchange_loaded_tensors_gather_rounds(
     Arguments, result and errors are those of :func:`exchange_by_distribution`.
     """
     group = parallelization_group
+    rank, n_ranks = comm.rank(group), comm.world_size(group)
     # Round n consists of the n-th parcel of each rank, and None for ranks that have fewer.
-    by_rank: list[list[Parcel]] = [[] for _ in range(comm.world_size(group))]
+    by_rank: list[list[Parcel]] = [[] for _ in range(n_ranks)]
     for parcel in _parcels(_require_distribution(shard_distribution)):
         by_rank[parcel.main_rank].append(parcel)
     rounds = list(zip_longest(*by_rank))
-    device = exchange_device(group)
+    # A round is sent in slices, so that those of all ranks together are as large as one parcel.
+    step = slice_bytes(max(map(row_bytes, rounds), default=0), n_ranks)
 
-    def prepare() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor, torch.Tensor]:
-        width = max(map(row_bytes, rounds), default=0)
+    def prepare() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor]:
         distribution = _require_distribution(shard_distribution)
         tensors = _prepare_tensors(loaded_tensors, unloaded_shards, distribution, group)
-        return tensors, allocate_bytes(width, device), allocate_bytes(width * len(by_rank), device)
+        return tensors, allocate_bytes(step * n_ranks, exchange_device(group))
 
     # Check and allocate everything before the first exchange, so that no rank fails in between.
-    tensors, sent, received = comm.together(prepare, group)
-    rank = comm.rank(group)
+    tensors, scratch = comm.together(prepare, group)
     for parcels in rounds:
         # Ranks without a parcel send padding, because a gather needs the same size from all.
         width = row_bytes(parcels)
-        if parcels[rank] is not None:
-            pack(parcels[rank], tensors, sent)
-        comm.gather_bytes(received[: width * len(parcels)], sent[:width], group)
-        for source, parcel in enumerate(parcels):
-            if parcel is not None and source != rank:
-                unpack(parcel, tensors, received[source * width :])
+        for start in range(0, width, step):
+            slices = scratch[: min(step, width - start) * n_ranks].view(n_ranks, -1)
+            if parcels[rank] is not None:
+                pack(parcels[rank], tensors, slices[rank], start)
+            comm.gather_bytes(slices, group)
+            for source, parcel in enumerate(parcels):
+                if parcel is not None and source != rank:
+                    unpack(parcel, tensors, slices[source], start)
     return tensors
 
 
@@ -120,38 +125,70 @@ def exchange_loaded_tensors_gather_object(
     shard_distribution: ShardDistribution | None,
     parallelization_group: Any = None,
 ) -> dict[_ShardId, torch.Tensor]:
-    """Exchange tensors by pickling all of them to all ranks: simple, slow and memory-hungry.
+    """Exchange tensors one after another, pickled, which is slow; no distribution is needed.
 
-    Meant for comparison. Arguments, result and errors are those of
-    :func:`exchange_by_distribution`; a shard that two ranks loaded is also an error.
+    Arguments, result and errors are those of :func:`exchange_by_distribution`; a shard that two
+    ranks loaded is also an error.
+
+    Args:
+        loaded_tensors, unloaded_shards, parallelization_group: as for the other algorithms.
+        shard_distribution: not used; ranks tell each other what they have loaded.
     """
+    group = parallelization_group
+    distribution = _distribution_of_loaded(loaded_tensors, unloaded_shards, group)
+    parcels = _parcels(distribution)
+    step = slice_bytes(max((parcel.n_bytes for parcel in parcels), default=0), _N_PICKLED_COPIES)
 
-    def copy_loaded() -> dict[_ShardId, tuple[torch.dtype, torch.Tensor]]:
-        # Pickle a copy of the bytes: pickle does not support every dtype, and would send the
-        # entire storage of a view.
-        copies = {}
-        for shard, tensor in loaded_tensors.items():
-            values = with_nominal_dtype(tensor)
-            raw = allocate_bytes(values.numel() * values.dtype.itemsize, torch.device("cpu"))
-            copy_bytes(values, raw, is_received=False)
-            copies[shard] = values.dtype, raw
-        return copies
+    def prepare() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor]:
+        tensors = _prepare_tensors(loaded_tensors, unloaded_shards, distribution, group)
+        return tensors, allocate_bytes(step, torch.device("cpu"))
 
-    def fill_unloaded() -> dict[_ShardId, torch.Tensor]:
-        tensors = dict(loaded_tensors)
-        for shard, tensor in unloaded_shards.items():
-            if shard not in received:
-                raise _missing_error([shard])
-            if shard not in tensors:
-                dtype, raw = received[shard]
-                _check_loaded(raw.view(dtype), tensor)
-                tensors[shard] = receive_buffer(tensor)
-                copy_bytes(tensors[shard], raw, is_received=True)
-        return tensors
+    # Check what can be checked before the first exchange, then send each parcel in slices.
+    tensors, scratch = comm.together(prepare, group)
+    for parcel in parcels:
+        is_source = parcel.main_rank == comm.rank(group)
+        for start in range(0, parcel.n_bytes, step):
+            own = scratch[: min(step, parcel.n_bytes - start)]
+            if is_source:
+                pack(parcel, tensors, own, start)
+            array = comm.broadcast(own.numpy() if is_source else None, parcel.main_rank, group)
+            if not is_source:
+                unpack(parcel, tensors, torch.from_numpy(array), start)
+    return tensors
 
-    # Send everything to all ranks; then each picks what it needs.
-    received = _unite(comm.collect(copy_loaded, parallelization_group))
-    return comm.together(fill_unloaded, parallelization_group)
+
+def _distribution_of_loaded(
+    loaded: dict[_ShardId, torch.Tensor], unloaded: dict[_ShardId, ShardedTensor], group: Any
+) -> ShardDistribution:
+    """Return the distribution by which the ranks of a group have loaded shards; collective.
+
+    It contains the shards that a rank lacks and another one has loaded.
+
+    Args:
+        loaded, unloaded, group: arguments of :func:`exchange_by_distribution`.
+
+    Raises:
+        CheckpointingException: two ranks have loaded the same shard.
+    """
+    descriptions = comm.collect(
+        lambda: (
+            list(loaded),
+            {shard: tensor.without_data() for shard, tensor in unloaded.items()},
+        ),
+        group,
+    )
+    main_ranks = _unite(
+        [dict.fromkeys(shards, rank) for rank, (shards, _) in enumerate(descriptions)]
+    )
+    metadata: dict[_ShardId, ShardedTensor] = {}
+    ranks_by_shard: dict[_ShardId, list[int]] = {}
+    for rank, (_, tensors) in enumerate(descriptions):
+        for shard in tensors.keys() & main_ranks.keys():
+            metadata.setdefault(shard, tensors[shard])
+            ranks_by_shard.setdefault(shard, []).append(rank)
+    return ShardDistribution(
+        {shard: main_ranks[shard] for shard in metadata}, set(metadata), metadata, ranks_by_shard
+    )
 
 
 def exchange_loaded_objects_gather_object(

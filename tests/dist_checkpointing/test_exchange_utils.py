@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -429,3 +430,47 @@ def test_the_memory_of_a_conjugated_view_is_not_its_value():
     assert own_bytes(tensor.conj(), torch.device("cpu")) is None
     assert own_bytes(tensor.conj().imag, torch.device("cpu")) is None
     assert own_bytes(tensor, torch.device("cpu")) is not None
+
+
+MEASURED_BYTES = 16 << 20
+"""Size of each tensor whose exchange is measured, large beside other memory of an exchange."""
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+
+
+def _extra_bytes(rank: int, world: int, algorithm: str) -> int:
+    """Peak of the memory that an exchange takes beside the tensors, which all exist before it."""
+    for n in (1 << 10, MEASURED_BYTES // 4):  # the first exchange sets up what gloo needs
+        held = {index: _filled(f"w{index}", n, index) for index in range(world + 1)}
+        if rank < 2:  # the others forward a shard that they do not keep
+            held[world + 1] = _filled("of.few", n, world + 1)
+        distribution = determine_main_replica_uniform_distribution(held, None, True)
+        loaded, unloaded = {}, {}
+        for tensor in held.values():
+            shard = _sharded_tensor_shard_id(tensor)
+            if distribution.main_rank_for_shard[shard] == rank:
+                loaded[shard] = tensor.data
+            else:
+                unloaded[shard] = tensor
+                tensor.data.fill_(-1)
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        before = _status_bytes("VmRSS")
+        exchange_by_distribution(loaded, unloaded, distribution, None, algorithm)
+        extra = _status_bytes("VmHWM") - before
+        assert all(tensor.data.eq(number).all() for number, tensor in held.items())
+    return extra
+
+
+def _filled(key: str, n: int, value: float) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.full((n,), float(value)))
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures as only Linux can")
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_exchange_takes_about_the_memory_of_one_tensor(algorithm):
+    extra = run_ranks(4, _extra_bytes, algorithm)
+    assert max(extra) < 1.25 * MEASURED_BYTES, extra

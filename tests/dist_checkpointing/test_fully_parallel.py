@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from core.dist_checkpointing import mapping, serialization
 from core.dist_checkpointing._ranks import comm
@@ -35,6 +36,7 @@ from core.dist_checkpointing.strategies.torch import (
 )
 from core.errors import (
     CheckpointingException,
+    MissingShardError,
     StorageError,
     UnsupportedError,
     UsageError,
@@ -219,7 +221,6 @@ def _saved_and_loaded(rank: int, world: int, folder: str, tp: int) -> Any:
     group = group_of(rank, world, tp)
     held = state(rank, world, tp=tp)
     FullyParallelSaveStrategyWrapper(AsyncPieceSave(), group).save(held, folder)
-    assert _replicas(held) == _replicas(state(rank, world, tp=tp))
     comm.barrier()
     return [_loaded(rank, world, folder, tp, group, algorithm) for algorithm in ALGORITHMS]
 
@@ -240,6 +241,7 @@ def _loaded(rank: int, world: int, folder: str, tp: int, group: Any, algorithm: 
         leaf.data = place
     load = FullyParallelLoadStrategyWrapper(base, group, exchange_algo=algorithm)
     loaded = load.load(wanted, folder)
+    assert _replicas(wanted) == _replicas(state(rank, world, tp=tp))
     assert load.cached_global_metadata == "metadata"
     assert load.cached_distribution is None
     in_place = all(
@@ -425,14 +427,16 @@ def test_a_failure_of_saving_is_raised_on_all_ranks(tmp_path):
 
 
 def _holey(rank: int, world: int, folder: str) -> str:
+    save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
+    save.save(state(rank, world), folder)
     held = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=1 + rank)}
     with pytest.raises(CheckpointingException) as caught:
-        FullyParallelSaveStrategyWrapper(PieceSave()).save(held, folder)
+        save.save(held, folder)
     return str(caught.value)
 
 
 @pytest.mark.dist
-def test_shards_without_a_main_replica_are_an_error_of_the_first_save(tmp_path):
+def test_shards_without_a_main_replica_are_an_error_of_every_save(tmp_path):
     one, other = run_ranks(2, _holey, str(tmp_path))
     assert one == other and "tensor w" in one
 
@@ -520,6 +524,83 @@ def test_torch_dist_files_are_of_about_one_size_and_load_bit_for_bit(tmp_path, w
         assert max(files.values()) <= max(4 / 3 * fair, max(sizes)) + headers
         assert sum(sizes) * tp <= sum(files.values()) <= sum(sizes) * tp + world * headers
         assert min(files.values()) > min(sizes)
+
+
+def _error_of_load(rank: int, world: int, folder: str) -> str:
+    target = Path(folder, "target")
+    if rank == 0:
+        target.mkdir()
+    comm.barrier()
+    base = TorchDistSaveShardedStrategy("torch_dist", 1)
+    FullyParallelSaveStrategyWrapper(base).save(state(rank, world), target)
+    wanted = state(rank, world, data=False)
+    if rank == 1:
+        wanted["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(3))
+    load = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load.load(wanted, target)
+    assert isinstance(caught.value, MissingShardError) and list(caught.value.failures) == [1]
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_key_that_one_rank_misses_is_the_same_error_on_all_ranks(tmp_path):
+    other, own = run_ranks(2, _error_of_load, str(tmp_path))
+    assert other.startswith("rank 1 failed: the checkpoint has no such tensor")
+    assert own.startswith("the checkpoint has no such tensor")
+
+
+HOLDERS = {"a": [0], "b": [0, 1, 2, 3], "c": [2, 0], "d": [1, 0, 3], "e": [3]}
+"""The ranks that hold each tensor, that of the main replica first; groups are {0, 2} and {1, 3}."""
+SAVERS = {"a": 0, "b": 2, "c": 0, "d": 1, "e": 3}
+"""By the documented rule: few holders first, then by key, each to the least loaded holder."""
+
+
+class Recorder(TorchDistLoadShardedStrategy):
+    """Notes the keys that this rank reads."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        self.keys = sorted(leaf.key for leaf in nested_values(sharded_state_dict))
+        return super().load(sharded_state_dict, checkpoint_dir)
+
+
+def _held(rank: int) -> dict[str, Any]:
+    held: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, torch.ones(4), replica_id=ranks.index(rank))
+        for key, ranks in HOLDERS.items()
+        if rank in ranks
+    }
+    return {**held, "o": ShardedObject("o", {"rank": 2}, (1,), (0,), int(rank != 2))}
+
+
+def _readers(rank: int, world: int, folder: str, is_cached: bool) -> Any:
+    group = group_of(rank, world, 2)
+    base = TorchDistSaveShardedStrategy("torch_dist", 1)
+    save = FullyParallelSaveStrategyWrapper(base, group, is_cached)
+    held = _held(rank)
+    for name in ("first", "second"):
+        save.save(held, Path(folder, name))
+    recorder = Recorder()
+    FullyParallelLoadStrategyWrapper(recorder, group, is_cached).load(held, Path(folder, "second"))
+    main_keys = {leaf.key for leaf in held.values() if leaf.replica_id == 0}
+    return main_keys - {"o"}, set(recorder.keys)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_ranks_read_what_they_saved_and_then_what_other_groups_saved(tmp_path, is_cached):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    results = run_ranks(4, _readers, str(tmp_path), is_cached)
+    # The caller's replica ids name the main ranks, also after a second save and a load.
+    assert [main_keys for main_keys, _ in results] == [{"a", "c"}, {"d"}, {"b"}, {"e"}]
+    for name in ("first", "second"):
+        storage = dcp.FileSystemReader(tmp_path / name).read_metadata().storage_data
+        files = {index.fqn: place.relative_path for index, place in storage.items()}
+        assert {key: int(files[key].split("_")[2]) for key in SAVERS} == SAVERS
+    # d on rank 0 and b on rank 1 are from the other group; so is the object on rank 1.
+    read_keys = [keys for _, keys in results]
+    assert read_keys == [{"a", "c", "d"}, {"b", "d", "o"}, {"b", "o"}, {"e"}]
 
 
 def _read_by_megatron(rank: int, world: int, folder: str, tp: int) -> bool:

@@ -236,17 +236,27 @@ def broadcast_bytes(raw: torch.Tensor, src: int, group: Any = None) -> None:
         dist.broadcast(raw, src=global_rank(src, group), group=group)
 
 
-def gather_bytes(all_ranks: torch.Tensor, own: torch.Tensor, group: Any = None) -> None:
-    """Fill ``all_ranks`` with the bytes of each rank of the group, by rank.
+def gather_bytes(rows: torch.Tensor, group: Any = None) -> None:
+    """Fill the row of each rank of the group with the bytes that this rank has in its own row.
 
     Args:
-        all_ranks, own: 1-D uint8.
+        rows: 2-D uint8, one row for each rank.
         group: process group.
     """
+    # gloo's own gather would copy all rows twice, in memory of its threads.
+    if rows.device.type == "cpu":
+        with _translate_lost_contact():
+            works = [
+                dist.broadcast(row, src=global_rank(source, group), group=group, async_op=True)
+                for source, row in enumerate(rows)
+            ]
+            for work in works:
+                work.wait()
+        return
     # torch 2.13 has renamed all_gather_into_tensor.
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with _translate_lost_contact():
-        collective(all_ranks, own, group=group)
+        collective(rows.view(-1), rows[rank(group)], group=group)
 
 
 def any_of_all(is_so: bool, group: Any = None) -> bool:

@@ -63,4 +63,6 @@ def _fingerprint(value: object) -> object:
             value.dtype,
             is_main_replica(value.replica_id),
         )
-    return _sharded_object_id(value) if isinstance(value, ShardedObject) else None
+    if isinstance(value, ShardedObject):
+        return *_sharded_object_id(value), is_main_replica(value.replica_id)
+    return None

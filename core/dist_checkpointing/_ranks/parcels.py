@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,9 @@ from core.dist_checkpointing.utils import _ShardId
 
 PARCEL_BYTES = 4 << 20
 """Maximum size of several shards in one parcel; a message costs as much as about 1 MiB."""
+
+LEAST_SLICE_BYTES = 256 << 10
+"""Minimum size of a slice, unless its parcel is smaller."""
 
 _ALIGNMENT = 16
 
@@ -76,6 +79,16 @@ def row_bytes(row: Iterable[Parcel | None]) -> int:
     return max(_align(parcel.n_bytes) for parcel in row if parcel is not None)
 
 
+def slice_bytes(width: int, n_slices: int) -> int:
+    """Return the size of slices of which ``n_slices`` take about as much memory as one parcel.
+
+    Args:
+        width: size of the largest parcel, in bytes.
+        n_slices: number of slices that exist at a time.
+    """
+    return min(_align(width), max(LEAST_SLICE_BYTES, _align(width // n_slices)))
+
+
 def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -94,14 +107,44 @@ def bytes_in_place(
     return own_bytes(tensors.get(shard), device)
 
 
-def pack(parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor) -> None:
-    """Copy the tensors of a parcel to the beginning of ``raw``, 1-D uint8."""
-    for shard, start in parcel.starts.items():
-        copy_bytes(tensors[shard], raw[start:], is_received=False)
+def pack(
+    parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor, start: int = 0
+) -> None:
+    """Copy the bytes of a parcel from ``start`` on to ``raw``, 1-D uint8, until that is full."""
+    for tensor, element, part in _parts(parcel, tensors, raw, start):
+        copy_bytes(tensor, part, element, is_received=False)
 
 
-def unpack(parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor) -> None:
-    """Copy a parcel from the beginning of ``raw``, 1-D uint8, into its tensors."""
-    for shard, start in parcel.starts.items():
+def unpack(
+    parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor, start: int = 0
+) -> None:
+    """Copy ``raw``, 1-D uint8, to the tensors of a parcel, from its byte ``start`` on.
+
+    Shards of the parcel that are not among the tensors are passed over.
+    """
+    for tensor, element, part in _parts(parcel, tensors, raw, start):
+        copy_bytes(tensor, part, element, is_received=True)
+
+
+def _parts(
+    parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor, start: int
+) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Yield the tensors that have bytes in a slice of a parcel.
+
+    Args:
+        parcel: the parcel.
+        tensors: tensors of its shards, of some at least.
+        raw: the slice, 1-D uint8.
+        start: first byte of the slice in the parcel, aligned.
+
+    Yields:
+        A tensor, the first of its elements in the slice, and the part of ``raw`` for them.
+    """
+    for shard, shard_start in parcel.starts.items():
         if shard in tensors:
-            copy_bytes(tensors[shard], raw[start:], is_received=True)
+            tensor = tensors[shard]
+            itemsize = tensor.dtype.itemsize
+            first = max(shard_start, start)
+            stop = min(shard_start + tensor.numel() * itemsize, start + raw.numel())
+            if first < stop:
+                yield tensor, (first - shard_start) // itemsize, raw[first - start : stop - start]

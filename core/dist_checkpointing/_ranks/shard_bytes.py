@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from core.arrays.box import boxes_of_flat_range
 from core.dist_checkpointing._engine.float8 import dequantize, is_float8tensor
 from core.dist_checkpointing.mapping import ShardedTensor
 
@@ -105,10 +106,24 @@ def own_bytes(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def copy_bytes(tensor: torch.Tensor, raw: torch.Tensor, *, is_received: bool) -> None:
-    """Copy a tensor's elements, in C order, from the start of ``raw`` (if received) or to it."""
-    elements = raw[: tensor.numel() * tensor.dtype.itemsize].view(tensor.dtype).view(tensor.shape)
-    if is_received:
-        tensor.detach().copy_(elements)
-    else:
-        elements.copy_(tensor.detach())
+def copy_bytes(
+    tensor: torch.Tensor, raw: torch.Tensor, start: int = 0, *, is_received: bool
+) -> None:
+    """Copy a range of a tensor's elements, in C order, from ``raw`` (if received) or to it.
+
+    No more memory is needed, whatever the strides of the tensor are.
+
+    Args:
+        tensor: tensor on any device.
+        raw: 1-D uint8, as many bytes as the range.
+        start: first element of the range.
+        is_received: write to the tensor; else to ``raw``.
+    """
+    elements = raw.view(tensor.dtype)
+    for box in boxes_of_flat_range(tuple(tensor.shape), start, start + elements.numel()):
+        part = tensor.detach()[tuple(map(slice, box.offset, box.end))]
+        sent, elements = elements[: part.numel()].view(part.shape), elements[part.numel() :]
+        if is_received:
+            part.copy_(sent)
+        else:
+            sent.copy_(part)

@@ -16,7 +16,9 @@ strategy does all the work.
 
 Source: the documented package; megatron-core 0.16.1 where the documents are silent. Different
 here: a cached distribution is recomputed when the structure of a state dict changes, for which
-ranks exchange one flag; objects are distributed and exchanged within the group, not in the world.
+ranks exchange one flag; objects are exchanged within the group, not in the world; loading leaves
+the replica ids of the caller's state dict alone, because with the ids of a load, a shard that
+several groups load would have several main replicas in the next save.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     No data is sent. The work is divided by new replica ids, so the wrapped strategy must write main
     replicas only, see :func:`distribute_main_replicas_with_precomputed_distribution`.
+    The caller's ShardedTensors keep the new ids: the next save divides the work in the same way.
     ShardedObjects are not distributed.
 
     Args:
@@ -114,6 +117,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     ) -> AsyncRequest:
         """Divide the work, then call the wrapped strategy's ``async_save``.
 
+        Replica ids are set in place.
+
         Raises:
             UsageError: the wrapped strategy cannot save asynchronously.
             CheckpointingException: dividing the work failed, see
@@ -125,21 +130,23 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
                 f"{self.base_strategy} cannot save asynchronously",
                 hint="call save instead of async_save",
             )
-        divided = _copy_leaves(sharded_state_dict)
-        self.apply_saving_parallelization(divided)
-        return comm.together(partial(self.base_strategy.async_save, divided, checkpoint_dir))
+        self.apply_saving_parallelization(sharded_state_dict)
+        return comm.together(
+            partial(self.base_strategy.async_save, sharded_state_dict, checkpoint_dir)
+        )
 
     @override
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Divide the work, then call the wrapped strategy's ``save``.
 
+        Replica ids are set in place.
+
         Raises:
             CheckpointingException: dividing the work failed, see
                 :meth:`apply_saving_parallelization`, or the wrapped strategy failed.
         """
-        divided = _copy_leaves(sharded_state_dict)
-        self.apply_saving_parallelization(divided)
-        comm.together(lambda: self.base_strategy.save(divided, checkpoint_dir))
+        self.apply_saving_parallelization(sharded_state_dict)
+        comm.together(lambda: self.base_strategy.save(sharded_state_dict, checkpoint_dir))
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
         """Assign the main replica of every shard to the rank that saves it.
@@ -151,24 +158,27 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
         Raises:
             CheckpointingException: ranks of the group disagree about a shard, or the shards of all
-                ranks of the world do not form complete tensors (checked before the first save
-                only).
+                ranks of the world do not form complete tensors (not checked again as long as all
+                groups reuse their distributions).
         """
         group = self.parallelization_group
 
+        def distribute() -> ShardDistribution | None:
+            self._is_validated = False
+            return determine_main_replica_uniform_distribution(sharded_state_dict, group)
+
         def divide_work() -> None:
             distribution = self._cached.get(
-                sharded_state_dict,
-                lambda: determine_main_replica_uniform_distribution(sharded_state_dict, group),
-                is_kept=self.do_cache_distribution,
+                sharded_state_dict, distribute, is_kept=self.do_cache_distribution
             )
             distribute_main_replicas_with_precomputed_distribution(
                 sharded_state_dict, group, distribution
             )
 
         comm.together(divide_work)
-        # Check the shards of all ranks only once per strategy: the check exchanges all metadata.
-        if not self._is_validated:
+        # The check exchanges the metadata of all ranks, so it is left out if no group has a new
+        # distribution.
+        if comm.any_of_all(not self._is_validated):
             validate_sharding_integrity(
                 determine_global_metadata(extract_sharded_base(sharded_state_dict)[0])[1]
             )
@@ -233,7 +243,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         The wrapped strategy is called once on each rank, with this rank's part of the
         ShardedTensors and ShardedObjects, by shard id. Tensors from other ranks are received into
         the data of their ShardedTensors; missing data is allocated on the CPU. A shard that occurs
-        twice in a state dict becomes one tensor, which is used twice.
+        twice in a state dict becomes one tensor, which is used twice. Replica ids are not changed,
+        so that the state dict can be saved afterwards.
 
         Args:
             sharded_state_dict: ShardedTensors and ShardedObjects, nested.
@@ -356,8 +367,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     ) -> ShardDistribution | None:
         """Assign each shard to the rank that loads it.
 
-        Tensors that this rank loads get the replica id 0, all others 1. ShardedObjects are divided
-        evenly by their number; their replica ids do not change. Collective within the group.
+        Tensors that this rank loads get the replica id 0, all others 1. A ShardedObject is loaded
+        by the rank of its main replica, which has saved it; those whose main replica is in another
+        group are divided evenly by their number. Their replica ids do not change. Collective within
+        the group.
 
         Args:
             sharded_state_dict: changed in place.
@@ -497,17 +510,24 @@ def _check_data_sizes(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
 
 
 def _distribute_objects(sharded_state_dict: ShardedStateDict, group: Any) -> dict[_ShardId, int]:
-    """Assign each ShardedObject to a rank of the group, evenly by number; collective."""
+    """Assign each ShardedObject to the rank of the group that loads it; collective."""
     leaves = nested_values(sharded_state_dict)
-    own_shards = {_sharded_object_id(leaf) for leaf in leaves if isinstance(leaf, ShardedObject)}
-    # Collect the ranks that request each object, in the same order on every rank.
+    objects = [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
+    own_shards = {_sharded_object_id(leaf) for leaf in objects}
+    own_main = {_sharded_object_id(leaf) for leaf in objects if is_main_replica(leaf.replica_id)}
+    # Collect the ranks that request each object and those of main replicas, alike on every rank.
     ranks_by_shard: dict[_ShardId, list[int]] = defaultdict(list)
-    for rank, shards in enumerate(comm.all_gather(sorted(own_shards), group)):
+    main_ranks: dict[_ShardId, int] = {}
+    gathered = comm.all_gather((sorted(own_shards), sorted(own_main)), group)
+    for rank, (shards, main_shards) in enumerate(gathered):
         for shard in shards:
             ranks_by_shard[shard].append(rank)
+        for shard in main_shards:
+            main_ranks.setdefault(shard, rank)
     # The sizes of objects are not known before they are loaded, so each counts as 1.
-    sizes = dict.fromkeys(ranks_by_shard, 1)
-    return distribute_shards_to_ranks(ranks_by_shard, sizes, comm.world_size(group), set())
+    others = {shard: ranks for shard, ranks in ranks_by_shard.items() if shard not in main_ranks}
+    sizes = dict.fromkeys(others, 1)
+    return main_ranks | distribute_shards_to_ranks(others, sizes, comm.world_size(group), set())
 
 
 def _fill_in(
