@@ -311,3 +311,43 @@ def _different_calls(rank: int, world: int) -> str:
 @pytest.mark.dist
 def test_ranks_that_finalize_different_calls_are_told_so():
     assert all("by rank: [0, 1]" in text for text in run_ranks(2, _different_calls))
+
+
+def _more_functions_on_some_ranks(rank: int, world: int, folder: Path) -> list[int]:
+    queue, log, called = AsyncCallsQueue(), folder / f"log{rank}", []
+    for _ in range(2):
+        request = AsyncRequest(_append, (log, "w"), [lambda: called.append(0)])
+        # Megatron-LM's first rank writes the tracker file; its last one reports to two services.
+        for number in range({0: 1, world - 1: 2}.get(rank, 0)):
+            request.add_finalize_fn(partial(called.append, number + 1))
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+    return called
+
+
+@pytest.mark.dist
+def test_ranks_may_have_different_numbers_of_finalize_functions(tmp_path):
+    results = run_ranks(3, _more_functions_on_some_ranks, tmp_path)
+    assert results == [[0, 1, 0, 1], [0, 0], [0, 1, 2, 0, 1, 2]]
+
+
+def _failed_local_checkpoint(rank: int, world: int) -> object:
+    called = []
+
+    def remove_files() -> None:
+        called.append("removed")
+        raise KeyError("incomplete")
+
+    remove_files.__module__ = "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager"
+    queue = AsyncCallsQueue()
+    writer = partial(_fail, OSError("full")) if rank == 1 else partial(str)
+    request = AsyncRequest(writer, (), [remove_files, lambda: called.append("visible")])
+    queue.schedule_async_request(request)
+    with pytest.raises(KeyError, match="incomplete") as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    return called, type(caught.value.__context__).__name__, queue.get_num_unfinalized_calls()
+
+
+@pytest.mark.dist
+def test_a_failed_local_checkpoint_is_cleaned_up_by_its_manager_and_not_made_visible():
+    assert run_ranks(2, _failed_local_checkpoint) == [(["removed"], "WorkerError", 0)] * 2

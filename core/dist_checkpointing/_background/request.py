@@ -117,17 +117,37 @@ def call_now(request: AsyncRequest) -> None:
 def finalize(request: AsyncRequest) -> None:
     """Call the finalize functions, each on all ranks before the next; collective.
 
-    After a failure, the failed function and the remaining ones are abandoned.
+    Ranks may have different numbers of functions: Megatron-LM adds some on its first and last rank
+    only. After a failure, the failed function and the remaining ones are abandoned.
 
     Raises:
         CheckpointingException: a function failed on a rank; on every rank.
     """
-    for number, function in enumerate(request.finalize_fns):
+    for number in range(max(comm.all_gather(len(request.finalize_fns)))):
+        rest = request.finalize_fns[number:]
         try:
-            comm.together(function)
+            comm.together(rest[0] if rest else lambda: None)
         except BaseException:
-            abandon_rest(request._replace(finalize_fns=request.finalize_fns[number:]))
+            abandon_rest(request._replace(finalize_fns=rest))
             raise
+
+
+def clean_up_local_checkpoint(request: AsyncRequest) -> None:
+    """Call the finalize functions that nvidia-resiliency-ext made, after a failed save; collective.
+
+    Its checkpoint managers leave it to these functions to find out that a rank's file is missing,
+    to remove the files of the other ranks and to raise their own exception (0.4.1). Other finalize
+    functions would make an incomplete checkpoint visible, and are not called.
+
+    Raises:
+        Exception: the function of this rank raised it.
+    """
+    functions = [
+        function
+        for function in request.finalize_fns
+        if str(getattr(function, "__module__", "")).startswith("nvidia_resiliency_ext.")
+    ]
+    finalize(request._replace(finalize_fns=functions))
 
 
 def abandon_rest(request: AsyncRequest) -> None:
