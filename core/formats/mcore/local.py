@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.key_patterns import some_of
 from core.catalog.stored import StoredArray, array_name
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format
@@ -87,12 +88,27 @@ def read(store: ReadStore) -> Catalog:
     files = files_by_iteration[iteration]
     contents = [_read_rank(store, files[rank], f"{rank}:") for rank in sorted(files)]
     catalog = _catalog(contents, label=store.label)
-    ignored = sorted(files_by_iteration.keys() - {iteration})
-    if not ignored:
-        return catalog
-    return catalog.noted(
-        [f"iteration {iteration} is read; {', '.join(map(str, ignored))} are there, too"]
-    )
+    notes = []
+    if others := sorted(files_by_iteration.keys() - {iteration}):
+        notes.append(
+            f"iteration {iteration} is read; the directory also has {', '.join(map(str, others))}"
+        )
+    if incomplete := _incomplete_tensors(catalog):
+        notes.append(
+            f"shards of {some_of(incomplete)} are missing: put the directories of all nodes' ranks "
+            "into one"
+        )
+    return catalog.noted(notes)
+
+
+def _incomplete_tensors(catalog: Catalog) -> list[str]:
+    """Return the keys of the tensors that the shards do not fill."""
+    return [
+        key
+        for key, meta in catalog.tensors.items()
+        if sum(box.n_elements for box in {fragment.box for fragment in catalog.fragments(key)})
+        < meta.n_elements
+    ]
 
 
 def _files_by_iteration(store: ReadStore) -> dict[int, dict[int, str]]:

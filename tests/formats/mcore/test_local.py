@@ -67,12 +67,14 @@ def test_the_newest_iteration_of_most_ranks_is_read(tmp_path: Path) -> None:
     (folder / "0/iter_0000009_0_local.dirty.pt").touch()
     catalog = open_checkpoint(folder).catalog
     assert set(catalog.tensors) == {"weight", "layers", "norm"}
-    assert catalog.notes == ("iteration 7 is read; 9 are there, too",)
+    assert catalog.notes == ("iteration 7 is read; the directory also has 9",)
 
 
 def test_shards_of_other_nodes_are_reported_missing(tmp_path: Path) -> None:
     folder = saved(tmp_path / "local")
     shutil.rmtree(folder / "1")
+    (note,) = open_checkpoint(folder).catalog.notes
+    assert note.startswith("shards of weight and 1 more are missing")
     with pytest.raises(MissingShardError, match="weight"):
         diff(DiffJob(a=folder, b=folder))
 
