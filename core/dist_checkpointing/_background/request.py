@@ -132,22 +132,14 @@ def finalize(request: AsyncRequest) -> None:
             raise
 
 
-def clean_up_local_checkpoint(request: AsyncRequest) -> None:
-    """Call the finalize functions that nvidia-resiliency-ext made, after a failed save; collective.
+def judges_itself(request: AsyncRequest) -> bool:
+    """Return whether the first finalize function finds out whether the save succeeded.
 
-    Its checkpoint managers leave it to these functions to find out that a rank's file is missing,
-    to remove the files of the other ranks and to raise their own exception (0.4.1). Other finalize
-    functions would make an incomplete checkpoint visible, and are not called.
-
-    Raises:
-        Exception: the function of this rank raised it.
+    That of nvidia-resiliency-ext's checkpoint managers (0.4.1) does: it looks for the files of all
+    ranks, replicas included. If some are missing, it removes the others and raises.
     """
-    functions = [
-        function
-        for function in request.finalize_fns
-        if str(getattr(function, "__module__", "")).startswith("nvidia_resiliency_ext.")
-    ]
-    finalize(request._replace(finalize_fns=functions))
+    module = getattr(request.finalize_fns[0], "__module__", None) if request.finalize_fns else None
+    return str(module).startswith("nvidia_resiliency_ext.")
 
 
 def abandon_rest(request: AsyncRequest) -> None:

@@ -18,8 +18,8 @@ from core.dist_checkpointing._background.persistent_caller import PersistentAsyn
 from core.dist_checkpointing._background.request import (
     AsyncRequest,
     abandon_rest,
-    clean_up_local_checkpoint,
     finalize,
+    judges_itself,
 )
 from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing._ranks import comm
@@ -112,8 +112,9 @@ class AsyncCallsQueue:
                 function failed; on every rank, with the numbers of the ranks. The failure of a
                 writer is a CheckpointException of torch, too. The failed call is removed from the
                 queue, later ones stay.
-            Exception: the writer of a local checkpoint of nvidia-resiliency-ext failed: the
-                exception of its checkpoint manager, which has removed the files of that call.
+            Exception: the writer of a local checkpoint of nvidia-resiliency-ext failed, and no
+                other rank has a replica of its files: the exception of the checkpoint manager,
+                which has removed the files of that call.
         """
         finalized = []
         while self.async_calls and self.async_calls[0].async_caller.is_current_async_call_done(
@@ -139,10 +140,11 @@ class AsyncCallsQueue:
                 )
             outcome = comm.attempt(raise_failure)
             if outcome.error is not None:
-                try:
-                    raise torch_error(outcome)
-                finally:
-                    clean_up_local_checkpoint(active.async_request)
+                failure = torch_error(outcome)
+                if not judges_itself(active.async_request):
+                    raise failure
+                # Replicas on other ranks may make up for the files that were not written.
+                logger.error("%s; its checkpoint manager looks for replicas", failure)
         except BaseException:
             abandon_rest(active.async_request)
             raise
