@@ -22,6 +22,7 @@ from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from core.opening.open import open_checkpoint
+from core.pickle.names import is_foreign
 from tests.dist_checkpointing.ranks import run_ranks
 
 EXCHANGES = ("broadcast", "gather_rounds", "gather_object")
@@ -126,8 +127,10 @@ def test_a_rank_that_lost_its_files_gets_them_from_a_replica(tmp_path: Path, alg
         (tmp_path / name).mkdir()
         run_ranks(3, _lose_a_rank, tmp_path / name, algo)
     # What is left, rank 1's replicas among it, is a complete checkpoint to the command line.
-    catalog = open_checkpoint(tmp_path / "a").catalog
+    checkpoint = open_checkpoint(tmp_path / "a")
+    catalog = checkpoint.catalog
     assert catalog.iteration == 5 and not catalog.notes
+    assert not any(is_foreign(use) for use in checkpoint.uses)
     assert {key: meta.shape for key, meta in catalog.tensors.items()} == {
         "w0": (6,),
         "w1": (6,),
