@@ -73,7 +73,8 @@ def extract_matching_values(
 def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Compare two trees; tuples and numpy arrays are compared element by element, like lists.
 
-    Objects with a ``replica_id`` (sharded tensors and the like) are compared by their ``data``.
+    Objects with a ``replica_id`` (sharded tensors and the like) are compared by their ``data``, and
+    two ``MCoreTensorAwareStateDict`` by their attributes, which begin the paths.
 
     Args:
         x1, x2: the trees.
@@ -92,6 +93,8 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], lis
         return _diff_items(dict(enumerate(x1)), dict(enumerate(x2)), prefix)
     if hasattr(x1, "replica_id") and type(x1) is type(x2):
         return diff(x1.data, x2.data, (*prefix, type(x1)))
+    if hasattr(x1, "pop_tensors") and type(x1) is type(x2):
+        return _diff_items(vars(x1), vars(x2), prefix)
     return [], [], _diff_leaves(x1, x2, prefix)
 
 

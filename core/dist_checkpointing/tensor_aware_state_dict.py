@@ -11,17 +11,23 @@ It serves checkpoints in memory or on local disks::
 With ``algo="fully_parallel"`` each shard is kept by only one of the ranks that hold it, and
 ``to_state_dict`` exchanges the shards again; with ``"atomic"`` every rank keeps all its shards.
 
-Source: the documented package. There the base class is nvidia_resiliency_ext's; here it is defined
-below, so that package is not needed.
+The managers and replication strategies of nvidia-resiliency-ext store these objects: they send a
+hollow one to other ranks and its tensors separately, and pickle a filled one to a file. Where that
+package is installed, its base class is used, and else the same class that is defined below.
+
+Source: the documented package, nvidia-resiliency-ext 0.4.1. As there, the type of the device that a
+tensor was on is the attribute ``orig_device`` of its ShardedTensor, so that either implementation
+can restore what the other one pickled. Only the type, because the process that restores the tensor
+may use a device with another number.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, ValuesView
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -69,7 +75,7 @@ class _UnkeptShardError(MissingShardError, AssertionError):
     """
 
 
-class TensorAwareStateDict(ABC):
+class _TensorAwareStateDict(ABC):
     """A state dict whose tensors can be stored separately from everything else."""
 
     @property
@@ -107,6 +113,20 @@ class TensorAwareStateDict(ABC):
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
         """Move the tensors back to the devices that they were on originally."""
 
+    def values(self) -> ValuesView[Any]:
+        """Return the values of the attributes, as scripts search them like those of a dict."""
+        return vars(self).values()
+
+
+if TYPE_CHECKING:
+    TensorAwareStateDict = _TensorAwareStateDict
+else:
+    # The checkpoint managers check for their own base class.
+    try:
+        from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
+    except ImportError:
+        TensorAwareStateDict = _TensorAwareStateDict
+
 
 @dataclass
 class MCoreTensorAwareStateDict(TensorAwareStateDict):
@@ -121,13 +141,6 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     common: StateDict
     sharded_state_dict: ShardedStateDict
     _is_hollow: bool = False
-
-    def __post_init__(self) -> None:
-        # From a tensor's position among all ShardedTensors to the type of the device that its data
-        # was on before it was taken out or copied. Only the type, because the process that puts it
-        # back may use a device with another number.
-        self._devices: dict[int, str] = {}
-        self._popped: tuple[int, ...] = ()
 
     @classmethod
     def from_state_dict(
@@ -196,7 +209,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Raises:
             UsageError: the state dict is hollow.
         """
-        return iter([tensor.data for _, tensor in self._tensors_with_data()])
+        return iter([tensor.data for tensor in self._tensors_with_data()])
 
     @property
     @override
@@ -211,11 +224,12 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             UsageError: the state dict is already hollow.
         """
         tensors = self._tensors_with_data()
-        popped = [tensor.data for _, tensor in tensors]
-        for position, tensor in tensors:
-            self._devices.setdefault(position, tensor.data.device.type)
+        popped = [tensor.data for tensor in tensors]
+        for tensor in tensors:
+            # A tensor that was copied to host memory keeps the record of its original device.
+            if not hasattr(tensor, "orig_device"):
+                tensor.orig_device = tensor.data.device.type
             tensor.data = None
-        self._popped = tuple(position for position, _ in tensors)
         self._is_hollow = True
         return popped
 
@@ -234,19 +248,19 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         """
         # Check all tensors before any is inserted, so that an error leaves the state dict hollow.
         pairs = list(zip_strict(self._popped_tensors(), tensor_data))
-        for (_, tensor), data in pairs:
+        for tensor, data in pairs:
             if (data.dtype, tuple(data.shape)) != (tensor.dtype, tuple(tensor.data_shape)):
                 raise UsageError(
                     f"cannot insert a {data.dtype} tensor of shape {tuple(data.shape)}, "
                     f"expected {tensor.dtype} and shape {tuple(tensor.data_shape)}",
                     key=tensor.key,
                 )
-        for (position, tensor), data in pairs:
+        for tensor, data in pairs:
             tensor.data = data
             # A tensor that is on its original type of device needs no restoring.
-            if self._devices[position] == data.device.type:
-                del self._devices[position]
-        self._is_hollow, self._popped = False, ()
+            if tensor.orig_device == data.device.type:
+                del tensor.orig_device
+        self._is_hollow = False
 
     @override
     def init_tensors(self) -> None:
@@ -255,9 +269,10 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Raises:
             UsageError: the state dict is not hollow.
         """
-        for position, tensor in self._popped_tensors():
-            tensor.init_data(self._devices.pop(position))
-        self._is_hollow, self._popped = False, ()
+        for tensor in self._popped_tensors():
+            tensor.init_data(tensor.orig_device)
+            del tensor.orig_device
+        self._is_hollow = False
 
     @override
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
@@ -269,11 +284,11 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Raises:
             UsageError: the state dict is hollow.
         """
-        for position, tensor in self._tensors_with_data():
+        for tensor in self._tensors_with_data():
             # A recorded device means that the tensor already is a copy.
-            if position not in self._devices:
+            if not hasattr(tensor, "orig_device"):
                 data = tensor.data.detach()
-                self._devices[position] = data.device.type
+                tensor.orig_device = data.device.type
                 is_on_cpu = data.device.type == "cpu"
                 tensor.data = (
                     data.clone() if is_on_cpu else data.to("cpu", non_blocking=non_blocking)
@@ -291,9 +306,10 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Raises:
             UsageError: the state dict is hollow.
         """
-        for position, tensor in self._tensors_with_data():
-            if position in self._devices:
-                tensor.data = tensor.data.to(self._devices.pop(position), non_blocking=non_blocking)
+        for tensor in self._tensors_with_data():
+            if hasattr(tensor, "orig_device"):
+                tensor.data = tensor.data.to(tensor.orig_device, non_blocking=non_blocking)
+                del tensor.orig_device
 
     def to_state_dict(
         self,
@@ -358,7 +374,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         # keys are part of it: a local checkpoint has the state that the program saved, so one that
         # lacks a shard is not the right one.
         tensors = {
-            _sharded_tensor_shard_id(tensor): tensor.data for _, tensor in self._tensors_with_data()
+            _sharded_tensor_shard_id(tensor): tensor.data for tensor in self._tensors_with_data()
         }
         if algo == "fully_parallel":
             tensors = _fetch_from_keepers(tensors, requested, parallelization_group, exchange_algo)
@@ -403,29 +419,25 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 "the tensors have been taken out", hint="call insert_tensors or init_tensors first"
             )
 
-    def _tensors_with_data(self) -> list[tuple[int, Any]]:
-        """Return the ShardedTensors with data, each with its position among all ShardedTensors.
+    def _tensors_with_data(self) -> list[Any]:
+        """Return the ShardedTensors with data.
 
         Raises:
             UsageError: the state dict is hollow.
         """
         self._require_tensors()
-        return [
-            (position, tensor)
-            for position, tensor in enumerate(self._all_tensors())
-            if tensor.data is not None
-        ]
+        return [tensor for tensor in self._all_tensors() if tensor.data is not None]
 
-    def _popped_tensors(self) -> list[tuple[int, Any]]:
-        """Return the ShardedTensors whose data was taken out, each with its position among all.
+    def _popped_tensors(self) -> list[Any]:
+        """Return the ShardedTensors whose data was taken out.
 
         Raises:
             UsageError: the state dict is not hollow.
         """
         if not self.is_hollow:
             raise UsageError("the tensors have not been taken out", hint="call pop_tensors first")
-        tensors = self._all_tensors()
-        return [(position, tensors[position]) for position in self._popped]
+        # A ShardedTensor whose shard another rank keeps has no record of a device.
+        return [tensor for tensor in self._all_tensors() if hasattr(tensor, "orig_device")]
 
     def _all_tensors(self) -> list[ShardedTensor]:
         return [

@@ -28,6 +28,7 @@ _BUILT_IN = (
         "deepspeed.format",
         "safetensors.format",
         "huggingface.bin_format",
+        "mcore.local",
         "torch.format",
     ),
 )

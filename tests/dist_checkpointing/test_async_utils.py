@@ -311,3 +311,49 @@ def _different_calls(rank: int, world: int) -> str:
 @pytest.mark.dist
 def test_ranks_that_finalize_different_calls_are_told_so():
     assert all("by rank: [0, 1]" in text for text in run_ranks(2, _different_calls))
+
+
+def _more_functions_on_some_ranks(rank: int, world: int, folder: Path) -> list[int]:
+    queue, log, called = AsyncCallsQueue(), folder / f"log{rank}", []
+    for _ in range(2):
+        request = AsyncRequest(_append, (log, "w"), [lambda: called.append(0)])
+        # Megatron-LM's first rank writes the tracker file; its last one reports to two services.
+        for number in range({0: 1, world - 1: 2}.get(rank, 0)):
+            request.add_finalize_fn(partial(called.append, number + 1))
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+    return called
+
+
+@pytest.mark.dist
+def test_ranks_may_have_different_numbers_of_finalize_functions(tmp_path):
+    results = run_ranks(3, _more_functions_on_some_ranks, tmp_path)
+    assert results == [[0, 1, 0, 1], [0, 0], [0, 1, 2, 0, 1, 2]]
+
+
+def _failed_local_checkpoint(rank: int, world: int, has_replica: bool) -> object:
+    called = []
+
+    def look_for_files() -> None:
+        called.append("manager")
+        if not has_replica:
+            raise KeyError("incomplete")
+
+    look_for_files.__module__ = "nvidia_resiliency_ext.checkpointing.local.ckpt_managers"
+    queue = AsyncCallsQueue()
+    writer = partial(_fail, OSError("full")) if rank == 1 else partial(str)
+    request = AsyncRequest(writer, (), [look_for_files, lambda: called.append("visible")])
+    queue.schedule_async_request(request)
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    except KeyError:
+        called.append("raised")
+    return called, queue.get_num_unfinalized_calls()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("has_replica", "called"), [(True, ["manager", "visible"]), (False, ["manager", "raised"])]
+)
+def test_the_manager_of_local_checkpoints_judges_a_failed_save(has_replica, called):
+    assert run_ranks(2, _failed_local_checkpoint, has_replica) == [(called, 0)] * 2

@@ -5,11 +5,13 @@ again.
 from __future__ import annotations
 
 import pickle
+from copy import copy
 from typing import Any
 
 import pytest
 import torch
 
+from core.dist_checkpointing.dict_utils import diff
 from core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from core.errors import MissingShardError, UsageError
@@ -96,6 +98,39 @@ def test_copies_in_host_memory_are_made_once_and_do_not_follow_the_originals():
         tensor.data.zero_()
     apart.restore_tensor_device()
     assert is_whole(apart.to_state_dict(state(is_filled=False)))
+
+
+def test_two_are_compared_by_their_tensors_and_common_state():
+    apart, _ = MCoreTensorAwareStateDict.from_state_dict(state())
+    other, _ = MCoreTensorAwareStateDict.from_state_dict({**state(), "step": 4})
+    other.copy_tensors_to_cpu()
+    next(other.tensors)[1] = -1
+    only_left, only_right, mismatches = diff(apart, other)
+    assert (only_left, only_right) == ([], [])
+    assert [path for path, *_ in mismatches] == [
+        ("common", "step"),
+        ("sharded_state_dict", "layers", 0, ShardedTensor),
+    ]
+    assert diff(apart, copy(apart)) == ([], [], [])
+    # Scripts search the state dict by its values, as nvidia-resiliency-ext's classes allow.
+    assert apart.common in list(apart.values())
+
+
+def test_what_megatron_core_pickled_is_restored():
+    apart, _ = MCoreTensorAwareStateDict.from_state_dict(state())
+    del apart.sharded_state_dict["layers"][5]
+    # Its attributes while the tensors are elsewhere; another rank keeps the last shard.
+    leaves = apart.sharded_state_dict["layers"]
+    for leaf in leaves:
+        leaf.data = None
+    for leaf in leaves[:-1]:
+        leaf.orig_device = "cpu"
+    apart._is_hollow = True
+    restored = pickle.loads(pickle.dumps(apart))
+    restored.insert_tensors([leaf.data for leaf in state()["layers"][:4]])
+    assert len(list(restored.tensors)) == 4 and not hasattr(
+        restored.sharded_state_dict["layers"][0], "orig_device"
+    )
 
 
 def test_keys_that_differ_are_treated_as_strict_says(caplog):

@@ -19,6 +19,7 @@ from core.convert.prepare import prepare
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.registry import formats
+from tests.support.local_checkpoint import saved
 from tests.support.materialize import tensor_bytes
 from tests.support.real_readers import READERS, Tensors, of_tensor
 
@@ -76,6 +77,10 @@ def _dcp_zstd(golden: Path, folder: Path) -> Path:
     return folder / "zstd"
 
 
+def _local(golden: Path, folder: Path) -> Path:
+    return saved(folder / "local")
+
+
 SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "megatron": _gold("mcore_legacy/dense_gqa/tp2_pp2"),
     "megatron-gelu": _gold("mcore_legacy/dense_gelu/tp1_pp2"),
@@ -85,6 +90,7 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "torch_dist-moe": _gold("mcore_torch_dist/moe_seq/tp2_pp2_ep2"),
     "zarr": _gold("mcore0121_zarr/dense_gqa/tp2_pp2"),
     "zarr-moe": _gold("mcore0121_zarr/moe_seq/tp2_pp2_ep2"),
+    "mcore_local": _local,
     "dcp": _gold("torch_dcp/fsdp2_dp4"),
     "dcp-tp": _gold("torch_dcp/tp2_fsdp2_dp2"),
     "dcp-zstd": _dcp_zstd,

@@ -507,7 +507,8 @@ def test_every_row_is_of_a_known_package_and_says_where_it_comes_from() -> None:
             prefix = top.partition("*")[0]
             assert any(package.startswith(prefix) for package in packages()), module
         else:
-            assert is_known_package(module), module
+            # This project's own package has a name that other projects use, too.
+            assert is_known_package(module) or module.startswith("core.dist_checkpointing."), module
         if "*" in str(row["names"]):
             assert row["may"] == "make" or "enum" in row, (
                 "a pattern of names may be made, not called"

@@ -117,17 +117,29 @@ def call_now(request: AsyncRequest) -> None:
 def finalize(request: AsyncRequest) -> None:
     """Call the finalize functions, each on all ranks before the next; collective.
 
-    After a failure, the failed function and the remaining ones are abandoned.
+    Ranks may have different numbers of functions: Megatron-LM adds some on its first and last rank
+    only. After a failure, the failed function and the remaining ones are abandoned.
 
     Raises:
         CheckpointingException: a function failed on a rank; on every rank.
     """
-    for number, function in enumerate(request.finalize_fns):
+    for number in range(max(comm.all_gather(len(request.finalize_fns)))):
+        rest = request.finalize_fns[number:]
         try:
-            comm.together(function)
+            comm.together(rest[0] if rest else lambda: None)
         except BaseException:
-            abandon_rest(request._replace(finalize_fns=request.finalize_fns[number:]))
+            abandon_rest(request._replace(finalize_fns=rest))
             raise
+
+
+def judges_itself(request: AsyncRequest) -> bool:
+    """Return whether the first finalize function finds out whether the save succeeded.
+
+    That of nvidia-resiliency-ext's checkpoint managers (0.4.1) does: it looks for the files of all
+    ranks, replicas included. If some are missing, it removes the others and raises.
+    """
+    module = getattr(request.finalize_fns[0], "__module__", None) if request.finalize_fns else None
+    return str(module).startswith("nvidia_resiliency_ext.")
 
 
 def abandon_rest(request: AsyncRequest) -> None:

@@ -15,7 +15,12 @@ from typing import NamedTuple
 
 from core.dist_checkpointing._background.caller import AsyncCaller, TemporalAsyncCaller
 from core.dist_checkpointing._background.persistent_caller import PersistentAsyncCaller
-from core.dist_checkpointing._background.request import AsyncRequest, abandon_rest, finalize
+from core.dist_checkpointing._background.request import (
+    AsyncRequest,
+    abandon_rest,
+    finalize,
+    judges_itself,
+)
 from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.torch_error import torch_error
@@ -107,6 +112,9 @@ class AsyncCallsQueue:
                 function failed; on every rank, with the numbers of the ranks. The failure of a
                 writer is a CheckpointException of torch, too. The failed call is removed from the
                 queue, later ones stay.
+            Exception: the writer of a local checkpoint of nvidia-resiliency-ext failed, and no
+                other rank has a replica of its files: the exception of the checkpoint manager,
+                which has removed the files of that call.
         """
         finalized = []
         while self.async_calls and self.async_calls[0].async_caller.is_current_async_call_done(
@@ -132,7 +140,11 @@ class AsyncCallsQueue:
                 )
             outcome = comm.attempt(raise_failure)
             if outcome.error is not None:
-                raise torch_error(outcome)
+                failure = torch_error(outcome)
+                if not judges_itself(active.async_request):
+                    raise failure
+                # Replicas on other ranks may make up for the files that were not written.
+                logger.error("%s; its checkpoint manager looks for replicas", failure)
         except BaseException:
             abandon_rest(active.async_request)
             raise

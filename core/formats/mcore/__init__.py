@@ -1,6 +1,6 @@
-"""Files and objects in Megatron-core's distributed checkpoints, whatever backend wrote the tensors.
+"""Megatron-core's distributed checkpoints, whatever backend wrote the tensors, and its local ones.
 
 Start at ``metadata_json``, the file that names backend and version; ``common_state`` reads
-common.pt, ``objects`` the keys of ShardedObjects.
-Imports: catalog, errors, files, formats.torch, pickle.
+common.pt, ``objects`` the keys of ShardedObjects. ``local`` is the format of local checkpoints.
+Imports: arrays, catalog, errors, files, formats, formats.torch, pickle.
 """
