@@ -30,11 +30,15 @@ def as_megatron() -> None:
     stays its own. A module that only the replaced package has is not found, so that the two never
     mix. Nothing is imported yet, and a second call changes nothing.
 
+    ``save`` then replaces a checkpoint in its directory unless ``overwrite`` is False: the training
+    script cannot ask for it, and a run that was set back to an earlier iteration saves over later
+    ones.
+
     Raises:
         UsageError: Megatron's own package has been imported already, so that some of its classes
             would be its own.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if replaces_megatron():
         return
     if MEGATRONS in sys.modules:
         raise UsageError(
@@ -42,6 +46,11 @@ def as_megatron() -> None:
             hint="call as_megatron() before the first import of megatron",
         )
     sys.meta_path.insert(0, _Finder())
+
+
+def replaces_megatron() -> bool:
+    """Return whether ``as_megatron`` was called in this process."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -101,3 +101,24 @@ def test_it_is_too_late_once_megatrons_own_package_is_imported(folder: Path) -> 
         "megatron.core.dist_checkpointing has been imported already, so it cannot be replaced. "
         "Call as_megatron() before the first import of megatron\n"
     )
+
+
+def test_a_save_replaces_an_older_one_as_megatrons_training_script_expects(folder: Path) -> None:
+    shown = _run(
+        folder,
+        "import pathlib, torch.distributed as dist\n"
+        "from core.dist_checkpointing import as_megatron, load_common_state_dict, save\n"
+        f"dist.init_process_group('gloo', init_method='file://{folder}/meeting', "
+        "rank=0, world_size=1)\n"
+        f"target = pathlib.Path({str(folder)!r}, 'iter_0000010')\n"
+        "target.mkdir()\n"
+        "save({'iteration': 10}, target)\n"
+        "try:\n"
+        "    save({'iteration': 11}, target)\n"
+        "except Exception as err:\n"
+        "    print(type(err).__name__)\n"
+        "as_megatron()\n"
+        "save({'iteration': 12}, target)\n"
+        "print(load_common_state_dict(target)['iteration'])\n",
+    )
+    assert shown == "UsageError\n12\n"
