@@ -1,6 +1,7 @@
 """The documented API of Megatron-Core's distributed checkpointing, on this project's engine."""
 
 from core.dist_checkpointing.core import check_is_distributed_checkpoint
+from core.dist_checkpointing.import_hook import as_megatron
 from core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from core.dist_checkpointing.serialization import (
     load,
@@ -16,6 +17,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "ShardedObject",
     "ShardedTensor",
+    "as_megatron",
     "check_is_distributed_checkpoint",
     "load",
     "load_common_state_dict",

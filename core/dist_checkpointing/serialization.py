@@ -24,6 +24,7 @@ from core.dist_checkpointing._directory.publication import Publication, data_dir
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.core import CheckpointingConfig
 from core.dist_checkpointing.dict_utils import extract_matching_values, merge
+from core.dist_checkpointing.import_hook import replaces_megatron
 from core.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -83,7 +84,7 @@ def save(
     | None = None,
     content_metadata: dict[str, Any] | None = None,
     *,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     manifest: bool = False,
 ) -> AsyncRequest | None:
     """Save the sharded and common state of all ranks as a checkpoint; collective.
@@ -103,7 +104,8 @@ def save(
         content_metadata: description of the checkpoint's content, for ``load_content_metadata``.
             Process groups in it are skipped.
         overwrite: replace the checkpoint in the directory once the new one is complete. Files that
-            belong to no checkpoint stay, unless a new file has the same name.
+            belong to no checkpoint stay, unless a new file has the same name. None: True after
+            ``as_megatron``, as Megatron's training script expects it, otherwise False.
         manifest: write ``ckpt-manifest.json``, too, which ``ckpt validate`` compares the files
             with. The strategies of this package compute the checksums from the bytes as they are
             written; the files of other strategies are read back.
@@ -149,7 +151,11 @@ def save(
     target = Path(os.path.abspath(checkpoint_dir))
     publication = comm.together(
         lambda: (
-            Publication(target, overwrite=overwrite, manifest=manifest)
+            Publication(
+                target,
+                overwrite=replaces_megatron() if overwrite is None else overwrite,
+                manifest=manifest,
+            )
             if comm.rank() == 0
             else None
         )

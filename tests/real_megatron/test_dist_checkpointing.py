@@ -2,7 +2,7 @@
 every byte of it.
 
 One worker's megatron-core has this project in the place of its ``dist_checkpointing``
-(``tests.real_megatron.ours``), the other is as it is. What one saves the other loads at another
+(``as_megatron``), the other is as it is. What one saves the other loads at another
 layout: weights, masters, moments and the losses of the next steps are compared as for resharding.
 """
 

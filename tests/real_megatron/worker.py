@@ -3,8 +3,7 @@ line on standard input.
 
 It imports torch and megatron-core once and forks one process per rank for every job; they talk
 through gloo. It answers each job with a line: ``{}``, or what went wrong by rank. With ``--ours``,
-megatron-core saves and loads through this project (``tests.real_megatron.ours``). A job is an
-object:
+megatron-core saves and loads through this project (``as_megatron``). A job is an object:
 
 - ``run``: what ``Run.as_json`` says; ``out``: a folder;
 - ``load``: ``form``, ``dir``, ``sharding``, ``way``, ``optim`` (whether with the optimizer), or
@@ -170,10 +169,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from tests.real_megatron.cpu import install
-    from tests.real_megatron.ours import take_the_place
 
     if "--ours" in sys.argv[1:]:
-        take_the_place()
+        from core.dist_checkpointing import as_megatron
+
+        as_megatron()
     install()
     import megatron.core.optimizer
     import megatron.core.transformer.transformer_config  # noqa: F401 - before the processes fork

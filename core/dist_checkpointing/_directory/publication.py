@@ -119,18 +119,22 @@ class Publication:
         with translate_os_errors(str(self.checkpoint_dir), doing="undo an interrupted save in"):
             _undo_interrupted_save(self._stage_dir)
         # Check this afterwards: an interrupted save may have left entries.
-        if not self._overwrite:
-            with translate_os_errors(str(self.checkpoint_dir), doing="read"):
-                names = sorted(set(os.listdir(self.checkpoint_dir)) - {STAGE})
-            if names:
-                content = "a checkpoint" if CONFIG_FNAME in names else "files"
-                examples = ", ".join(names[:3]) + " …" * (len(names) > 3)
-                raise UsageError(
-                    f"the directory to save into already contains {content} ({examples})",
-                    file=str(self.checkpoint_dir),
-                    hint="save into an empty directory, or pass overwrite=True to replace a "
-                    "checkpoint and keep other files",
-                )
+        with translate_os_errors(str(self.checkpoint_dir), doing="read"):
+            names = sorted(set(os.listdir(self.checkpoint_dir)) - {STAGE})
+        content = "a checkpoint" if CONFIG_FNAME in names else "files"
+        examples = ", ".join(names[:3]) + " …" * (len(names) > 3)
+        if names and not self._overwrite:
+            raise UsageError(
+                f"the directory to save into already contains {content} ({examples})",
+                file=str(self.checkpoint_dir),
+                hint="save into an empty directory, or pass overwrite=True to replace a "
+                "checkpoint and keep other files",
+            )
+        if names:
+            logger.warning(
+                "%s contains %s (%s): a checkpoint in it is replaced once the save is complete",
+                *(self.checkpoint_dir, content, examples),
+            )
         with translate_os_errors(str(self.data_dir), doing="create"):
             self.data_dir.mkdir()
             if self._has_manifest:
