@@ -28,11 +28,15 @@ from ckpt_cli.options.values import (
     parse_size,
     whole_number,
 )
+from core.files.remote_path import RemotePath
 from core.files.url import refuse_url
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
 CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
+
+_SOURCES = frozenset({"src", "path", "paths", "a", "b", "against"})
+"""Arguments that name checkpoints to read."""
 
 TARGETS = (
     *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
@@ -77,10 +81,13 @@ def accepts(
     def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
         def command(*, help_all: bool = False, **values: Any) -> Result:
             # help_all is False: its callback prints the page and exits.
-            # Refuse URLs here, for all commands: Path("s3://bucket/x") is a local path for Python.
-            for value in values.values():
+            # Checkpoints to read may be URLs. Everything else is local, and is refused here: for
+            # Python, Path("s3://bucket/x") is a local path.
+            for name, value in values.items():
                 for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(item, Path):
+                    if isinstance(item, Path) and not (
+                        name in _SOURCES and isinstance(item, RemotePath)
+                    ):
                         refuse_url(item)
             return body(options(**values))
 

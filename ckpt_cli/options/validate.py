@@ -23,6 +23,7 @@ from ckpt_cli.options.transfer import (
     RulesFile,
 )
 from ckpt_cli.options.values import one_of, whole_number
+from core.files.remote_path import location_of
 
 FORMATS = ("text", "json", "junit", "sarif", "github")
 """Report formats that ``--format`` accepts."""
@@ -36,7 +37,7 @@ class ValidateOptions:
         list[Path] | None,
         Argument(
             metavar="PATH…",
-            parser=Path,
+            parser=location_of,
             help="Checkpoint directories, files in them, or training roots. [.]",
         ),
     ] = None
