@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import ProgressForm
+from ckpt_cli.options.storage import StorageOptions, parse_storage_options
 from ckpt_cli.options.typer_command import HELP_ALL, PANELS
 from ckpt_cli.options.values import (
     AUTO,
@@ -28,6 +29,7 @@ from ckpt_cli.options.values import (
     parse_size,
     whole_number,
 )
+from core.files.object_client import set_storage_options
 from core.files.remote_path import RemotePath
 from core.files.url import refuse_url
 
@@ -89,6 +91,8 @@ def accepts(
                         name in _SOURCES and isinstance(item, RemotePath)
                     ):
                         refuse_url(item)
+            if "storage_option" in values:
+                set_storage_options(parse_storage_options(values["storage_option"] or ()))
             return body(options(**values))
 
         # typer reads a command's name, help text and options from the function itself.
@@ -667,5 +671,6 @@ class TransferOptions:
             "-q", "--quiet", rich_help_panel=TALK, help="Print only errors and what is not carried."
         ),
     ] = False
+    storage_option: StorageOptions = None
     progress: ProgressForm = None
     debug: Debug = False

@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import ProgressForm
+from ckpt_cli.options.storage import StorageOptions
 from ckpt_cli.options.transfer import (
     CHECKS,
     OUTPUT,
@@ -196,5 +197,6 @@ class ValidateOptions:
         ),
     ] = False
     no_pager: NoPager = False
+    storage_option: StorageOptions = None
     progress: ProgressForm = None
     debug: Debug = False

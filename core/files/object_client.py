@@ -9,13 +9,12 @@ It takes credentials, regions, endpoints and proxies from the environment (``AWS
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from core.errors import (
     CheckpointingException,
@@ -28,9 +27,26 @@ from core.errors import (
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-    from core.files.remote_path import RemotePath
 
-_ALLOW_HTTP = "allow_http"
+class Address(Protocol):
+    """The URL of an object or of a prefix; see ``core.files.remote_path.RemotePath``."""
+
+    @property
+    def scheme(self) -> str:
+        """Scheme in lower case, such as ``s3``."""
+
+    @property
+    def bucket(self) -> str:
+        """Bucket, container or host."""
+
+    @property
+    def key(self) -> str:
+        """Name of the object, or the prefix, in the bucket; "" for the bucket itself."""
+
+    def __truediv__(self, name: str) -> Self:
+        """Return the URL of what lies below this one."""
+
+
 _options: dict[str, str] = {}
 """Settings of the user for every client of this process; see ``set_storage_options``."""
 
@@ -65,7 +81,12 @@ def set_storage_options(options: Mapping[str, str]) -> None:
     _client.cache_clear()
 
 
-def client_of(path: RemotePath) -> ObjectStore:
+def storage_options() -> frozenset[tuple[str, str]]:
+    """Return the options of this process, which tell stores of the same URL apart."""
+    return frozenset(_options.items())
+
+
+def client_of(path: Address) -> ObjectStore:
     """Return the client of a path's bucket; the same one for every path of the bucket.
 
     Raises:
@@ -85,16 +106,8 @@ def _client(scheme: str, bucket: str) -> ObjectStore:
         raise UsageError(
             f"{scheme}:// needs obstore", hint="install it: pip install obstore"
         ) from err
-    # Addresses without TLS are the user's choice where he names one; obstore asks for consent.
-    is_plain = scheme == "http" or any(
-        value.startswith("http://")
-        for value in (
-            _options.get("endpoint", ""),
-            *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")),
-            *(os.environ.get(name, "") for name in ("AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")),
-        )
-    )
-    settings: dict[str, Any] = {"client_options": {_ALLOW_HTTP: is_plain}}
+    # An endpoint without TLS is used only if the user names one.
+    settings: dict[str, Any] = {"client_options": {"allow_http": True}}
     if scheme not in ("http", "https"):
         settings["config"] = dict(_options)
     if scheme in ("s3", "s3a") and _reads_profile():
@@ -112,15 +125,21 @@ def _client(scheme: str, bucket: str) -> ObjectStore:
 
 
 def _reads_profile() -> bool:
-    """Return whether S3 credentials are in a profile of ``~/.aws``, which obstore cannot read."""
-    if "access_key_id" in _options or "AWS_ACCESS_KEY_ID" in os.environ:
-        return False
-    has_profile = "AWS_PROFILE" in os.environ or Path("~/.aws/credentials").expanduser().exists()
-    return has_profile and importlib.util.find_spec("boto3") is not None
+    """Return whether boto3 finds the credentials: in ``~/.aws``, which obstore does not read.
+
+    It asks the environment and the roles of the machine, too.
+    """
+    folder = Path("~/.aws").expanduser()
+    has_profile = any((folder / name).exists() for name in ("credentials", "config"))
+    return (
+        has_profile
+        and "access_key_id" not in _options
+        and importlib.util.find_spec("boto3") is not None
+    )
 
 
 @contextmanager
-def translate_store_errors(path: RemotePath) -> Iterator[None]:
+def translate_store_errors(path: Address) -> Iterator[None]:
     """Turn errors of the client into typed errors of the project, in one line each.
 
     Args:
@@ -144,7 +163,7 @@ def translate_store_errors(path: RemotePath) -> Iterator[None]:
         raise _translated(path, type(err).__name__, str(err)) from err
 
 
-def _translated(path: RemotePath, name: str, text: str) -> CheckpointingException:
+def _translated(path: Address, name: str, text: str) -> CheckpointingException:
     """Return the error for a message of the client.
 
     Args:
@@ -176,6 +195,12 @@ def _translated(path: RemotePath, name: str, text: str) -> CheckpointingExceptio
         status and status[1] in ("401", "403")
     ):
         return StorageError(f"access denied{answer}", file=str(path), hint=_HINTS[scheme])
+    if name == "NotSupportedError" and "Range" in text:
+        return StorageError(
+            "the server does not answer requests for a part of a file",
+            file=str(path),
+            hint="copy the checkpoint to a local disk, or serve it with nginx or an object store",
+        )
     if not status:
         for part, happened in _TRANSPORT:
             if part in text:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import unquote
 
 from core.errors import UsageError
+from core.files.object_listing import find_object, is_listed, list_root
 
 if TYPE_CHECKING:
     from typing import Self
 
     from typing_extensions import override
 
-    from core.files.remote_store import RemoteStore
 else:
 
     def override(method):
@@ -66,12 +66,6 @@ class RemotePath(PosixPath):
         """Name of the object, or the prefix, in the bucket; "" for the bucket itself."""
         return "/".join(self.parts[2:])
 
-    def store(self) -> RemoteStore:
-        """Return read access to what lies below this path."""
-        from core.files.remote_store import RemoteStore
-
-        return RemoteStore(self)
-
     @override
     def is_absolute(self) -> bool:
         return True
@@ -90,11 +84,16 @@ class RemotePath(PosixPath):
 
     @override
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return bool(self.key) and RemotePath(self.parent).store().exists(self.name)
+        if not self.key:
+            return False
+        if is_listed(self):
+            return self.name in list_root(self.parent).objects
+        return find_object(self) is not None
 
     @override
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return self.store().has_entries()
+        content = list_root(self)
+        return bool(content.objects or content.folders)
 
     @override
     def is_symlink(self) -> bool:
@@ -102,8 +101,8 @@ class RemotePath(PosixPath):
 
     @override
     def iterdir(self) -> Generator[Self, None, None]:
-        store = self.store()
-        for name in sorted((*store.files(), *store.folders())):
+        content = list_root(self)
+        for name in sorted((*content.objects, *content.folders)):
             yield self / name
 
 

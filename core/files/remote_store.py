@@ -8,19 +8,33 @@ that the object is still the one that was listed (``If-Match``).
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
-
-from typing_extensions import override
+from typing import TYPE_CHECKING, Any
 
 from core.errors import MissingShardError, SourceChangedError, TruncatedError
 from core.files.object_client import client_of, translate_store_errors
+from core.files.object_listing import (
+    Folder,
+    StoredFile,
+    find_object,
+    forget_listings,
+    is_listed,
+    list_all,
+    list_root,
+)
 from core.files.remote_path import RemotePath
 from core.files.store import ReadStore, check_name
+
+if TYPE_CHECKING:
+    from typing_extensions import override
+else:
+
+    def override(method):
+        """Return the method; nothing but the standard library is imported with stores."""
+        return method
+
 
 PART_BYTES = 8 << 20
 """Number of bytes of a request; longer ranges are divided."""
@@ -32,33 +46,8 @@ _MAX_KEPT_BYTES = 64 << 20
 """Number of bytes that are kept of all objects together."""
 _HEADED_SUFFIXES = ("pt", "safetensors")
 """Suffixes of files whose metadata is at their start or end."""
-_LISTING_SECONDS = 10.0
-"""Age up to which a listing is used again; opening a checkpoint looks at a prefix several times."""
 _N_REQUESTS = 16
 """Number of requests at the same time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """What a listing says about an object.
-
-    Args:
-        size: bytes.
-        e_tag: identity of the content; None where the store states none.
-        modified_ns: time of the last change, in nanoseconds since 1970.
-    """
-
-    size: int
-    e_tag: str | None
-    modified_ns: int
-
-
-@dataclass(slots=True)
-class _Folder:
-    """The content of one directory: name → object, and the names of the directories in it."""
-
-    objects: dict[str, _Object] = field(default_factory=dict)
-    folders: set[str] = field(default_factory=set)
 
 
 class RemoteStore(ReadStore):
@@ -89,9 +78,11 @@ class RemoteStore(ReadStore):
         self.entry = entry
         self.n_requests = self.n_bytes = 0
         self._stamps = stamps or {}
-        self._folders: dict[str, _Folder] = {}
+        self._folders: dict[str, Folder] = {}
         self._is_whole = False
         """Everything below the root is in ``_folders``."""
+        self._missing: set[str] = set()
+        """Names of objects that do not exist, of stores without listings."""
         self._opened: dict[str, None] = {}
         self._pages: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         """(name, offset) → bytes that were read, the ones used longest ago first."""
@@ -107,11 +98,6 @@ class RemoteStore(ReadStore):
     def path(self, name: str) -> RemotePath:
         """Return the URL of an object, after checking its name."""
         return self.root / check_name(name)
-
-    def has_entries(self) -> bool:
-        """Return whether any object lies below the root."""
-        content = self._folder("")
-        return bool(content.objects or content.folders)
 
     @override
     def files(self, under: str = "") -> list[str]:
@@ -131,8 +117,7 @@ class RemoteStore(ReadStore):
 
     @override
     def exists(self, name: str) -> bool:
-        folder, _, last = check_name(name).rpartition("/")
-        return last in self._folder(folder).objects
+        return self._find(name) is not None
 
     @override
     def size(self, name: str) -> int:
@@ -164,7 +149,7 @@ class RemoteStore(ReadStore):
         if n_bytes == 0:
             return b""
         if n_bytes <= PART_BYTES:
-            return self._read_kept(name, entry, offset, n_bytes)
+            return self._read_kept(name, entry, offset, n_bytes, with_siblings=True)
         buffer = bytearray(n_bytes)
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
@@ -188,28 +173,38 @@ class RemoteStore(ReadStore):
 
     @override
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        # One request for ranges that are close to each other; the requests run side by side.
+        # One request for ranges that are close to each other.
         groups: list[list[int]] = []
-        end = 0
+        first = end = 0
         for number in sorted(range(len(spans)), key=lambda number: spans[number]):
             offset, n_bytes = spans[number]
-            first = spans[groups[-1][0]][0] if groups else 0
-            if groups and offset <= end + MERGE_BYTES and offset + n_bytes - first <= PART_BYTES:
+            new_end = max(end, offset + n_bytes)
+            if groups and offset <= end + MERGE_BYTES and new_end - first <= PART_BYTES:
                 groups[-1].append(number)
+                end = new_end
             else:
                 groups.append([number])
-            end = max(end, offset + n_bytes) if len(groups[-1]) > 1 else offset + n_bytes
+                first, end = offset, offset + n_bytes
+
+        # The requests run side by side; those of long ranges, which are divided again, do not wait
+        # in the same threads.
         parts = [b""] * len(spans)
 
         def read_group(numbers: list[int]) -> None:
             first = spans[numbers[0]][0]
             last = max(sum(spans[number]) for number in numbers)
-            data = self.read(name, first, last - first)
+            entry = self._object(name)
+            if last > entry.size:
+                raise _too_short(name, entry.size, first, last - first)
+            data = self._read_kept(name, entry, first, last - first, with_siblings=False)
             for number in numbers:
                 offset, n_bytes = spans[number]
                 parts[number] = data[offset - first : offset - first + n_bytes]
 
-        list(self._pool().map(read_group, groups) if len(groups) > 1 else map(read_group, groups))
+        for number in [group[0] for group in groups if spans[group[0]][1] > PART_BYTES]:
+            parts[number] = self.read(name, *spans[number])
+        short = [group for group in groups if spans[group[0]][1] <= PART_BYTES]
+        list(self._pool().map(read_group, short) if len(short) > 1 else map(read_group, short))
         return parts
 
     @override
@@ -238,7 +233,7 @@ class RemoteStore(ReadStore):
             SourceChangedError: its ETag, size or time differs.
             MissingShardError: it does not exist any more.
         """
-        _listings.clear()
+        forget_listings()
         now = RemoteStore(self.root)
         for name in self._opened:
             if now._object(name) != self._object(name):
@@ -264,15 +259,14 @@ class RemoteStore(ReadStore):
                 self._threads = ThreadPoolExecutor(_N_REQUESTS, "ckpt-store")
             return self._threads
 
-    def _object(self, name: str) -> _Object:
+    def _object(self, name: str) -> StoredFile:
         """Return what the listing says about an object, and record that it is read.
 
         Raises:
             MissingShardError: it does not exist.
             SourceChangedError: it differs from its entry in ``stamps``.
         """
-        folder, _, last = check_name(name).rpartition("/")
-        entry = self._folder(folder).objects.get(last)
+        entry = self._find(name)
         if entry is None:
             raise MissingShardError("cannot open: the object does not exist", file=name)
         if name not in self._opened:
@@ -288,29 +282,49 @@ class RemoteStore(ReadStore):
                 self.on_open(1)
         return entry
 
-    def _folder(self, under: str) -> _Folder:
+    def _find(self, name: str) -> StoredFile | None:
+        """Return what the listing says about an object; None if it does not exist."""
+        folder, _, last = check_name(name).rpartition("/")
+        content = self._folder(folder)
+        if last not in content.objects and not is_listed(self.root) and name not in self._missing:
+            # No listing: ask for the object itself.
+            entry = find_object(self.path(name))
+            if entry is None:
+                self._missing.add(name)
+            else:
+                self._folders.setdefault(folder, Folder()).objects[last] = entry
+            return entry
+        return content.objects.get(last)
+
+    def _folder(self, under: str) -> Folder:
         """Return the content of a directory; an empty one if it is missing.
 
         The root alone is listed first, as it may hold hundreds of iterations. A question about a
         directory below lists everything: a request for every directory would take longer.
         """
-        if under == "" and not self._is_whole:
+        if (under == "" and not self._is_whole) or not is_listed(self.root):
             with self._lock:
                 if "" not in self._folders:
-                    self._folders[""] = _listed(self.root, _list_root)[""]
-            return self._folders[""]
+                    self._folders[""] = list_root(self.root)
+            return self._folders.get(under) or Folder()
         top = under.partition("/")[0]
         if not self._is_whole and top not in self._folder("").folders:
-            return _Folder()
+            return Folder()
         if not self._is_whole:
             with self._lock:
                 if not self._is_whole:
-                    self._folders |= _listed(self.root, _list_all)
+                    self._folders |= list_all(self.root)
                     self._is_whole = True
-        return self._folders.get(under) or _Folder()
+        return self._folders.get(under) or Folder()
 
-    def _read_kept(self, name: str, entry: _Object, offset: int, n_bytes: int) -> bytes:
-        """Return a range from what was read before; read it, and what follows it, if it is new."""
+    def _read_kept(
+        self, name: str, entry: StoredFile, offset: int, n_bytes: int, *, with_siblings: bool
+    ) -> bytes:
+        """Return a range from what was read before; read it, and what follows it, if it is new.
+
+        Args:
+            with_siblings: read the same page of similar objects along, in other threads.
+        """
         with self._lock:
             for key in [key for key in self._pages if key[0] == name]:
                 start, page = key[1], self._pages[key]
@@ -321,13 +335,13 @@ class RemoteStore(ReadStore):
         # reads the header of one of 1,024 rank files will read the others'.
         start = min(offset, max(0, entry.size - PAGE_BYTES))
         wanted = [(name, entry, start, max(n_bytes + offset - start, PAGE_BYTES))]
-        if start == 0 or start + PAGE_BYTES == entry.size:
+        if with_siblings and (start == 0 or start + PAGE_BYTES == entry.size):
             wanted += [
                 (other, theirs, 0 if start == 0 else max(0, theirs.size - PAGE_BYTES), PAGE_BYTES)
                 for other, theirs in self._siblings(name)
             ]
 
-        def read_page(item: tuple[str, _Object, int, int]) -> bytes:
+        def read_page(item: tuple[str, StoredFile, int, int]) -> bytes:
             path, described, first, length = item
             length = min(length, described.size - first)
             page = bytes(self._get(path, described, first, length)) if length > 0 else b""
@@ -342,7 +356,7 @@ class RemoteStore(ReadStore):
         first_page, *_ = pages
         return first_page[offset - start : offset - start + n_bytes]
 
-    def _siblings(self, name: str) -> list[tuple[str, _Object]]:
+    def _siblings(self, name: str) -> list[tuple[str, StoredFile]]:
         """Return the files of the same suffix, none of which has been read, up to a bound."""
         suffix = name.rpartition(".")[2]
         if self.entry is not None or not self._is_whole or suffix not in _HEADED_SUFFIXES:
@@ -357,7 +371,7 @@ class RemoteStore(ReadStore):
         unread = [item for item in others if item[0] != name and item[0] not in kept]
         return unread[: _MAX_KEPT_BYTES // PAGE_BYTES // 2]
 
-    def _get(self, name: str, entry: _Object, offset: int, n_bytes: int) -> memoryview:
+    def _get(self, name: str, entry: StoredFile, offset: int, n_bytes: int) -> memoryview:
         """Read a range of an object in one request."""
         import obstore
 
@@ -372,62 +386,6 @@ class RemoteStore(ReadStore):
         if len(data) != n_bytes:
             raise _too_short(name, offset + len(data), offset, n_bytes)
         return data
-
-
-_listings: dict[tuple[RemotePath, object], tuple[float, dict[str, _Folder]]] = {}
-"""(URL, way of listing) → time and result."""
-
-
-def _listed(
-    root: RemotePath, list_objects: Callable[[RemotePath], dict[str, _Folder]]
-) -> dict[str, _Folder]:
-    """Return a listing, which may be some seconds old."""
-    time_and_result = _listings.get((root, list_objects))
-    if time_and_result is None or time.monotonic() - time_and_result[0] > _LISTING_SECONDS:
-        time_and_result = time.monotonic(), list_objects(root)
-        _listings[root, list_objects] = time_and_result
-    return time_and_result[1]
-
-
-def _list_root(root: RemotePath) -> dict[str, _Folder]:
-    """List the objects and the directories right below a prefix: {"": content}."""
-    import obstore
-
-    with translate_store_errors(root):
-        listing: Any = obstore.list_with_delimiter(client_of(root), root.key or None)
-    content = _Folder(
-        {meta["path"].rpartition("/")[2]: _described(meta) for meta in listing["objects"]},
-        {prefix.rstrip("/").rpartition("/")[2] for prefix in listing["common_prefixes"]},
-    )
-    return {"": content}
-
-
-def _list_all(root: RemotePath) -> dict[str, _Folder]:
-    """List everything below a prefix: directory → content, of every directory."""
-    import obstore
-
-    folders = {"": _Folder()}
-    skipped = len(root.key) + 1 if root.key else 0
-    with translate_store_errors(root):
-        stream: Any = obstore.list(client_of(root), root.key or None)
-        for meta in (meta for batch in stream for meta in batch):
-            folder, _, last = meta["path"][skipped:].rpartition("/")
-            folders.setdefault(folder, _Folder()).objects[last] = _described(meta)
-
-    # Enter every directory into the one above it, which may have no objects of its own.
-    for folder in list(filter(None, folders)):
-        while folder:
-            above, _, last = folder.rpartition("/")
-            folders.setdefault(above, _Folder()).folders.add(last)
-            folder = above
-    return folders
-
-
-def _described(meta: Any) -> _Object:
-    """Return what is kept of obstore's description of an object."""
-    return _Object(
-        meta["size"], meta.get("e_tag"), int(meta["last_modified"].timestamp() * 1e6) * 1000
-    )
 
 
 def _too_short(name: str, end: int, offset: int, n_bytes: int) -> TruncatedError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.files.remote_path import RemotePath
+from core.files.remote_store import RemoteStore
 from core.files.source_store import SourceStore
 from core.files.store import leads_on, translate_os_errors
 
@@ -119,7 +120,7 @@ def _list_remote(
     root: RemotePath, *, entry: str | None, depth: int | None, without: Collection[str]
 ) -> Tree:
     """List the objects below a URL; arguments as for ``list_tree``."""
-    store = root.store()
+    store = RemoteStore(root)
     if entry is not None:
         return Tree({entry: store.size(entry)})
     tree = Tree()

@@ -46,7 +46,7 @@ from core.errors import (
 from core.files.remote_path import RemotePath, location_of
 from core.files.source_store import SourceStore, open_store
 from core.files.store import check_name, translate_os_errors
-from core.files.url import hub_download, refuse_url
+from core.files.url import hub_download, is_hub_page, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
 from core.formats.registry import sniffed
@@ -280,7 +280,7 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
         StorageError: the path cannot be read.
     """
     path = location_of(path)
-    if isinstance(path, RemotePath):
+    if isinstance(path, RemotePath) and not is_hub_page(path):
         is_dir = path.is_dir()
         if not (is_dir or path.is_file()):
             raise UsageError("no such object", file=str(path), hint="check the spelling of the URL")
