@@ -63,6 +63,7 @@ from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.files.store import LocalStore
 from core.files.url import refuse_url
 from core.formats.dcp import format as dcp
+from core.formats.dcp.metadata_writer import DCP_VERSION
 from core.live.tensors import Chunk
 from core.opening.objects import state_dict
 from core.opening.open import open_checkpoint
@@ -171,7 +172,7 @@ class CkptStorageReader(StorageReader):
         self._close()
         opened = self._opened = self._open()
         catalog = opened.catalog
-        return Metadata(
+        metadata = Metadata(
             state_dict_metadata={
                 name: _tensor_metadata(catalog, key)
                 if key in catalog.tensors
@@ -182,6 +183,9 @@ class CkptStorageReader(StorageReader):
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id),
         )
+        # An attribute, because torch 2.4's Metadata takes no such argument.
+        metadata.version = DCP_VERSION
+        return metadata
 
     @override
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:

@@ -65,6 +65,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
 from core.errors import StorageError, UnsupportedError, UsageError
 from core.files.url import refuse_url
 from core.formats.dcp import format as dcp
+from core.formats.dcp.metadata_writer import DCP_VERSION
 from core.formats.format import Format
 from core.formats.registry import format_called
 from core.manifest.file import manifest_name
@@ -360,6 +361,7 @@ class CkptStorageWriter(StorageWriter):
         # torch broadcasts this metadata to all ranks, which need no file positions.
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {}
+        metadata.version = DCP_VERSION
 
     def _check_destination(self, save: PlannedSave) -> None:
         """Raise unless the destination is free and can hold all entries.

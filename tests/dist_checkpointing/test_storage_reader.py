@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -413,6 +414,14 @@ def test_damage_is_found_while_loading(tmp_path: Path):
             {"model": Net().state_dict()}, storage_reader=CkptStorageReader(file), no_dist=True
         )
     assert isinstance(_cause(raised.value), CorruptError)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zarr"])
+def test_metadata_has_the_version_that_torch_gives_its_own(golden: Path, name: str):
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    reader = CkptStorageReader(golden / GOLD[name][0])
+    dcp.load({"new": torch.zeros(1)}, storage_reader=reader, planner=planner, no_dist=True)
+    assert planner.metadata.version == CURRENT_DCP_VERSION
 
 
 def test_reset_turns_to_another_checkpoint(tmp_path: Path, golden: Path):

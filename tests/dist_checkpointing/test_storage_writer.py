@@ -4,6 +4,8 @@ real readers.
 
 from __future__ import annotations
 
+import io
+import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from core.convert.job import TopologyChange
+from core.dist_checkpointing.storage_reader import CkptStorageReader
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from tests.dist_checkpointing.ranks import run_ranks
@@ -56,8 +63,9 @@ def flat(state: dict[str, Any]) -> Tensors:
 @pytest.mark.parametrize("format", FORMATS)
 def test_one_process_writes_what_the_real_reader_reads(tmp_path: Path, format: str):
     state = state_of()
-    dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out", format))
+    metadata = dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out", format))
     assert READERS[format](tmp_path / "out") == flat(state)
+    assert metadata.version == CURRENT_DCP_VERSION
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -171,6 +179,25 @@ def test_entries_that_are_no_tensors_come_back(tmp_path: Path, format: str):
         assert found["rng"] == [None, "text"]
     else:
         assert found["rng.1"] == "text"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_streams_come_back_as_streams(tmp_path: Path, format: str):
+    state = {"losses": io.BytesIO(b"saved by the script"), "blob": b"bytes"}
+    dcp.save({"train": state}, storage_writer=CkptStorageWriter(tmp_path / "out", format))
+    loaded = {"train": {"losses": io.BytesIO(), "blob": b""}}
+    dcp.load(loaded, storage_reader=CkptStorageReader(tmp_path / "out"))
+    assert loaded["train"]["losses"].getvalue() == b"saved by the script"
+    assert loaded["train"]["blob"] == b"bytes"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_empty_state_dict_is_saved_and_replaced(tmp_path: Path, format: str):
+    dcp.save({}, storage_writer=CkptStorageWriter(tmp_path / "out", format))
+    dcp.load({}, storage_reader=CkptStorageReader(tmp_path / "out"))
+    writer = CkptStorageWriter(tmp_path / "out", format, overwrite=True)
+    dcp.save(state_of(), storage_writer=writer)
+    assert READERS[format](tmp_path / "out") == flat(state_of())
 
 
 def test_torch_loads_objects_of_any_class_from_dcp(tmp_path: Path):
@@ -321,6 +348,62 @@ def test_one_writer_saves_again_and_again(tmp_path: Path):
         ) and writer.checkpoint_id.name == str(n)
         ids.add(writer.save_id)
     assert len(ids) == 3 and not (tmp_path / "first").exists()
+
+
+def test_a_writer_can_be_sent_to_the_process_of_an_asynchronous_save(tmp_path: Path):
+    writer = CkptStorageWriter(tmp_path / "first", "safetensors", overwrite=True)
+    dcp.save(state_of(), storage_writer=writer)
+    copy = pickle.loads(pickle.dumps(writer))
+    dcp.save(state_of(3), storage_writer=copy, checkpoint_id=tmp_path / "second")
+    assert READERS["safetensors"](tmp_path / "first") == flat(state_of())
+    assert READERS["safetensors"](tmp_path / "second") == flat(state_of(3))
+
+
+def _save_and_load_shards(rank: int, world: int, path: str) -> None:
+    def rows(*sizes: int) -> EnumerableShardingSpec:
+        starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        return EnumerableShardingSpec(
+            [
+                ShardMetadata([start, 0], [size, 4], f"rank:{n % world}/cpu")
+                for n, (start, size) in enumerate(zip(starts, sizes, strict=True))
+            ]
+        )
+
+    def local_shards(cuts: list[int], fill: torch.Tensor) -> DTensor:
+        start, stop = cuts[rank : rank + 2]
+        shards = LocalShardsWrapper([fill[start:stop].clone()], [(start, 0)])
+        mesh = init_device_mesh("cpu", (world,))
+        return DTensor.from_local(
+            shards, mesh, [Shard(0)], shape=torch.Size([10, 4]), stride=(4, 1), run_check=False
+        )
+
+    # Save shards of uneven sizes, several on a rank.
+    whole = torch.arange(40.0).reshape(10, 4)
+    sharded = sharded_tensor.zeros(rows(2, 1, 3, 4), 10, 4)
+    for shard in sharded.local_shards():
+        start, size = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+        shard.tensor.copy_(whole[start : start + size])
+    saved = {"sharded": sharded, "wrapped": local_shards([0, 7, 10], -whole)}
+    dcp.save(saved, storage_writer=CkptStorageWriter(path))
+    # Load them cut elsewhere, each kind also as an ordinary tensor.
+    loaded = {
+        "sharded": torch.zeros(10, 4),
+        "wrapped": local_shards([0, 2, 10], torch.zeros(10, 4)),
+    }
+    dcp.load(loaded, storage_reader=CkptStorageReader(path))
+    assert torch.equal(loaded["sharded"], whole)
+    shard = loaded["wrapped"].to_local().local_shards()[0]
+    assert torch.equal(shard, -whole[:2] if rank == 0 else -whole[2:])
+    swapped = {"wrapped": torch.zeros(10, 4), "sharded": sharded_tensor.zeros(rows(9, 1), 10, 4)}
+    dcp.load(swapped, storage_reader=CkptStorageReader(path))
+    assert torch.equal(swapped["wrapped"], -whole)
+    local = swapped["sharded"].local_shards()[0].tensor
+    assert torch.equal(local, whole[:9] if rank == 0 else whole[9:])
+
+
+@pytest.mark.dist
+def test_sharded_tensors_and_local_shards_are_loaded_cut_elsewhere(tmp_path: Path):
+    run_ranks(2, _save_and_load_shards, str(tmp_path / "out"))
 
 
 def _save_async(rank: int, world: int, folder: str, formats: list[str]) -> None:

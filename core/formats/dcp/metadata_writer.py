@@ -21,6 +21,9 @@ from core.arrays.box import Shape
 from core.pickle.inert import Global, Inert
 from core.pickle.writer import PickleWriter, get, integer, put
 
+DCP_VERSION = "1.0.0"
+"""The version of the metadata's contents, which torch has written since 2.3."""
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 
 
@@ -57,7 +60,7 @@ def write_metadata(
     entries: Iterable[TensorRow | ObjectRow],
     *,
     planner_data: Mapping[str, tuple[str | int, ...]] | None,
-    version: str = "1.0.0",
+    version: str = DCP_VERSION,
     attributes: Mapping[str, object] | None = None,
 ) -> bytes:
     """Return the content of a ``.metadata`` file.
@@ -66,7 +69,7 @@ def write_metadata(
         entries: tensors and objects with distinct keys; torch rebuilds nested dicts in this order.
         planner_data: key → path in the nested state dict; None for Megatron, whose loader flattens
             the state dict itself.
-        version: version of DCP, "1.0.0" since torch 2.3.
+        version: version of DCP.
         attributes: additional attributes of Metadata, such as Megatron's ``mcore_data``, as inert
             trees.
     """
