@@ -51,6 +51,10 @@ _VERBS = ("convert", "diff", "inspect", "validate")
 __all__ = [*_MODULES, *_VERBS, "__version__"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)

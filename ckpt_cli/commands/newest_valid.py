@@ -14,6 +14,7 @@ iterations go to stderr. The exit code is 1 if no iteration is valid.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from ckpt_cli.workers.progress import show_progress
 from core.errors import UsageError
 from core.team.figures import sum_figures
 from core.team.protocol import Figures, broadcast_result, is_lead
-from core.validate.newest import Newest
+from core.validate.newest import Newest, list_roots_in
 from core.validate.newest import newest_valid as find_newest_valid
 from core.validate.run import Validation
 
@@ -81,6 +82,9 @@ def _report(
     if newest.path is None:
         noun = "valid iteration" if newest.skipped else "iterations"
         print(f"no {noun} in {escaped(str(root))}", file=sys.stderr)
+        for path in [] if newest.skipped else list_roots_in(root)[:1]:
+            command = f"ckpt validate --newest-valid {escaped(shlex.quote(str(path)))}"
+            print(f"  hint: it contains training roots; pass one: {command}", file=sys.stderr)
 
 
 def _single_root(options: ValidateOptions) -> Path:

@@ -18,7 +18,7 @@ def forecast_facts(expected: Forecast) -> Iterator[tuple[str, Cell | str]]:
     if expected.shortage is not None:
         yield "free space", Cell(f"{free}: too little", ("red",))
     else:
-        yield "free space", free
+        yield "free space", f"{free}: enough"
     if expected.resumed_bytes:
         yield "resume", f"{bytes_text(expected.resumed_bytes)} are already written"
     if expected.seconds is None:

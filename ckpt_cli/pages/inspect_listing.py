@@ -8,12 +8,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import Cell, bytes_text, first_lines, n_text, table
-from ckpt_cli.screen.terminal import Screen, escaped
+from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from core.opening.listing import ListedCheckpoint
+
+
+_FIXED_COLUMNS = 45
+"""Columns of a row without the format's name and the command: indent, date, size, iteration."""
 
 
 def listing_lines(
@@ -28,22 +32,33 @@ def listing_lines(
     title = f"{escaped(str(root))}: not a checkpoint, but it contains {count}"
     yield screen.styled(title, "bold")
     yield ""
-    # The command comes last, so that a narrow terminal breaks only that.
     heads = ("modified", "size", "iteration", "format")
-    rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in heads]]
+    rows: list[list[Cell]] = [[Cell(text, ("dim",)) for text in heads]]
     for item in checkpoints:
         modified = datetime.fromtimestamp(item.modified).strftime("%Y-%m-%d %H:%M")
         rows.append(
             [
                 Cell(modified, ("dim",)),
-                "" if item.n_bytes is None else bytes_text(item.n_bytes),
-                "" if item.iteration is None else str(item.iteration),
+                Cell("" if item.n_bytes is None else bytes_text(item.n_bytes)),
+                Cell("" if item.iteration is None else str(item.iteration)),
                 Cell("?" if item.format is None else item.format.name, ("cyan",)),
-                escaped(f"ckpt inspect {shlex.quote(str(item.path))}"),
             ]
         )
-    head, *lines = table(screen, rows, align="<>><<", indent=2)
+    commands = [escaped(f"ckpt inspect {shlex.quote(str(item.path))}") for item in checkpoints]
+    # The commands stand in the last column; where one does not fit, each on a line of its own, so
+    # that it can be pasted.
+    n_columns = _FIXED_COLUMNS + max((columns_of(row[3].text) for row in rows), default=0)
+    n_columns += max(map(columns_of, commands), default=0)
+    is_wide = screen.width is None or n_columns <= screen.width
+    if is_wide:
+        rows = [
+            rows[0],
+            *([*row, Cell(text)] for row, text in zip(rows[1:], commands, strict=True)),
+        ]
+    head, *lines = table(screen, rows, align="<>><<"[: 5 if is_wide else 4], indent=2)
     yield head
+    if not is_wide:
+        lines = [f"{line}\n    {text}" for line, text in zip(lines, commands, strict=True)]
     yield from first_lines(screen, lines, limit)
 
 

@@ -50,7 +50,7 @@ def stats_lines(
         rows.append(_cells(row, ("  " if bracket else "") + escaped(name)))
         extremes.append(_extreme_texts(row))
     for line, title, texts in zip(
-        table(screen, rows, align="<>>>><"), headings, extremes, strict=True
+        table(screen, rows, align="<>>>><", fits=True), headings, extremes, strict=True
     ):
         if title:
             yield screen.plain(screen.styled(escaped(f"{title}]"), "bold"))

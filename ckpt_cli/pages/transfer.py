@@ -46,7 +46,10 @@ def plan_lines(
         rank_files: the source files that this rank needs; None without ``--rank``.
     """
     # The facts: source, destination, and what the job reads, writes and holds in memory.
-    yield screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
+    dst = escaped(str(prepared.dst))
+    is_taken = prepared.dst.is_file() or (prepared.dst.is_dir() and any(prepared.dst.iterdir()))
+    is_refused = is_taken and not (prepared.job.force or prepared.job.resume)
+    yield screen.styled(f"would {'replace' if is_taken else 'write'} {dst}", "bold")
     source = prepared.source
     plan = prepared.plan
     replicas = (
@@ -64,9 +67,15 @@ def plan_lines(
             ("write", bytes_text(plan.file_bytes)),
             ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
             *forecast_facts(expected),
+            *_list_facts(
+                "destination",
+                ["exists: the command stops unless --force is given"] if is_refused else [],
+                style="red",
+            ),
             *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
             *_list_facts("not carried", list(map(str, prepared.dropped_reasons)), style="yellow"),
             *_list_facts("note", prepared.notes, style="yellow"),
+            ("next", "nothing was written; run the command without --dry-run"),
         ],
     )
     # The files of the destination, and the source files that one of its ranks needs.

@@ -42,6 +42,7 @@ from core.errors import (
     MissingShardError,
     UnsupportedError,
     UsageError,
+    did_you_mean,
 )
 from core.files.remote_path import RemotePath, location_of
 from core.files.source_store import SourceStore, open_store
@@ -361,7 +362,8 @@ def _iteration_in_name(folder: Path) -> int | None:
 
 def _absent(path: Path) -> UsageError:
     """Return the error for a path that does not exist, which may be a model on the Hub."""
-    hint = "check the spelling of the path"
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = did_you_mean(path.name, siblings) or "check the spelling of the path"
     if _HUB_ID.fullmatch(str(path)) and not path.parent.exists():
         command = hub_download(str(path))
         hint = f"if this is a model on the Hugging Face Hub, download it first: {command}"

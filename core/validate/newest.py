@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +111,12 @@ def iteration_paths(root: Path) -> list[Path]:
             " global_step10 or the like",
         )
     return [path for _, path in iterations]
+
+
+def list_roots_in(folder: Path) -> list[Path]:
+    """Return the directories right below a directory that contain iterations, sorted by name."""
+    with closing(LocalStore(folder)) as store:
+        return [folder / name for name in store.folders() if _iterations(folder / name)]
 
 
 def _iterations(root: Path) -> list[tuple[int, Path]]:

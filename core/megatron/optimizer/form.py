@@ -82,6 +82,7 @@ _NEITHER = frozenset({
     "rng_state", "rng_states", "rng", "cuda_rng_state", "torch_rng_state", "rng_tracker_states",
     "random_rng_state", "np_rng_state", "lr_scheduler", "scheduler", "opt_param_scheduler",
     "dataloader", "train_state", "rerun_state_machine", "_extra_state", "step",
+    "callbacks", "loops",
 })  # fmt: skip
 """Parts of a key that belong to neither the model nor an optimizer's state."""
 

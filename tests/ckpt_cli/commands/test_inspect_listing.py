@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
+from ckpt_cli.pages.inspect_listing import listing_lines
+from ckpt_cli.screen.terminal import Screen
+from core.opening.listing import list_checkpoints
 
 
 @pytest.fixture
@@ -74,3 +77,26 @@ def test_loose_files_are_listed(golden: Path, capsys: pytest.CaptureFixture[str]
     page = json.loads(capsys.readouterr().out)
     assert {item["format"] for item in page["checkpoints"]} == {"torch"}
     assert len(page["checkpoints"]) > 1
+
+
+def test_a_command_that_does_not_fit_has_a_line_of_its_own(runs: Path) -> None:
+    checkpoints = list_checkpoints(runs)
+    narrow = list(listing_lines(Screen(width=80), runs, checkpoints, limit=0))
+    assert f"    ckpt inspect '{runs}/b'" in "\n".join(narrow).splitlines()
+    wide = list(listing_lines(Screen(width=300), runs, checkpoints, limit=0))
+    assert len("\n".join(wide).splitlines()) == 3 + len(checkpoints)
+
+
+def test_the_newest_valid_of_a_directory_of_roots_names_one(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "--newest-valid", str(runs)]) == 1
+    assert f"ckpt validate --newest-valid '{runs}/a'" in capsys.readouterr().err
+
+
+def test_a_misspelt_path_is_answered_with_its_neighbour(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "llama").mkdir()
+    assert main(["inspect", str(runs / "lama")]) == 2
+    assert "did you mean llama?" in capsys.readouterr().err

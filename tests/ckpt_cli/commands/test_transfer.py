@@ -205,6 +205,20 @@ def test_quiet_prints_nothing_unless_something_was_left_behind(
     ) == (0, "", err)
 
 
+def test_a_dry_run_says_whether_the_command_would_work(
+    run: Run, golden: Path, tmp_path: Path
+) -> None:
+    source = golden / "torch_dcp/tp2_only"
+    arguments = ("convert", source, tmp_path / "out", "--to", "safetensors")
+    code, out, _ = run(*arguments, "--dry-run")
+    assert code == 0
+    assert ": enough" in out and "run the command without --dry-run" in out
+    assert run(*arguments, "-q")[0] == 0
+    _, out, _ = run(*arguments, "--dry-run")
+    assert "stops unless --force is given" in out
+    assert "stops unless" not in run(*arguments, "--dry-run", "--force")[1]
+
+
 def test_a_dry_run_writes_nothing_and_tells_everything(
     golden: Path, tmp_path: Path, run: Run
 ) -> None:

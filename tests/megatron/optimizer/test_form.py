@@ -28,6 +28,7 @@ BUCKET = (
         ("distrib_optim.0.(torch.bfloat16, torch.float32).param", "masters"),
         ("rng_state.0.cuda_rng_state", "other"),
         ("lr_scheduler.last", "other"),
+        ("callbacks.ModelCheckpoint.best_model_score", "other"),
         ("decoder.layers.0.mlp.linear_fc1._extra_state", "other"),
     ],
 )
