@@ -115,7 +115,7 @@ def iteration_paths(root: Path) -> list[Path]:
 
 def list_roots_in(folder: Path) -> list[Path]:
     """Return the directories right below a directory that contain iterations, sorted by name."""
-    with closing(LocalStore(folder)) as store:
+    with closing(open_store(folder)) as store:
         return [folder / name for name in store.folders() if _iterations(folder / name)]
 
 

@@ -1,4 +1,4 @@
-"""URLs are refused where a local path is expected; nothing is written into a folder of such a name."""
+"""URLs are refused where a local path is expected; nothing is written to a path of that name."""
 
 from __future__ import annotations
 
