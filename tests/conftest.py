@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     os.environ["CKPT_PAGER"] = ""  # a pager in a pseudo-terminal would wait for a key
+    os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"  # no test reaches beyond this machine
     os.environ["CKPT_PROGRESS"] = "none"  # on a busy machine, any command may take long
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import ProgressForm
+from ckpt_cli.options.storage import StorageOptions
 from ckpt_cli.options.transfer import (
     CHECKS,
     CONTENT,
@@ -186,5 +187,6 @@ class DiffOptions:
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")
     ] = False
     no_pager: NoPager = False
+    storage_option: StorageOptions = None
     progress: ProgressForm = None
     debug: Debug = False

@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import progress_option
+from ckpt_cli.options.storage import storage_option
 from ckpt_cli.options.transfer import Flag, iteration_option, missing_chunks_option
 from ckpt_cli.options.values import one_of, parse_size, whole_number
 
@@ -102,6 +103,7 @@ class InspectOptions:
             help="Number of reading threads of --stats. [one per core]",
         ),
     ] = None
+    storage_option: Annotated[list[str] | None, storage_option("Options")] = None
     progress: Annotated[
         str | None,
         progress_option(

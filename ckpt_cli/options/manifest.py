@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import ProgressForm
+from ckpt_cli.options.storage import StorageOptions
 from ckpt_cli.options.transfer import (
     OUTPUT,
     TALK,
@@ -63,5 +64,6 @@ class ManifestOptions:
     quiet: Annotated[
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors.")
     ] = False
+    storage_option: StorageOptions = None
     progress: ProgressForm = None
     debug: Debug = False

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import ProgressForm
+from ckpt_cli.options.storage import StorageOptions, parse_storage_options
 from ckpt_cli.options.typer_command import HELP_ALL, PANELS
 from ckpt_cli.options.values import (
     AUTO,
@@ -28,11 +29,16 @@ from ckpt_cli.options.values import (
     parse_size,
     whole_number,
 )
+from core.files.object_client import set_storage_options
+from core.files.remote_path import RemotePath
 from core.files.url import refuse_url
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
 CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
+
+_SOURCES = frozenset({"src", "path", "paths", "a", "b", "against"})
+"""Arguments that name checkpoints to read."""
 
 TARGETS = (
     *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
@@ -77,11 +83,16 @@ def accepts(
     def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
         def command(*, help_all: bool = False, **values: Any) -> Result:
             # help_all is False: its callback prints the page and exits.
-            # Refuse URLs here, for all commands: Path("s3://bucket/x") is a local path for Python.
-            for value in values.values():
+            # Checkpoints to read may be URLs. Everything else is local, and is refused here: for
+            # Python, Path("s3://bucket/x") is a local path.
+            for name, value in values.items():
                 for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(item, Path):
+                    if isinstance(item, Path) and not (
+                        name in _SOURCES and isinstance(item, RemotePath)
+                    ):
                         refuse_url(item)
+            if "storage_option" in values:
+                set_storage_options(parse_storage_options(values["storage_option"] or ()))
             return body(options(**values))
 
         # typer reads a command's name, help text and options from the function itself.
@@ -660,5 +671,6 @@ class TransferOptions:
             "-q", "--quiet", rich_help_panel=TALK, help="Print only errors and what is not carried."
         ),
     ] = False
+    storage_option: StorageOptions = None
     progress: ProgressForm = None
     debug: Debug = False

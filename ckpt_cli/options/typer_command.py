@@ -19,6 +19,7 @@ from ckpt_cli.screen.help_page import HelpPage, Section
 from ckpt_cli.screen.other_tools import COMMAND_HINTS
 from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError, did_you_mean
+from core.files.remote_path import location_of
 
 PANELS = ("Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
@@ -218,7 +219,7 @@ class _ValueConverter:
         if value is None:
             return () if is_repeatable else None
         if self._parser is None:
-            return Path(value) if self._is_path else value
+            return location_of(value) if self._is_path else value
         try:
             return [self._parser(item) for item in value] if is_repeatable else self._parser(value)
         except (UsageError, BadParameter) as err:

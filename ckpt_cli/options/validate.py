@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import ProgressForm
+from ckpt_cli.options.storage import StorageOptions
 from ckpt_cli.options.transfer import (
     CHECKS,
     OUTPUT,
@@ -23,6 +24,7 @@ from ckpt_cli.options.transfer import (
     RulesFile,
 )
 from ckpt_cli.options.values import one_of, whole_number
+from core.files.remote_path import location_of
 
 FORMATS = ("text", "json", "junit", "sarif", "github")
 """Report formats that ``--format`` accepts."""
@@ -36,7 +38,7 @@ class ValidateOptions:
         list[Path] | None,
         Argument(
             metavar="PATH…",
-            parser=Path,
+            parser=location_of,
             help="Checkpoint directories, files in them, or training roots. [.]",
         ),
     ] = None
@@ -195,5 +197,6 @@ class ValidateOptions:
         ),
     ] = False
     no_pager: NoPager = False
+    storage_option: StorageOptions = None
     progress: ProgressForm = None
     debug: Debug = False

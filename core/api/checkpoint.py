@@ -27,6 +27,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError, UsageError
+from core.files.remote_path import location_of
 from core.hf import is_hf, to_hf, to_megatron
 from core.inspect.summary import parallel_sizes
 from core.megatron.model.args import fields_of
@@ -69,7 +70,7 @@ def open(
     """
     if ranks not in RANKS:
         raise UsageError(f"ranks={ranks!r} is none of: {', '.join(RANKS)}")
-    source = open_checkpoint(Path(path), iteration=iteration)
+    source = open_checkpoint(location_of(path), iteration=iteration)
     try:
         catalog, notes = source.catalog, source.notes
         if ranks == "global":

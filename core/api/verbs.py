@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.convert.job import DEFAULT_MEMORY_BYTES, Job, Report, TopologyChange
 from core.errors import UsageError, did_you_mean
+from core.files.remote_path import location_of
 from core.progress import bytes_only
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def inspect(path: AnyPath, *, iteration: int | None = None) -> Summary:
     from core.inspect.summary import summarize
     from core.opening.open import open_checkpoint
 
-    checkpoint = open_checkpoint(Path(path), iteration=iteration)
+    checkpoint = open_checkpoint(location_of(path), iteration=iteration)
     try:
         return summarize(checkpoint)
     finally:
@@ -98,7 +99,7 @@ def convert(
     dst_path = None if dst is None else Path(dst)
     to = to or implied_format(dst_path, names)
     job = Job(
-        src=Path(src),
+        src=location_of(src),
         dst=dst_path,
         to=to,
         iteration=iteration,
@@ -153,7 +154,7 @@ def reshard(
     if not topology.is_change:
         raise UsageError("reshard: no target size", hint="give one, such as tp=2")
     job = Job(
-        src=Path(src),
+        src=location_of(src),
         dst=None if dst is None else Path(dst),
         to=to,
         iteration=iteration,
@@ -199,7 +200,7 @@ def validate(
             f"level={level!r} is none of: {', '.join(levels)}", hint=did_you_mean(level, levels)
         )
     return run_checks(
-        Path(path),
+        location_of(path),
         level=levels[level],
         iteration=iteration,
         memory_bytes=memory_bytes,
@@ -238,8 +239,8 @@ def diff(
     from core.diff.run import diff as compare
 
     job = DiffJob(
-        a=Path(a),
-        b=Path(b),
+        a=location_of(a),
+        b=location_of(b),
         rule=tolerance,
         with_optimizer=optimizer,
         with_entries=entries,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from core.device.device import Device
 from core.errors import UsageError
-from core.files.store import LocalStore
+from core.files.source_store import open_store
 from core.fingerprint.definition import SCHEME, Fingerprint
 from core.manifest.file import read_manifest
 from core.manifest.fingerprint_share import fingerprints_of_directory
@@ -92,11 +93,12 @@ def _read_from_manifest(path: Path) -> ReferenceFingerprints | None:
     # A manifest may have any name that ends in .json; its schema is within the first bytes.
     is_manifest_file = path.is_file() and is_manifest(path.name)
     if path.is_file() and not is_manifest_file and path.suffix == ".json":
-        with path.open("rb") as file:
-            is_manifest_file = b'"ckpt-manifest"' in file.read(200)
+        with closing(open_store(path.parent)) as store:
+            head = store.read(path.name, 0, min(200, store.size(path.name)))
+            is_manifest_file = b'"ckpt-manifest"' in head
     # The user chose this manifest, so it must have fingerprints of this scheme.
     if is_manifest_file:
-        store = LocalStore(path.parent)
+        store = open_store(path.parent)
         try:
             manifest = read_manifest(store, path.name)
         finally:

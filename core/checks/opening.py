@@ -60,7 +60,7 @@ def is_covered_by_finding(subject: Subject, err: CheckpointingException) -> bool
 
 def _absolute(subject: Subject, file: str) -> str:
     """Return the absolute path of a file that an error or a finding names."""
-    return os.path.abspath(os.path.join(subject.store.root, file))
+    return os.path.abspath(os.path.join(str(subject.store.root), file))
 
 
 CHECKS = (Check(find_opening_error), Check(find_endless_containers))

@@ -20,7 +20,7 @@ from core.checks.tensor_names import TensorNames
 from core.checks.watch import ByteScan, combine_watches
 from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore
 from core.files.syscalls import allowed_cores
 from core.files.walk import Tree, list_tree, sparse_files
 from core.formats.format import Format
@@ -92,7 +92,7 @@ class Subject:
 
     path: Path
     root: Path
-    store: LocalStore
+    store: SourceStore
     format: Format | None
     level: Level
     rules: Rules

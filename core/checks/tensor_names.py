@@ -24,7 +24,7 @@ from core.opening.objects import loaded
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
     from core.catalog.stored import StoredArray
-    from core.files.store import LocalStore
+    from core.files.source_store import SourceStore
     from core.megatron.rules.rules import Rules
 
 
@@ -37,7 +37,7 @@ class TensorNames:
         rules: layout rules.
     """
 
-    def __init__(self, stored: Catalog | None, store: LocalStore, rules: Rules) -> None:
+    def __init__(self, stored: Catalog | None, store: SourceStore, rules: Rules) -> None:
         self._store = store
         # The catalog with the best names comes first; ``at`` takes the first match.
         catalogs = [] if stored is None else [stored]

@@ -46,6 +46,7 @@ from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
 from core.errors import UnsupportedError, UsageError
+from core.files.remote_path import RemotePath
 from core.files.url import refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of
@@ -213,7 +214,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     Raises:
         CheckpointingException: the job cannot be done; nothing has been written.
     """
-    for path in (job.src, job.dst, job.config, job.rules, job.tokenizer):
+    for path in (job.dst, job.config, job.rules, job.tokenizer):
         if path is not None:
             refuse_url(path)
     source = open_checkpoint(
@@ -548,7 +549,9 @@ def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     """
     if job.dst is not None:
         return job.dst
-    src = Path(os.path.abspath(job.src))
+    # Beside the source; in the working directory if that is remote.
+    is_remote = isinstance(job.src, RemotePath)
+    src = Path(job.src.name).absolute() if is_remote else Path(os.path.abspath(job.src))
     stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
     if job.topology is not None and job.keeps_layout:
         topology = target_topology(job, source.catalog, format)
@@ -561,4 +564,4 @@ def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
         path = src.parent / (name if job.to is None else f"{name}.{format.name}")
     else:
         path = src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
-    return path if job.src.is_absolute() else Path(os.path.relpath(path))
+    return path if job.src.is_absolute() and not is_remote else Path(os.path.relpath(path))

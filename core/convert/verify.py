@@ -23,7 +23,7 @@ from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CapacityError, CorruptError, UnsupportedError
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore
 from core.files.syscalls import drop_from_cache
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import Rules, unshard
@@ -94,7 +94,7 @@ def verify(
 @contextmanager
 def plan_comparison(
     plan: Plan, written: Path, *, rules: Rules, memory_bytes: int
-) -> Iterator[tuple[Plan, LocalStore]]:
+) -> Iterator[tuple[Plan, SourceStore]]:
     """Plan the source against a destination that exists.
 
     Args:

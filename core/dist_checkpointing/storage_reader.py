@@ -241,6 +241,7 @@ class CkptStorageReader(StorageReader):
         try:
             catalog = state_dict(global_form(job, source, dcp.FORMAT).catalog)
             key_of, paths = _names_for_torch(catalog, prefix=self._prefix, root=self._root)
+            assert isinstance(source.store, LocalStore), "URLs were refused"
             return _OpenedCheckpoint(catalog, source.store, key_of, paths)
         except BaseException:
             source.store.close()

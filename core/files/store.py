@@ -401,6 +401,23 @@ class LocalStore(ReadStore):
                     position += len(buffer)
             offset += batch_bytes
 
+    def modified_ns(self, name: str) -> int:
+        """Return the modification time of a file in nanoseconds since 1970, without opening it.
+
+        Raises:
+            OSError: the file does not exist or cannot be accessed.
+        """
+        return os.stat(self.path(name)).st_mtime_ns
+
+    def disk_bytes(self, name: str) -> int:
+        """Return how many bytes of a file are stored: fewer than its size if it has holes.
+
+        Raises:
+            OSError: the file does not exist or cannot be accessed.
+        """
+        # st_blocks counts units of 512 bytes, whatever the block size of the file system.
+        return os.stat(self.path(name)).st_blocks << 9
+
     def is_cached(self, name: str, offset: int) -> bool:
         """Return whether a byte of a file is in memory; False where the system does not tell.
 

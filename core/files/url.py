@@ -1,4 +1,4 @@
-"""Reject URLs where a path is expected, because only local files are read and written.
+"""Reject URLs where a local path is expected: only checkpoints to read may be URLs.
 
 Used as a path, a URL is a relative one: writing to ``s3:/bucket/out`` would fill a local directory
 called ``s3:``.
@@ -11,6 +11,7 @@ import re
 from urllib.parse import unquote
 
 from core.errors import UsageError
+from core.files.remote_path import SCHEMES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 """A scheme has at least two characters, unlike ``C:/``; ``pathlib`` reduces ``//`` to ``/``."""
@@ -39,7 +40,7 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
     Raises:
         UsageError: the path is not local; the hint describes how to get a local copy.
     """
-    text = os.fspath(path)
+    text = str(path)
     match = _URL.fullmatch(text)
     if match is None:
         # An existing file may have such a name.
@@ -55,10 +56,18 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         raise UsageError(
             f"file:///{location} is a URL, not a path", hint=f"give the plain path: {plain}"
         )
-    raise UsageError(
-        f"{match[1]}://{location} is a URL; only local paths can be read and written",
-        hint=_copy_hint(scheme, location),
-    )
+    readable = "s3://, gs://, az:// and https://"
+    if scheme in SCHEMES:
+        message = f"is a URL, and a local path is needed; only checkpoints are read from {readable}"
+    else:
+        message = f"is a URL that cannot be read; checkpoints are read from {readable}"
+    raise UsageError(f"{match[1]}://{location} {message}", hint=_copy_hint(scheme, location))
+
+
+def is_hub_page(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is the address of a model's page on the Hugging Face Hub."""
+    match = _URL.fullmatch(str(path))
+    return match is not None and "/resolve/" not in match[2] and bool(_HUB_URL.match(match[2]))
 
 
 def hub_download(model_id: str) -> str:

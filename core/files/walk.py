@@ -13,7 +13,10 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.files.store import LocalStore, leads_on, translate_os_errors
+from core.files.remote_path import RemotePath
+from core.files.remote_store import RemoteStore
+from core.files.source_store import SourceStore
+from core.files.store import leads_on, translate_os_errors
 
 MAX_DEPTH = 64
 """Maximum number of directory levels; deeper ones are not listed."""
@@ -81,6 +84,8 @@ def list_tree(
         depth: number of directory levels to list; None for ``MAX_DEPTH``.
         without: relative paths of directories and files to skip.
     """
+    if isinstance(root, RemotePath):
+        return _list_remote(root, entry=entry, depth=depth, without=without)
     tree = Tree()
     # One file only.
     if entry is not None:
@@ -107,6 +112,28 @@ def list_tree(
         if depth is None or folder.count("/") + bool(folder) < depth:
             # The last entry is popped first: reverse them, to keep the order of names.
             waiting += (path for path in reversed(listing.subfolders) if path not in without)
+    tree.files = {path: size for path, size in sorted(tree.files.items()) if path not in without}
+    return tree
+
+
+def _list_remote(
+    root: RemotePath, *, entry: str | None, depth: int | None, without: Collection[str]
+) -> Tree:
+    """List the objects below a URL; arguments as for ``list_tree``."""
+    store = RemoteStore(root)
+    if entry is not None:
+        return Tree({entry: store.size(entry)})
+    tree = Tree()
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        prefix = f"{folder}/" if folder else ""
+        tree.files.update((prefix + name, size) for name, size in store.sizes(folder).items())
+        if folder:
+            tree.folders.append(folder)
+        if depth is None or folder.count("/") + bool(folder) < depth:
+            inner = [prefix + name for name in store.folders(folder)]
+            waiting += (path for path in reversed(inner) if path not in without)
     tree.files = {path: size for path, size in sorted(tree.files.items()) if path not in without}
     return tree
 
@@ -184,7 +211,7 @@ def _reason(err: OSError) -> str:
     return os.strerror(err.errno).lower() if err.errno else str(err)
 
 
-def sparse_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
+def sparse_files(store: SourceStore, files: Mapping[str, int]) -> Set[str]:
     """Return the names of large files that are almost entirely holes (sparse) on the disk.
 
     Reading their zeros would take hours.
@@ -195,7 +222,5 @@ def sparse_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
     """
     large = [name for name, size in files.items() if size >= _LARGE_BYTES]
     with translate_os_errors(store.label, doing="check"):
-        # st_blocks counts units of 512 bytes. Sparse: less than 1/256 of the file is on the disk.
-        return {
-            name for name in large if os.stat(store.path(name)).st_blocks << 9 < files[name] >> 8
-        }
+        # Sparse: less than 1/256 of the file is on the disk.
+        return {name for name in large if store.disk_bytes(name) < files[name] >> 8}

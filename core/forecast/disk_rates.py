@@ -20,7 +20,7 @@ from core.files.store import translate_os_errors
 from core.files.syscalls import open_nameless
 
 if TYPE_CHECKING:
-    from core.files.store import LocalStore
+    from core.files.source_store import SourceStore
 
 SAMPLE_BYTES = 64 << 20
 SAMPLE_SECONDS = 0.3
@@ -63,7 +63,7 @@ class WriteRate:
 
 
 def measure_reading(
-    store: LocalStore, sizes: Mapping[str, int], *, n_bytes: int, threads: int
+    store: SourceStore, sizes: Mapping[str, int], *, n_bytes: int, threads: int
 ) -> ReadRate | None:
     """Measure how fast some of a store's files are read, at places spread over all of them.
 

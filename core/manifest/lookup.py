@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core.errors import CheckpointingException
-from core.files.store import LocalStore
+from core.files.source_store import open_store
 from core.manifest.file import MANIFEST, Manifest, manifest_name, read_manifest
 
 
@@ -70,7 +70,7 @@ def find_manifest(folder: Path, *, entry: str | None = None) -> RecordedManifest
 
 def _read(folder: Path, name: str) -> RecordedManifest | None:
     """Read a manifest if the file exists; a damaged one is returned with its failure."""
-    store = LocalStore(folder)
+    store = open_store(folder)
     try:
         if not store.exists(name):
             return None

@@ -13,13 +13,14 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError, Report, raising
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore, open_store
 from core.formats.dcp import format as dcp
 from core.formats.torch.other_pickles import damaged_member, is_checkpoint_file, is_torch_zip
 from core.formats.torch.zip.container import LOCAL_SIGNATURE, read_archive
 from core.scan.windows import StatedCrc
 
 if TYPE_CHECKING:
+    from core.files.source_store import SourceStore, open_store
     from core.files.store import ReadStore
 
 _WITH_ITEMS = ("dcp", "torch_dist")
@@ -35,7 +36,7 @@ class StatedCrcReader:
         format: name of the checkpoint's format; None if unknown.
     """
 
-    def __init__(self, store: LocalStore, format: str | None) -> None:
+    def __init__(self, store: SourceStore, format: str | None) -> None:
         self._store = store
         self._items = _read_item_positions(store) if format in _WITH_ITEMS else {}
         self._items_below = cache(self._items_in)
@@ -90,7 +91,7 @@ class StatedCrcReader:
 
     def _items_in(self, folder: str) -> Mapping[str, Iterable[tuple[int, int]]]:
         """Return file → items for a subdirectory that is a separate DCP checkpoint."""
-        with closing(LocalStore(self._store.root / folder)) as store:
+        with closing(open_store(self._store.root / folder)) as store:
             return _read_item_positions(store)
 
 

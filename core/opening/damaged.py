@@ -19,7 +19,7 @@ from core.errors import (
     TruncatedError,
     UnsafeError,
 )
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.pickle.reader import gc_paused, noting_uses
 
@@ -91,7 +91,7 @@ def _salvage(
 
 
 def _absent_files(
-    store: LocalStore, catalog: Catalog, reported: set[str | None]
+    store: SourceStore, catalog: Catalog, reported: set[str | None]
 ) -> Iterator[CheckpointingException]:
     """Yield an error for each file of a catalog that is missing or too short.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore
 
 ITERATION_DIR = re.compile(
     r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$"
@@ -16,7 +16,7 @@ _ORBAX_STEP = "_CHECKPOINT_METADATA"
 """File in the directories of Orbax's CheckpointManager, whose names are bare numbers."""
 
 
-def iteration_dirs(store: LocalStore) -> dict[int, str]:
+def iteration_dirs(store: SourceStore) -> dict[int, str]:
     """Return iteration → directory name, for the directories right below a training root."""
     names: dict[int, str] = {}
     # Folders are sorted, so that a plain directory comes before its ``_universal`` form.

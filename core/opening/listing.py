@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from core.errors import CheckpointingException
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore, open_store
 from core.formats.format import Format
 from core.formats.registry import sniffed
 from core.opening.iterations import iteration_dirs
@@ -50,11 +50,11 @@ def list_checkpoints(root: Path) -> list[ListedCheckpoint]:
     Raises:
         StorageError: the directory cannot be read.
     """
-    with closing(LocalStore(root)) as store:
+    with closing(open_store(root)) as store:
         names = [*loose_files(store, store.files()), *checkpoints_below(store, _has_format)]
     # Final weights may have the iterations of their run next to them.
     for name in list(names):
-        with closing(LocalStore(root / name)) as folder:
+        with closing(open_store(root / name)) as folder:
             names += [f"{name}/{inner}" for inner in iteration_dirs(folder).values()]
 
     # Sizes by stat, until it would take too long.
@@ -69,7 +69,7 @@ def list_checkpoints(root: Path) -> list[ListedCheckpoint]:
     )
 
 
-def _has_format(store: LocalStore) -> bool:
+def _has_format(store: SourceStore) -> bool:
     """Return whether a directory is a checkpoint itself, not only a root with some."""
     try:
         sniffed(store)

@@ -44,8 +44,10 @@ from core.errors import (
     UsageError,
     did_you_mean,
 )
-from core.files.store import LocalStore, check_name, translate_os_errors
-from core.files.url import hub_download, refuse_url
+from core.files.remote_path import RemotePath, location_of
+from core.files.source_store import SourceStore, open_store
+from core.files.store import check_name, translate_os_errors
+from core.files.url import hub_download, is_hub_page, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
 from core.formats.registry import sniffed
@@ -106,7 +108,7 @@ class Checkpoint:
     """
 
     path: Path
-    store: LocalStore
+    store: SourceStore
     format: Format
     catalog: Catalog
     iteration: int | None
@@ -138,7 +140,7 @@ def open_checkpoint(
         samples: open only one of several similar files, if the format supports it. The catalog is
             then good for inspecting, not for converting.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
-        on_open: becomes that of the store (``core.files.store.LocalStore``); the caller resets it
+        on_open: becomes that of the store (``core.files.store.SourceStore``); the caller resets it
             when the files that are opened are no longer to be counted.
 
     Raises:
@@ -242,7 +244,7 @@ class Located:
     """
 
     path: Path
-    store: LocalStore
+    store: SourceStore
     format: Format | None
     iteration: int | None
     notes: tuple[str, ...] = ()
@@ -264,7 +266,7 @@ class _Descent:
         failure: why it is impossible to descend further, or None if this is the checkpoint.
     """
 
-    store: LocalStore
+    store: SourceStore
     passed: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     is_chosen: bool = False
@@ -278,12 +280,18 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
         UsageError: the path or the ``iteration`` does not exist, or the path is a URL.
         StorageError: the path cannot be read.
     """
-    refuse_url(path)
-    with translate_os_errors(str(path), doing="open"):
-        if not os.path.lexists(path):
-            raise _absent(path)
+    path = location_of(path)
+    if isinstance(path, RemotePath) and not is_hub_page(path):
         is_dir = path.is_dir()
-    descent = _descend(LocalStore(path), iteration) if is_dir else _Descent(store_of_file(path))
+        if not (is_dir or path.is_file()):
+            raise UsageError("no such object", file=str(path), hint="check the spelling of the URL")
+    else:
+        refuse_url(path)
+        with translate_os_errors(str(path), doing="open"):
+            if not os.path.lexists(path):
+                raise _absent(path)
+            is_dir = path.is_dir()
+    descent = _descend(open_store(path), iteration) if is_dir else _Descent(store_of_file(path))
     store, passed = descent.store, descent.passed
     # The caller gets the open store in any case but these: a wrong request, and an interruption.
     format: Format | None = None
@@ -318,7 +326,7 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
     )
 
 
-def _descend(store: LocalStore, iteration: int | None) -> _Descent:
+def _descend(store: SourceStore, iteration: int | None) -> _Descent:
     """Descend from a training root to a checkpoint; stay in any other directory.
 
     Raises:
@@ -339,7 +347,7 @@ def _descend(store: LocalStore, iteration: int | None) -> _Descent:
             break
         is_chosen = wanted is None and iteration is not None
         notes = (*descent.notes, *reasons)
-        descent = _Descent(LocalStore(inner), (*descent.passed, folder), notes, is_chosen)
+        descent = _Descent(open_store(inner), (*descent.passed, folder), notes, is_chosen)
         # The roots below the requested iteration number theirs anew, so their trackers decide.
         if _iteration_in_name(inner) == wanted:
             wanted = None
@@ -362,11 +370,11 @@ def _absent(path: Path) -> UsageError:
     return UsageError("no such file or directory", file=str(path), hint=hint)
 
 
-def store_of_file(path: Path) -> LocalStore:
+def store_of_file(path: Path) -> SourceStore:
     """Return the store of one file, or that of its directory for a file that describes it."""
     if path.name in _METADATA_FILES or path.suffix == ".distcp" or _INDEX_FILE.search(path.name):
-        return LocalStore(path.parent)
-    return LocalStore(path.parent, entry=path.name)
+        return open_store(path.parent)
+    return open_store(path.parent, entry=path.name)
 
 
 def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
@@ -384,7 +392,7 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
         CorruptError: the tracker contains neither a number nor ``release``.
         UnsafeError: the tracker's name leads out of the root.
     """
-    store = LocalStore(root)
+    store = open_store(root)
     iterations = iteration_dirs(store)
     tracker = next(filter(store.exists, (TRACKER, *NAMING_TRACKERS)), None)
     # The user's choice comes first, then the tracker's. DeepSpeed's tracker alone does not count:
@@ -413,7 +421,7 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     return root, []
 
 
-def _tracked_name(store: LocalStore, tracker: str, iterations: dict[int, str]) -> str:
+def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) -> str:
     """Read from a tracker the name of the directory to open.
 
     Args:
@@ -452,7 +460,7 @@ def _tracked_name(store: LocalStore, tracker: str, iterations: dict[int, str]) -
     return name
 
 
-def _unread_weights(store: LocalStore, name: str) -> list[str]:
+def _unread_weights(store: SourceStore, name: str) -> list[str]:
     """Return a note on a trainer's copies of the weights next to the directory to read."""
     weights = [file for file in store.files() if _WEIGHT_FILE.search(file)]
     if not weights:
@@ -465,7 +473,7 @@ def _unread_weights(store: LocalStore, name: str) -> list[str]:
     return [note]
 
 
-def _recognise(store: LocalStore, *, is_dir: bool) -> tuple[Format, list[str]]:
+def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
     """Recognise the format of a store, and find separate checkpoints in its subdirectories.
 
     Args:
@@ -489,7 +497,7 @@ def _recognise(store: LocalStore, *, is_dir: bool) -> tuple[Format, list[str]]:
     return format, checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
 
 
-def _is_checkpoint(store: LocalStore) -> bool:
+def _is_checkpoint(store: SourceStore) -> bool:
     """Return whether a directory seems to be a checkpoint or a training root."""
     if store.exists(TRACKER) or any(map(store.exists, NAMING_TRACKERS)) or iteration_dirs(store):
         return True

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from core.catalog.facets import DcpFacts
 from core.catalog.files_beside import carried_of
 from core.files.json_object import parse_json_object
-from core.files.store import LocalStore, list_files_below
+from core.files.source_store import SourceStore, open_store
+from core.files.store import list_files_below
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
@@ -80,7 +81,7 @@ def documents_above(source: Checkpoint) -> dict[str, bytes]:
     """Return the small files that Hugging Face's Trainer keeps above DeepSpeed's directory."""
     if not source.passed or source.format.name not in _DEEPSPEED:
         return {}
-    store = LocalStore(source.passed[-1])
+    store = open_store(source.passed[-1])
     try:
         files = {
             name: size
@@ -118,7 +119,7 @@ def _folded(names: Collection[str]) -> Iterator[str]:
             yield from members
 
 
-def _empty_folders(store: LocalStore) -> Iterator[str]:
+def _empty_folders(store: SourceStore) -> Iterator[str]:
     """Yield the empty folders of a directory, which a list of files omits."""
     for name in store.folders():
         if not name.startswith(".") and not store.files(name) and not store.folders(name):
@@ -133,7 +134,7 @@ def _files_above(source: Checkpoint, *, carried: Collection[str]) -> Iterator[st
     """
     descended = {folder.name for folder in (*source.passed, source.path)}
     for folder in source.passed:
-        store = LocalStore(folder)
+        store = open_store(folder)
         ignored = {TRACKER, *NAMING_TRACKERS, *(carried if folder == source.passed[-1] else ())}
         names = [name for name in store.files() if name not in ignored]
         # Other iterations are checkpoints of their own.

@@ -8,7 +8,7 @@ from contextlib import closing
 from itertools import islice
 
 from core.errors import CheckpointingException, UnsupportedError
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
 from core.formats.safetensors.files import SUFFIX
 from core.formats.safetensors.header import looks_like_header
@@ -38,7 +38,7 @@ _OTHER_FORMATS = (
 )
 
 
-def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> UnsupportedError:
+def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> UnsupportedError:
     """Return the error for a directory or file that no format recognises.
 
     Args:
@@ -79,7 +79,7 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
     return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
 
 
-def _refusal_of_file(store: LocalStore, file: str, known: str) -> UnsupportedError:
+def _refusal_of_file(store: SourceStore, file: str, known: str) -> UnsupportedError:
     """Return the error for a file that no format recognises."""
     title = next((title for expression, title in _OTHER_FORMATS if expression.search(file)), None)
     if title is not None:
@@ -92,7 +92,7 @@ def _refusal_of_file(store: LocalStore, file: str, known: str) -> UnsupportedErr
 
 
 def checkpoints_below(
-    store: LocalStore, is_checkpoint: Callable[[LocalStore], bool], *, without: Sequence[str] = ()
+    store: SourceStore, is_checkpoint: Callable[[SourceStore], bool], *, without: Sequence[str] = ()
 ) -> list[str]:
     """Search the directories below a directory for checkpoints, and return their relative paths.
 
@@ -106,7 +106,7 @@ def checkpoints_below(
     paths: list[str] = []
     waiting = [(name, 1) for name in _visible_folders(store) if name not in without]
     for path, depth in islice(waiting, _MOST_FOLDERS):  # the loop extends the list
-        with closing(LocalStore(store.root / path)) as folder:
+        with closing(open_store(store.root / path)) as folder:
             try:
                 if is_checkpoint(folder):
                     paths.append(path)
@@ -119,7 +119,7 @@ def checkpoints_below(
     return paths
 
 
-def _visible_folders(store: LocalStore) -> list[str]:
+def _visible_folders(store: SourceStore) -> list[str]:
     """Return the names of the directories right below a directory that are not hidden."""
     return [name for name in store.folders() if not name.startswith(".")]
 
@@ -129,7 +129,7 @@ def listed(paths: Sequence[str]) -> str:
     return ", ".join([*paths[:_MOST_LISTED], *(["…"] if len(paths) > _MOST_LISTED else [])])
 
 
-def loose_files(store: LocalStore, files: Sequence[str]) -> list[str]:
+def loose_files(store: SourceStore, files: Sequence[str]) -> list[str]:
     """Return the files in a directory that are separate checkpoints, by their first bytes."""
     loose = []
     for name in [name for name in files if name.endswith((*SUFFIXES, SUFFIX))][:_MOST_OPENED]:

@@ -8,15 +8,14 @@ is reported here; otherwise it would produce wrong results later.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from core.errors import CheckpointingException, WorkerError
+from core.errors import CheckpointingException, MissingShardError, WorkerError
 from core.team.protocol import Team, broadcast_result, gather_results
 
 if TYPE_CHECKING:
-    from core.files.store import LocalStore
+    from core.files.source_store import SourceStore
 
 T = TypeVar("T")
 
@@ -94,7 +93,7 @@ def _check_states_equal(team: Team, states: list[tuple[str, str]], subject: str)
         )
 
 
-def observe_files(store: LocalStore, files: Mapping[str, int]) -> tuple[object, ...]:
+def observe_files(store: SourceStore, files: Mapping[str, int]) -> tuple[object, ...]:
     """Return file names and sizes, and some modification times, to compare directories by.
 
     Args:
@@ -110,7 +109,7 @@ def observe_files(store: LocalStore, files: Mapping[str, int]) -> tuple[object, 
     times: list[int | None] = []
     for name in names[::step]:
         try:
-            times.append(int(os.stat(store.path(name)).st_mtime))
-        except OSError:
+            times.append(store.modified_ns(name) // 10**9)
+        except (OSError, MissingShardError):
             times.append(None)
     return tuple((name, files[name]) for name in names), tuple(times)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from core.checks.finding import Severity
 from core.errors import CheckpointingException, UsageError
-from core.files.store import LocalStore
-from core.files.url import refuse_url
+from core.files.source_store import open_store
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, TRACKER
 from core.team.protocol import ALONE, Team, broadcast_result
@@ -73,7 +72,7 @@ def newest_valid(
     # The lead lists the root, so that all ranks try the same iterations.
     def list_root() -> tuple[list[tuple[int, Path]], tuple[int, str] | None, list[str]]:
         iterations, last = _iterations(root), _last_completed(root)
-        folders = LocalStore(root).folders()
+        folders = open_store(root).folders()
         return iterations, last, [name for name in folders if _UNFINISHED.search(name)]
 
     iterations, last, unfinished = broadcast_result(team, list_root)
@@ -116,7 +115,7 @@ def iteration_paths(root: Path) -> list[Path]:
 
 def list_roots_in(folder: Path) -> list[Path]:
     """Return the directories right below a directory that contain iterations, sorted by name."""
-    with closing(LocalStore(folder)) as store:
+    with closing(open_store(folder)) as store:
         return [folder / name for name in store.folders() if _iterations(folder / name)]
 
 
@@ -126,11 +125,10 @@ def _iterations(root: Path) -> list[tuple[int, Path]]:
     Raises:
         UsageError: the path is a URL, or not a directory.
     """
-    refuse_url(root)
     if not root.is_dir():
         raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
     return [
-        (number, root / name) for number, name in sorted(iteration_dirs(LocalStore(root)).items())
+        (number, root / name) for number, name in sorted(iteration_dirs(open_store(root)).items())
     ]
 
 
@@ -140,7 +138,7 @@ def _last_completed(root: Path) -> tuple[int, str] | None:
     Returns:
         (iteration, file name of the tracker); None if no tracker names one.
     """
-    store = LocalStore(root)
+    store = open_store(root)
     try:
         for tracker in (TRACKER, *NAMING_TRACKERS):
             if not store.exists(tracker):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -20,7 +19,7 @@ from core.checks.subject import Subject
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.device.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
-from core.files.store import LocalStore
+from core.files.source_store import open_store
 from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
 from core.opening.iterations import iteration_dirs
@@ -185,7 +184,7 @@ def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
     if taken == root or not root.is_dir():
         return ()
     passed = {taken, *taken.parents}
-    with closing(LocalStore(root)) as store:
+    with closing(open_store(root)) as store:
         names = [
             name for _, name in sorted(iteration_dirs(store).items()) if root / name not in passed
         ]
@@ -336,5 +335,5 @@ def distinct_paths(
             errors[path] = err
             continue
         location.store.close()
-        errors.setdefault(path_of.setdefault(os.path.realpath(location.path), path), None)
+        errors.setdefault(path_of.setdefault(str(location.path.resolve()), path), None)
     return errors

@@ -191,6 +191,7 @@ VALUES: Mapping[str, str] = {
     "unknown": "refuse",
     "ignore": "CK1",
     "moe-experts": "sequential",
+    "storage-option": "region=x",
 }
 """Values of options, where a message names none or a placeholder."""
 CHECKED_VALUES: Mapping[str, Callable[[str], object]] = {

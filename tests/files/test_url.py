@@ -1,6 +1,4 @@
-"""URLs are refused wherever a path is expected, and nothing is written into a folder that is called
-like one.
-"""
+"""URLs are refused where a local path is expected; nothing is written to a path of that name."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ SCHEMES = (
     "msc",
     "S3",
 )
-URL = "s3://bucket/out"
+URL = "hdfs://bucket/out"
 
 
 @pytest.fixture(autouse=True)
@@ -151,8 +149,8 @@ def test_every_path_of_the_command_line_refuses_a_url(
 ) -> None:
     assert main(line) == 2
     told = capsys.readouterr()
-    assert "s3://bucket/out is a URL; only local paths can be read and written" in told.err
-    assert "aws s3 sync" in told.err
+    assert "hdfs://bucket/out is a URL that cannot be read" in told.err
+    assert "hdfs dfs -get" in told.err
     assert told.out == ""
 
 
@@ -180,13 +178,13 @@ def test_the_engine_refuses_urls_itself(golden: Path) -> None:
     with pytest.raises(UsageError, match="s3://bucket/out is a URL"):
         run(Job(src=source, dst=Path("s3://bucket/out"), to="dcp"))
     for job in (
-        Job(src=Path("s3://bucket/in"), to="dcp"),
+        Job(src=Path("hdfs://bucket/in"), to="dcp"),
         Job(src=source, to="hf", config=Path("s3://b/config.json")),
     ):
         with pytest.raises(UsageError, match="is a URL"):
             run(job)
     with pytest.raises(UsageError, match="is a URL"):
-        open_checkpoint(Path("https://example.com/model.safetensors"))
+        open_checkpoint(Path("https://huggingface.co/org/model"))
 
 
 def test_the_documented_interface_refuses_urls(tmp_path: Path) -> None:
@@ -206,7 +204,7 @@ def test_storage_of_torchs_own_checkpoints_refuses_urls(tmp_path: Path) -> None:
     writer = CkptStorageWriter(tmp_path / "out")
     reader = CkptStorageReader(tmp_path / "in")
     for refused in (CkptStorageWriter, CkptStorageReader, writer.reset, reader.reset):
-        with pytest.raises(UsageError, match="s3://bucket/out is a URL"):
+        with pytest.raises(UsageError, match="hdfs://bucket/out is a URL"):
             refused(URL)
 
 

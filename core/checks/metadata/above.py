@@ -25,7 +25,7 @@ from core.checks.problems import finding_of
 from core.checks.registry import checks
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.files.store import LocalStore
+from core.files.source_store import open_store
 from core.formats.huggingface import bin_format as bin_shards
 from core.formats.safetensors import format as safetensors
 
@@ -37,7 +37,7 @@ def files_above(subject: Subject) -> Iterator[Finding]:
     if not subject.passed:
         return
     # Those files are a checkpoint of their own: the weights that transformers or accelerate save.
-    store = LocalStore(subject.passed[-1])
+    store = open_store(subject.passed[-1])
     above = Subject(
         path=store.root,
         root=store.root,
@@ -67,7 +67,7 @@ def files_above(subject: Subject) -> Iterator[Finding]:
         file = (
             None
             if finding.file is None
-            else os.path.relpath(store.root / finding.file, subject.path)
+            else os.path.relpath(str(store.root / finding.file), str(subject.path))
         )
         yield replace(finding, file=file)
 

@@ -25,7 +25,7 @@ from core.checks.finding import Finding, Severity
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, CorruptError
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore, open_store
 from core.formats.dcp.format import METADATA, metadata_files
 from core.formats.dcp.rank_metadata import RANK_METADATA
 from core.formats.mcore.common_state import COMMON_FILE
@@ -161,7 +161,7 @@ def check_trackers(subject: Subject) -> Iterator[Finding]:
     for root in (*subject.passed, subject.path):
         if not root.is_dir():
             continue
-        store = LocalStore(root)
+        store = open_store(root)
         try:
             yield from _check_trackers_in(subject, store, is_above=root in subject.passed)
         except CheckpointingException as err:
@@ -170,7 +170,9 @@ def check_trackers(subject: Subject) -> Iterator[Finding]:
             store.close()
 
 
-def _check_trackers_in(subject: Subject, store: LocalStore, *, is_above: bool) -> Iterator[Finding]:
+def _check_trackers_in(
+    subject: Subject, store: SourceStore, *, is_above: bool
+) -> Iterator[Finding]:
     """Check the trackers in one directory, and report iterations that lack one (CK514).
 
     Args:
@@ -196,20 +198,19 @@ def _check_trackers_in(subject: Subject, store: LocalStore, *, is_above: bool) -
             )
 
 
-def _read_tracker(store: LocalStore, name: str) -> str:
+def _read_tracker(store: SourceStore, name: str) -> str:
     """Read the text of a tracker file."""
     return store.read(name, 0, min(store.size(name), _MAX_BYTES)).decode("utf-8", "replace").strip()
 
 
-def _relative(subject: Subject, store: LocalStore, name: str) -> str:
+def _relative(subject: Subject, store: SourceStore, name: str) -> str:
     """Return the path of a file relative to the checkpoint."""
-    return os.path.relpath(
-        store.root / name, subject.path if subject.path.is_dir() else subject.path.parent
-    )
+    folder = subject.path if subject.path.is_dir() else subject.path.parent
+    return os.path.relpath(str(store.root / name), str(folder))
 
 
 def _check_megatron_tracker(
-    subject: Subject, store: LocalStore, folders: list[str]
+    subject: Subject, store: SourceStore, folders: list[str]
 ) -> Iterator[Finding]:
     """Check Megatron's tracker: its text, the checkpoint that it names, and newer iterations."""
     text, file = _read_tracker(store, TRACKER), _relative(subject, store, TRACKER)
@@ -245,7 +246,7 @@ def _check_megatron_tracker(
 
 
 def _check_deepspeed_tracker(
-    subject: Subject, store: LocalStore, tracker: str
+    subject: Subject, store: SourceStore, tracker: str
 ) -> Iterator[Finding]:
     """Check one of DeepSpeed's trackers: its text and the checkpoint that it names."""
     name, file = _read_tracker(store, tracker), _relative(subject, store, tracker)

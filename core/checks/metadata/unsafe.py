@@ -23,6 +23,7 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
+from core.files.remote_path import RemotePath
 from core.formats.torch.legacy import MAX_PICKLE_BYTES
 from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
 from core.formats.zarr.metadata2 import ARRAY_FILE
@@ -236,8 +237,7 @@ def check_file_names(subject: Subject) -> Iterator[Finding]:
 def report_sparse_files(subject: Subject) -> Iterator[Finding]:
     """Report large sparse files, which ``--deep`` does not read (CK606)."""
     for name in sorted(subject.hollow):
-        # st_blocks counts blocks of 512 bytes, whatever the block size of the file system.
-        stored = os.stat(subject.store.path(name)).st_blocks << 9
+        stored = subject.store.disk_bytes(name)
         yield HOLLOW.finding(
             "almost none of the file is stored on disk; --deep skips it",
             file=name,
@@ -248,6 +248,8 @@ def report_sparse_files(subject: Subject) -> Iterator[Finding]:
 
 def check_links(subject: Subject) -> Iterator[Finding]:
     """Report files that are links out of the checkpoint (CK604), except those into a hub cache."""
+    if isinstance(subject.store.root, RemotePath):
+        return  # stores have no links
     root = os.path.realpath(subject.store.root)
     for name in subject.files:
         path = subject.store.root / name

@@ -268,7 +268,7 @@ class _Lead:
             token=stage.workers.token,
             journal_identity=None,
             written=written_path(prepared, stage),
-            source=Path(prepared.source.store.root).absolute(),
+            source=prepared.source.store.root.absolute(),
             threads=threads,
             **asdict(self._sizes),
         )

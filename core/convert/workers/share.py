@@ -32,7 +32,7 @@ from core.copy.output import TargetStore as Target
 from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CheckpointingException, StorageError, UsageError
-from core.files.store import LocalStore
+from core.files.source_store import open_store
 from core.plan.items import ITEM_BYTES
 from core.stage.files import StageStore
 from core.stage.journal import BATCH_BYTES, FileJournal, journal_path, journals_in
@@ -142,7 +142,7 @@ class WorkerShare:
                 threads=self._order.threads,
             )
             self._plan = stack.enter_context(plan)
-            self._source = LocalStore(self._order.source, stamps=self._plan.stamps)
+            self._source = open_store(self._order.source, stamps=self._plan.stamps)
             stack.callback(self._source.close)
             self._check_source()
             self._closing = stack.pop_all()

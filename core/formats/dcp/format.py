@@ -285,7 +285,8 @@ def _sizes_of(store: ReadStore, names: Sequence[str]) -> list[int | None]:
     # Listing directories is faster than a look-up per file: 10⁵ of them may be missing.
     folders = {name.rpartition("/")[0] for name in names}
     existing = {join(folder, name) for folder in folders for name in store.files(folder)}
-    return [store.size(name) if name in existing else None for name in names]
+    # A web server lists nothing, and is asked for each file.
+    return [store.size(name) if name in existing or store.exists(name) else None for name in names]
 
 
 def _first_lost_keys(metadata: DcpMetadata, sizes: Mapping[int, int]) -> dict[int, str]:

@@ -54,7 +54,6 @@ from core.errors import (
     raising,
 )
 from core.files.json_object import read_small_file
-from core.files.store import LocalStore
 from core.formats.format import Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
@@ -224,7 +223,8 @@ def stores_every_chunk(store: ReadStore) -> bool:
     """
     if store.exists(COMMON_FILE) or store.exists(CONFIG):
         return True
-    return isinstance(store, LocalStore) and (store.root.resolve().parent / _TRACKER).exists()
+    root = getattr(store, "root", None)
+    return root is not None and (root.resolve().parent / _TRACKER).exists()
 
 
 def _refuse_lost_metadata(

@@ -1,0 +1,205 @@
+"""List object stores: which objects lie below a prefix, with their sizes and ETags.
+
+Web servers have no listings. Of them, the files are found that checkpoints usually have, and those
+that an index of weights names; any other file is asked for by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from core.errors import MissingShardError, StorageError
+from core.files.object_client import (
+    Address,
+    client_of,
+    storage_options,
+    translate_store_errors,
+)
+
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_USUAL_FILES = (
+    *_INDEX_FILES,
+    "model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    ".metadata",
+    "metadata.json",
+    "common.pt",
+    "ckpt-manifest.json",
+    "latest_checkpointed_iteration.txt",
+)
+"""Files to look for where there is no listing."""
+_MAX_INDEX_BYTES = 64 << 20
+_MAX_AGE_S = 10.0
+"""Age up to which a listing is used again; opening a checkpoint looks at a prefix several times."""
+_N_REQUESTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """What a store says about an object.
+
+    Args:
+        size: bytes.
+        e_tag: identity of the content; None where the store states none.
+        modified_ns: time of the last change, in nanoseconds since 1970.
+    """
+
+    size: int
+    e_tag: str | None
+    modified_ns: int
+
+
+@dataclass(slots=True)
+class Folder:
+    """The content of one directory.
+
+    Args:
+        objects: name → object.
+        folders: names of the directories in it.
+    """
+
+    objects: dict[str, StoredFile] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+
+
+_Key: TypeAlias = tuple[str, frozenset[tuple[str, str]]]
+"""URL of a prefix, and the options of its store."""
+_roots: dict[_Key, tuple[float, Folder]] = {}
+_trees: dict[_Key, tuple[float, dict[str, Folder]]] = {}
+"""Prefix → time and result of the last listing."""
+
+
+def forget_listings() -> None:
+    """Make the next questions ask the store again."""
+    _roots.clear()
+    _trees.clear()
+
+
+def is_listed(path: Address) -> bool:
+    """Return whether a store can list its objects."""
+    return path.scheme not in ("http", "https")
+
+
+def list_root(root: Address) -> Folder:
+    """Return the objects and the directories right below a prefix.
+
+    The result may be some seconds old.
+    """
+    key = str(root), storage_options()
+    age_and_result = _roots.get(key)
+    if age_and_result is not None and time.monotonic() - age_and_result[0] < _MAX_AGE_S:
+        return age_and_result[1]
+    content = _ask_for_listing(root) if is_listed(root) else Folder(_find_usual_files(root))
+    _roots[key] = time.monotonic(), content
+    return content
+
+
+def _ask_for_listing(root: Address) -> Folder:
+    """List the objects and the directories right below a prefix, by one request for 1,000."""
+    import obstore
+
+    with translate_store_errors(root):
+        listing: Any = obstore.list_with_delimiter(client_of(root), root.key or None)
+    return Folder(
+        {meta["path"].rpartition("/")[2]: _described(meta) for meta in listing["objects"]},
+        {prefix.rstrip("/").rpartition("/")[2] for prefix in listing["common_prefixes"]},
+    )
+
+
+def list_all(root: Address) -> dict[str, Folder]:
+    """Return everything below a prefix: directory → content, of every directory.
+
+    The result may be some seconds old.
+    """
+    import obstore
+
+    key = str(root), storage_options()
+    age_and_result = _trees.get(key)
+    if age_and_result is not None and time.monotonic() - age_and_result[0] < _MAX_AGE_S:
+        return age_and_result[1]
+    skipped = len(root.key) + 1 if root.key else 0
+    with translate_store_errors(root):
+        stream: Any = obstore.list(client_of(root), root.key or None)
+        objects = {meta["path"][skipped:]: _described(meta) for batch in stream for meta in batch}
+    folders = _sort_into_folders(objects)
+    _trees[key] = time.monotonic(), folders
+    return folders
+
+
+def _sort_into_folders(objects: Mapping[str, StoredFile]) -> dict[str, Folder]:
+    """Sort objects into directories: directory → content."""
+    folders = {"": Folder()}
+    for name, entry in objects.items():
+        folder, _, last = name.rpartition("/")
+        folders.setdefault(folder, Folder()).objects[last] = entry
+
+    # Enter every directory into the one above it, which may have no objects of its own.
+    for folder in list(filter(None, folders)):
+        while folder:
+            above, _, last = folder.rpartition("/")
+            folders.setdefault(above, Folder()).folders.add(last)
+            folder = above
+    return folders
+
+
+def find_object(path: Address) -> StoredFile | None:
+    """Ask for one object; return None if it does not exist."""
+    import obstore
+
+    try:
+        with translate_store_errors(path):
+            return _described(obstore.head(client_of(path), path.key))
+    except MissingShardError:
+        return None
+
+
+def _find_usual_files(root: Address) -> dict[str, StoredFile]:
+    """Return the files of a web server that checkpoints usually have: name → file."""
+    usual = _find_files(root, _USUAL_FILES)
+    shards: set[str] = set()
+    for name in _INDEX_FILES:
+        if name in usual:
+            shards |= _shards_of_index(root / name, usual[name])
+    return usual | _find_files(root, shards)
+
+
+def _find_files(root: Address, names: Iterable[str]) -> dict[str, StoredFile]:
+    """Ask for files by name, several at a time; return those that exist."""
+    names = sorted(names)
+    with ThreadPoolExecutor(_N_REQUESTS) as threads:
+        entries = threads.map(lambda name: find_object(root / name), names)
+        return {
+            name: entry for name, entry in zip(names, entries, strict=True) if entry is not None
+        }
+
+
+def _shards_of_index(path: Address, entry: StoredFile) -> set[str]:
+    """Return the names of the files that an index of weights refers to; an odd index has none."""
+    import obstore
+
+    if entry.size > _MAX_INDEX_BYTES:
+        raise StorageError(f"the index has {entry.size:,} bytes", file=str(path))
+    with translate_store_errors(path):
+        data = bytes(obstore.get(client_of(path), path.key).bytes())
+    try:
+        weight_map = json.loads(data)["weight_map"]
+        return {name for name in weight_map.values() if "/" not in name}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()  # the format reports what is wrong with it
+
+
+def _described(meta: Any) -> StoredFile:
+    """Return what is kept of obstore's description of an object."""
+    modified_ns = int(meta["last_modified"].timestamp() * 1e6) * 1000
+    return StoredFile(meta["size"], meta.get("e_tag"), modified_ns)

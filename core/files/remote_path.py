@@ -1,0 +1,121 @@
+"""Paths of object stores: ``s3://bucket/key``, ``gs://…``, ``az://…`` and ``https://…``.
+
+``RemotePath`` is a ``Path``, so that whatever takes a path takes a URL, too. It names an object or
+a prefix; it never touches the local file system: every operation that would, raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from os import PathLike, fspath
+from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import unquote
+
+from core.errors import UsageError
+from core.files.object_listing import find_object, is_listed, list_root
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from typing_extensions import override
+
+else:
+
+    def override(method):
+        """Return the method; nothing but the standard library is imported with paths."""
+        return method
+
+
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
+_URL = re.compile(rf"({'|'.join(SCHEMES)}):/+([^/].*)", re.DOTALL | re.IGNORECASE)
+"""``pathlib`` reduces the two slashes to one."""
+_FILE_URL = re.compile(r"file:/+(?:localhost/)?(.*)", re.DOTALL | re.IGNORECASE)
+
+
+class RemotePath(PosixPath):
+    """The URL of an object or of a prefix, with the operations of paths that need no file system.
+
+    Use ``location_of`` to make one.
+    """
+
+    @override
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    @override
+    def __fspath__(self) -> NoReturn:
+        raise UsageError(
+            f"{self} is a URL; this needs a local path",
+            hint="copy it to a local disk first",
+        )
+
+    @property
+    def scheme(self) -> str:
+        """Scheme in lower case, such as ``s3``."""
+        return self.parts[0].rstrip(":").lower()
+
+    @property
+    def bucket(self) -> str:
+        """Bucket, container or host."""
+        return self.parts[1]
+
+    @property
+    def key(self) -> str:
+        """Name of the object, or the prefix, in the bucket; "" for the bucket itself."""
+        return "/".join(self.parts[2:])
+
+    @override
+    def is_absolute(self) -> bool:
+        return True
+
+    @override
+    def absolute(self) -> Self:
+        return self
+
+    @override
+    def resolve(self, strict: bool = False) -> Self:
+        return self
+
+    @override
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        return self.is_file() or self.is_dir()
+
+    @override
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        if not self.key:
+            return False
+        if is_listed(self):
+            return self.name in list_root(self.parent).objects
+        return find_object(self) is not None
+
+    @override
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        content = list_root(self)
+        return bool(content.objects or content.folders)
+
+    @override
+    def is_symlink(self) -> bool:
+        return False
+
+    @override
+    def iterdir(self) -> Generator[Self, None, None]:
+        content = list_root(self)
+        for name in sorted((*content.objects, *content.folders)):
+            yield self / name
+
+
+def location_of(path: str | PathLike[str]) -> Path:
+    """Return the path that a user means: a ``RemotePath`` for a URL, else a local path.
+
+    ``file://`` URLs are local. URLs are also recognised after ``pathlib`` has reduced their ``//``
+    to ``/``; a local path that looks like one is written ``./s3:/…``.
+    """
+    if isinstance(path, RemotePath):
+        return path
+    text = fspath(path)
+    if _URL.fullmatch(text):
+        return RemotePath(text)
+    local = _FILE_URL.fullmatch(text)
+    return Path(path) if local is None else Path("/" + unquote(local[1]))

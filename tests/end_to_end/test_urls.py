@@ -1,0 +1,166 @@
+"""Checkpoints are read from object stores and web servers as from a directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_cli.app import main
+from core.files.object_listing import forget_listings
+from core.files.remote_path import location_of
+from core.files.remote_store import RemoteStore
+from tests.support.object_stores import WebServer, s3_server, upload, web_server
+
+SOURCES = {
+    "mcore_legacy/dense_gqa/tp2_pp1_optim": ["--to", "torch_dist"],
+    "mcore_torch_dist/dense_gqa/tp2_pp2": ["--to", "megatron", "--tp-new", "1"],
+    "mcore0121_zarr/dense_gqa/tp2_pp2": ["--to", "dcp"],
+    "hf/llama/safetensors_single": ["--to", "megatron", "--tp-new", "2"],
+    "torch_dcp/fsdp2_dp2": ["--to", "safetensors"],
+}
+TORCH_DIST = "mcore_torch_dist/dense_gqa/tp2_pp2"
+SAFETENSORS = "hf/llama/safetensors_single"
+
+
+@pytest.fixture(scope="module")
+def bucket(golden: Path) -> Iterator[Any]:
+    """Returns a client of moto's S3, whose bucket ``runs`` holds ``SOURCES``."""
+    with pytest.MonkeyPatch.context() as monkeypatch, s3_server(monkeypatch) as client:
+        client.create_bucket(Bucket="runs")
+        for name in SOURCES:
+            upload(client, golden / name, "runs", name)
+        yield client
+
+
+@pytest.fixture
+def server(golden: Path) -> Iterator[WebServer]:
+    """Returns a web server of tests/golden."""
+    with web_server(golden) as server:
+        yield server
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.endswith("ckpt-manifest.json")
+    }
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_read_from_s3_equals_what_is_read_from_a_directory(
+    bucket: Any, golden: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = SOURCES[name]
+    assert main(["convert", f"s3://runs/{name}", str(tmp_path / "a"), *options, "-q"]) == 0
+    assert main(["convert", str(golden / name), str(tmp_path / "b"), *options, "-q"]) == 0
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert main(["diff", f"s3://runs/{name}", str(golden / name), "-q"]) == 0
+    assert main(["validate", "--deep", f"s3://runs/{name}"]) in (0, 1)
+    capsys.readouterr()
+    pages = []
+    for path in (f"s3://runs/{name}", str(golden / name)):
+        assert main(["inspect", path, "--json"]) == 0
+        page = json.loads(capsys.readouterr().out)
+        pages.append({key: value for key, value in page.items() if key != "path"})
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("name", [TORCH_DIST, SAFETENSORS])
+def test_a_web_server_has_no_listing_and_is_read_all_the_same(
+    server: WebServer, golden: Path, tmp_path: Path, name: str
+) -> None:
+    options = ["--to", "dcp", "-q"]
+    assert main(["convert", f"{server.url}/{name}", str(tmp_path / "a"), *options]) == 0
+    assert main(["convert", str(golden / name), str(tmp_path / "b"), *options]) == 0
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_single_file_is_read_by_its_header_alone(server: WebServer) -> None:
+    assert main(["inspect", f"{server.url}/{SAFETENSORS}/model.safetensors"]) == 0
+    gets = [span for method, _, span in server.asked if method == "GET"]
+    assert gets == ["bytes=0-65535"]
+
+
+def test_failed_requests_are_repeated(server: WebServer) -> None:
+    path = f"/{SAFETENSORS}/model.safetensors"
+    server.failing[path] = [503, 500]
+    assert main(["inspect", f"{server.url}{path}"]) == 0
+
+
+def test_a_server_without_ranges_is_named(
+    server: WebServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.has_ranges = False
+    assert main(["inspect", f"{server.url}/{SAFETENSORS}/model.safetensors"]) == 6
+    assert "a part of a file" in capsys.readouterr().err
+
+
+def test_an_object_that_changes_meanwhile_is_an_error(
+    bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket.put_object(Bucket="runs", Key="changing/a.bin", Body=b"1" * 200_000)
+    store = RemoteStore(location_of("s3://runs/changing"))  # type: ignore[arg-type]
+    assert store.read("a.bin", 0, 4) == b"1111"
+    bucket.put_object(Bucket="runs", Key="changing/a.bin", Body=b"2" * 200_000)
+    with pytest.raises(Exception, match="changed while it was being read"):
+        store.read("a.bin", 150_000, 4)
+    with pytest.raises(Exception, match="changed while it was being read"):
+        store.verify_unchanged()
+
+
+def test_ranges_are_read_by_few_requests(bucket: Any) -> None:
+    data = bytes(range(256)) * 80_000
+    bucket.put_object(Bucket="runs", Key="ranges/a.bin", Body=data)
+    store = RemoteStore(location_of("s3://runs/ranges"))  # type: ignore[arg-type]
+    spans = [(19_000_000, 100), (10, 5), (1_000, 2), (0, 12_000_000), (19_000_200, 1)]
+    parts = store.read_spans("a.bin", spans)
+    assert parts == [data[offset : offset + n_bytes] for offset, n_bytes in spans]
+    buffers = [memoryview(bytearray(n)) for n in (1, 9_000_000, 7)]
+    store.read_vector("a.bin", 3, buffers, 9_000_008)
+    assert b"".join(buffers) == data[3 : 3 + 9_000_008]
+    assert store.n_bytes < 1.02 * (12_000_000 + 9_000_008) + 2 * 65_536
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["inspect", "s3://runs/nothing"], 2, "no such object"),
+        (["inspect", "s3://nowhere/x"], 6, "no such bucket: nowhere"),
+        (["inspect", "s3://runs/x", "--storage-option", "color=red"], 2, "no such option"),
+        (["inspect", "s3://runs/x", "--storage-option", "region"], 2, "takes KEY=VALUE"),
+        (
+            ["convert", f"s3://runs/{SAFETENSORS}", "s3://runs/out", "--to", "dcp"],
+            2,
+            "a local path is needed",
+        ),
+        (
+            ["convert", "a", "b", "--to", "dcp", "--config", "s3://runs/c"],
+            2,
+            "a local path is needed",
+        ),
+        (["manifest", f"s3://runs/{SAFETENSORS}"], 2, "a local path is needed"),
+        (["inspect", "hdfs://runs/x"], 2, "cannot be read"),
+    ],
+)
+def test_requests_that_cannot_be_met_say_why(
+    bucket: Any, words: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forget_listings()
+    options = ["endpoint=http://127.0.0.1:9", "access_key_id=a", "secret_access_key=hidden"]
+    words = [word for option in options for word in ("--storage-option", option)]
+    assert main(["inspect", "s3://runs/x", *words, "--debug"]) == 6
+    told = capsys.readouterr().err
+    assert "it refused the connection" in told
+    assert "hidden" not in told
