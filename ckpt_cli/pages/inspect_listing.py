@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, first_lines, n_text, table
+from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, escaped
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def listing_lines(
     screen: Screen, root: Path, checkpoints: Sequence[ListedCheckpoint], *, limit: int
 ) -> Iterator[str]:
-    """Yield a line for each checkpoint, with the command that shows it.
+    """Yield a row for each checkpoint, with the command that shows it.
+
+    The command is on a line of its own if the terminal is too narrow.
 
     Args:
         limit: maximum number of checkpoints; 0 for all.
@@ -28,10 +30,10 @@ def listing_lines(
     title = f"{escaped(str(root))}: not a checkpoint, but it contains {count}"
     yield screen.styled(title, "bold")
     yield ""
-    # The command comes last, so that a narrow terminal breaks only that.
     heads = ("modified", "size", "iteration", "format")
     rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in heads]]
-    for item in checkpoints:
+    shown = checkpoints[:limit] if limit else checkpoints
+    for item in shown:
         modified = datetime.fromtimestamp(item.modified).strftime("%Y-%m-%d %H:%M")
         rows.append(
             [
@@ -39,12 +41,22 @@ def listing_lines(
                 "" if item.n_bytes is None else bytes_text(item.n_bytes),
                 "" if item.iteration is None else str(item.iteration),
                 Cell("?" if item.format is None else item.format.name, ("cyan",)),
-                escaped(f"ckpt inspect {shlex.quote(str(item.path))}"),
             ]
         )
-    head, *lines = table(screen, rows, align="<>><<", indent=2)
-    yield head
-    yield from first_lines(screen, lines, limit)
+    commands = ["", *(escaped(f"ckpt inspect {shlex.quote(str(item.path))}") for item in shown)]
+    wide = [[*row, command] for row, command in zip(rows, commands, strict=True)]
+    if screen.width is None or table_width(wide, align="<>><<", indent=2) <= screen.width:
+        yield from table(screen, wide, align="<>><<", indent=2)
+    else:
+        for line, command in zip(
+            table(screen, rows, align="<>><", indent=2), commands, strict=True
+        ):
+            yield line
+            if command:
+                yield f"    {command}"
+    if len(shown) < len(checkpoints):
+        more = n_text(len(checkpoints) - len(shown), "more checkpoint")
+        yield screen.plain(screen.styled(f"… {more}; --limit 0 shows all", "dim"))
 
 
 def listing_json(root: Path, checkpoints: Sequence[ListedCheckpoint]) -> dict[str, object]:
