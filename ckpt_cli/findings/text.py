@@ -8,12 +8,14 @@ from textwrap import wrap
 
 from ckpt_cli.findings.grouping import FindingGroup, group_similar
 from ckpt_cli.findings.verdict import Verdict
-from ckpt_cli.screen.blocks import Cell, bytes_text, fact_list, facts, n_text, seconds_text
+from ckpt_cli.screen.blocks import Cell, bytes_text, fact_list, facts, n_text, seconds_text, wrapped
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import codes
 
+_WIDTH = 100
+"""Maximum width of a place and its message, and of a place, in files and pipes."""
 LIMIT = 8
 """Default maximum number of places that are shown for a code."""
 
@@ -149,12 +151,13 @@ def _place_lines(screen: Screen, group: FindingGroup) -> Iterator[str]:
     place = f"{times}{group.place}" if group.place else ""
     message = escaped(group.message)
     # A line begins with four spaces, and has two more between place and message.
-    width = 120 if screen.width is None else screen.width
+    width = _WIDTH if screen.width is None else screen.width
     if place and columns_of(place) + columns_of(message) + 6 <= width:
         yield screen.plain(f"    {screen.styled(escaped(place), 'cyan')}  {message}")
         return
     if place:
-        yield screen.plain(f"    {screen.styled(escaped(place), 'cyan')}")
+        for number, line in enumerate(wrapped(escaped(place), width - 6)):
+            yield screen.plain(("      " if number else "    ") + screen.styled(line, "cyan"))
     yield from _wrapped(screen, message, 6 if place else 4)
 
 

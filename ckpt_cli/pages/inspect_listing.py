@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, first_lines, n_text, table
-from ckpt_cli.screen.terminal import Screen, columns_of, escaped
+from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
+from ckpt_cli.screen.terminal import Screen, escaped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from core.opening.listing import ListedCheckpoint
 
 
-_FIXED_COLUMNS = 45
-"""Columns of a row without the format's name and the command: indent, date, size, iteration."""
-
-
 def listing_lines(
     screen: Screen, root: Path, checkpoints: Sequence[ListedCheckpoint], *, limit: int
 ) -> Iterator[str]:
-    """Yield a line for each checkpoint, with the command that shows it.
+    """Yield a row for each checkpoint, with the command that shows it.
+
+    The command is on a line of its own if the terminal is too narrow.
 
     Args:
         limit: maximum number of checkpoints; 0 for all.
@@ -33,33 +31,32 @@ def listing_lines(
     yield screen.styled(title, "bold")
     yield ""
     heads = ("modified", "size", "iteration", "format")
-    rows: list[list[Cell]] = [[Cell(text, ("dim",)) for text in heads]]
-    for item in checkpoints:
+    rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in heads]]
+    shown = checkpoints[:limit] if limit else checkpoints
+    for item in shown:
         modified = datetime.fromtimestamp(item.modified).strftime("%Y-%m-%d %H:%M")
         rows.append(
             [
                 Cell(modified, ("dim",)),
-                Cell("" if item.n_bytes is None else bytes_text(item.n_bytes)),
-                Cell("" if item.iteration is None else str(item.iteration)),
+                "" if item.n_bytes is None else bytes_text(item.n_bytes),
+                "" if item.iteration is None else str(item.iteration),
                 Cell("?" if item.format is None else item.format.name, ("cyan",)),
             ]
         )
-    commands = [escaped(f"ckpt inspect {shlex.quote(str(item.path))}") for item in checkpoints]
-    # The commands stand in the last column; where one does not fit, each on a line of its own, so
-    # that it can be pasted.
-    n_columns = _FIXED_COLUMNS + max((columns_of(row[3].text) for row in rows), default=0)
-    n_columns += max(map(columns_of, commands), default=0)
-    is_wide = screen.width is None or n_columns <= screen.width
-    if is_wide:
-        rows = [
-            rows[0],
-            *([*row, Cell(text)] for row, text in zip(rows[1:], commands, strict=True)),
-        ]
-    head, *lines = table(screen, rows, align="<>><<"[: 5 if is_wide else 4], indent=2)
-    yield head
-    if not is_wide:
-        lines = [f"{line}\n    {text}" for line, text in zip(lines, commands, strict=True)]
-    yield from first_lines(screen, lines, limit)
+    commands = ["", *(escaped(f"ckpt inspect {shlex.quote(str(item.path))}") for item in shown)]
+    wide = [[*row, command] for row, command in zip(rows, commands, strict=True)]
+    if screen.width is None or table_width(wide, align="<>><<", indent=2) <= screen.width:
+        yield from table(screen, wide, align="<>><<", indent=2)
+    else:
+        for line, command in zip(
+            table(screen, rows, align="<>><", indent=2), commands, strict=True
+        ):
+            yield line
+            if command:
+                yield f"    {command}"
+    if len(shown) < len(checkpoints):
+        more = n_text(len(checkpoints) - len(shown), "more checkpoint")
+        yield screen.plain(screen.styled(f"… {more}; --limit 0 shows all", "dim"))
 
 
 def listing_json(root: Path, checkpoints: Sequence[ListedCheckpoint]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
+from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.inspect.stats import FoldedStatistics, fold_statistics
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from core.numbers.statistics import ValueStatistics
 
 _TITLES = ("", "min", "max", "mean", "std")
+_ALIGN = "<>>>><"
 
 
 def stats_lines(
@@ -39,26 +40,35 @@ def stats_lines(
     if sort is not None:
         folded.sort(key=lambda row: (0 if sort == "name" else -_n_bytes(row), row.label))
 
-    # Names are long: rows below the same layers share a heading, which is no part of the table.
-    rows: list[list[Cell]] = [[Cell(title, ("dim",)) for title in _TITLES]]
-    headings, heading = [""], ""
-    extremes: list[list[str]] = [[]]
-    for row in folded:
+    # Names are long: rows below the same layers share a heading, which is no part of the table, and
+    # a name that leaves no room for the figures has a line of its own.
+    figures = [[Cell(title, ("dim",)) for title in _TITLES], *map(_figure_cells, folded)]
+    room = None
+    if screen.width is not None:
+        room = screen.width - table_width(figures, align=_ALIGN)
+    headings: list[list[str]] = [[]]
+    heading = ""
+    for cells, row in zip(figures[1:], folded, strict=True):
         prefix, bracket, name = row.label.rpartition("].")
-        headings.append("" if prefix == heading else prefix)
+        name = ("  " if bracket else "") + escaped(name)
+        headings.append([] if prefix in ("", heading) else [f"{escaped(prefix)}]"])
         heading = prefix
-        rows.append(_cells(row, ("  " if bracket else "") + escaped(name)))
-        extremes.append(_extreme_texts(row))
-    for line, title, texts in zip(
-        table(screen, rows, align="<>>>><", fits=True), headings, extremes, strict=True
+        if room is None or columns_of(name) <= room:
+            cells[0] = Cell(name)
+        else:
+            headings[-1].append(name)
+    # Below a folded row, its extreme members.
+    extremes = [[], *map(_extreme_texts, folded)]
+    for line, titles, texts in zip(
+        table(screen, figures, align=_ALIGN), headings, extremes, strict=True
     ):
-        if title:
-            yield screen.plain(screen.styled(escaped(f"{title}]"), "bold"))
+        for title in titles:
+            yield screen.plain(screen.styled(title, *(("bold",) if title.endswith("]") else ())))
         yield line
         for text in _filled(texts, None if screen.width is None else screen.width - 5):
             yield screen.plain("    " + screen.styled(escaped(text), "dim"))
     yield ""
-    yield _totals_line(screen, tensors, statistics)
+    yield from _total_lines(screen, tensors, statistics, n_rows=len(folded))
 
 
 def _filled(texts: Sequence[str], width: int | None) -> list[str]:
@@ -77,11 +87,11 @@ def _n_bytes(row: FoldedStatistics) -> int:
     return sum(meta.n_bytes for meta in row.members)
 
 
-def _cells(row: FoldedStatistics, name: str) -> list[Cell]:
-    """Return the cells of a row."""
+def _figure_cells(row: FoldedStatistics) -> list[Cell]:
+    """Return the cells of a row, the first of which, for the name, is empty."""
     total = row.total
     if total is None:
-        return [Cell(name), *(Cell("–", ("dim",)) for _ in _TITLES[1:]), Cell(row.members[0].dtype)]
+        return [Cell(""), *(Cell("–", ("dim",)) for _ in _TITLES[1:]), Cell(row.members[0].dtype)]
     figures = [total.least, total.greatest, total.mean, total.std]
     counts = [
         text
@@ -94,7 +104,7 @@ def _cells(row: FoldedStatistics, name: str) -> list[Cell]:
     ]
     style = ("red",) if total.n_nan or total.n_infinite else ("dim",)
     return [
-        Cell(name),
+        Cell(""),
         *(Cell(_figure_text(figure)) for figure in figures),
         Cell(", ".join(counts), style),
     ]
@@ -121,12 +131,18 @@ def _extreme_texts(row: FoldedStatistics) -> list[str]:
     return texts
 
 
-def _totals_line(
+def _total_lines(
     screen: Screen,
     tensors: Sequence[TensorMeta],
     statistics: Mapping[str, ValueStatistics | None],
-) -> str:
-    """Return the line of totals: how much was read, and whether NaN or infinities were in it."""
+    *,
+    n_rows: int,
+) -> Iterator[str]:
+    """Yield the totals: how much was read, and whether NaN or infinities were in it.
+
+    Args:
+        n_rows: number of rows above; fewer than tensors if some are folded.
+    """
     read = [meta for meta in tensors if statistics[meta.key] is not None]
     parts = [part for part in statistics.values() if part is not None]
     n_bad = sum(1 for part in parts if part.n_nan or part.n_infinite)
@@ -141,7 +157,10 @@ def _totals_line(
     )
     skipped = len(tensors) - len(read)
     rest = f", {n_text(skipped, 'tensor')} without numbers to read" if skipped else ""
-    return screen.plain(f"{n_text(len(read), 'tensor')}, {bytes_text(n_bytes)}{rest}: {verdict}")
+    yield screen.plain(f"{n_text(len(read), 'tensor')}, {bytes_text(n_bytes)}{rest}: {verdict}")
+    if n_rows < len(tensors):
+        folded = f"{n_text(len(tensors), 'tensor')} in {n_text(n_rows, 'row')}"
+        yield screen.plain(screen.styled(f"{folded}, folded over layers (--flat: one each)", "dim"))
 
 
 def stats_json(part: ValueStatistics | None) -> dict[str, object] | None:

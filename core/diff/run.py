@@ -123,11 +123,7 @@ def diff(job: DiffJob, *, progress: OnProgress | None = None, team: Team = ALONE
             _open, stack, missing_chunks=job.missing_chunks, on_open=on_open, team=team
         )
         first = open_side(job.a, iteration=job.iteration_a)
-        try:
-            second = open_side(job.b, iteration=job.iteration_b)
-        except UsageError as err:
-            err.message = err.message.replace("--iteration ", "--iteration-b ")
-            raise
+        second = open_side(job.b, iteration=job.iteration_b)
 
         def prepare() -> _Comparison:
             sides = sides_of(first, second, rules=load_rules(job.rules))

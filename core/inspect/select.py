@@ -192,8 +192,8 @@ class _Selector:
             }
         n = len(selection.tensors) + len(selection.objects)
         if n:
-            names = "the one name that contains" if n == 1 else f"the {n:,} names that contain"
-            selection.notes.append(f"no key matches {part!r}: showing {names} it")
+            names = "one name contains" if n == 1 else f"{n:,} names contain"
+            selection.notes.append(f"no key matches {part!r}, but {names} it")
         return selection
 
     def _shared_values(self) -> Iterator[tuple[str, object]]:

@@ -175,8 +175,8 @@ def open_checkpoint(
     number = location.iteration if catalog.iteration is None else catalog.iteration
     if iteration is not None and number != iteration and not location.is_chosen:
         raise UsageError(
-            f"--iteration {iteration} does not match the checkpoint, "
-            + ("which records no iteration" if number is None else f"which is iteration {number}"),
+            f"iteration {iteration} was requested, but the checkpoint "
+            + ("records no iteration" if number is None else f"is iteration {number}"),
             file=str(path),
             hint="point at the directory that holds the iterations",
         )

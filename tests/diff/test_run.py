@@ -517,3 +517,10 @@ def test_an_error_says_which_of_the_checkpoints_it_is_about(golden: Path, tmp_pa
         with pytest.raises(CheckpointingException) as caught:
             diff(job)
         assert str(caught.value.file).startswith(str(tmp_path / "damaged"))
+
+
+def test_a_wrong_iteration_names_its_side_and_no_option_of_the_other(golden: Path) -> None:
+    path = golden / "mcore_legacy/dense_gqa/tp1_pp1/iter_0000010"
+    with pytest.raises(UsageError, match="iteration 11 was requested, but .* iteration 10") as info:
+        diff(DiffJob(a=path, b=path, iteration_b=11))
+    assert "--iteration" not in str(info.value)

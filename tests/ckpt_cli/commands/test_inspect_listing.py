@@ -63,7 +63,7 @@ def test_each_line_has_the_command_that_shows_it(
     assert lines[0] == f"{runs}: not a checkpoint, but it contains 3 checkpoints"
     assert f"ckpt inspect '{runs}/a/iter_0000020'" in lines[3]
     assert main(["inspect", str(runs), "--limit", "1"]) == 0
-    assert capsys.readouterr().out.endswith("… 2 more lines; --limit 0 shows all\n")
+    assert capsys.readouterr().out.endswith("… 2 more checkpoints; --limit 0 shows all\n")
 
 
 def test_a_key_needs_a_checkpoint(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

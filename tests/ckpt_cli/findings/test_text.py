@@ -169,3 +169,12 @@ def test_hostile_names_move_no_cursor() -> None:
         assert not any(line.lstrip().startswith("::") or "##[" in line for line in lines), (
             "GitHub's runner would obey"
         )
+
+
+def test_a_long_place_is_broken_between_its_parts() -> None:
+    key = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    result = verdict([finding(file="__0_0.distcp", key=key, span=(135_358, 135_486))])
+    for screen, width in ((Screen(), 100), (Screen(width=80), 80)):
+        lines = page(result, screen=screen).splitlines()
+        assert max(map(columns_of, lines)) <= width
+        assert any(line.strip().startswith(key) or f"· {key}" in line for line in lines)
