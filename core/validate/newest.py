@@ -11,7 +11,9 @@ from core.checks.finding import Severity
 from core.errors import CheckpointingException, UsageError
 from core.files.store import LocalStore
 from core.files.url import refuse_url
+from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
+from core.opening.listing import runs_below
 from core.opening.open import NAMING_TRACKERS, TRACKER
 from core.team.protocol import ALONE, Team, broadcast_result
 from core.validate.run import Validation
@@ -104,12 +106,14 @@ def iteration_paths(root: Path) -> list[Path]:
     """
     iterations = _iterations(root)
     if not iterations:
-        raise UsageError(
-            "no iterations found",
-            file=str(root),
-            hint="pass the directory that contains iter_0000010, step-10, checkpoint-10,"
-            " global_step10 or the like",
+        runs = runs_below(root)
+        hint = (
+            "pass the directory that contains iter_0000010, step-10, checkpoint-10, global_step10"
+            " or the like"
         )
+        if runs:
+            hint = f"pass one of the runs in it, such as {runs[0]} (with the newest iteration)"
+        raise UsageError("no iterations found", file=str(root), hint=hint)
     return [path for _, path in iterations]
 
 
@@ -121,7 +125,7 @@ def _iterations(root: Path) -> list[tuple[int, Path]]:
     """
     refuse_url(root)
     if not root.is_dir():
-        raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
+        raise absent(root, what="no such directory")
     return [
         (number, root / name) for number, name in sorted(iteration_dirs(LocalStore(root)).items())
     ]

@@ -74,3 +74,41 @@ def test_loose_files_are_listed(golden: Path, capsys: pytest.CaptureFixture[str]
     page = json.loads(capsys.readouterr().out)
     assert {item["format"] for item in page["checkpoints"]} == {"torch"}
     assert len(page["checkpoints"]) > 1
+
+
+def test_a_trainers_checkpoint_and_the_directory_inside_are_one(
+    golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(golden / "trainer"), "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    paths = [os.path.relpath(item["path"], golden / "trainer") for item in page["checkpoints"]]
+    assert sorted(paths) == [
+        "peft/checkpoint-2",
+        "zero2_dp2/checkpoint-1",
+        "zero2_dp2/checkpoint-2",
+        "zero3_dp2/checkpoint-2",
+    ]
+
+
+def test_validate_lists_them_as_well(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(runs)]) == 1
+    out = capsys.readouterr().out
+    assert "CK100" in out
+    assert out.index(f"ckpt validate '{runs}/a/iter_0000020'") < out.index(
+        f"ckpt validate '{runs}/a/iter_0000010'"
+    )
+    assert main(["validate", str(runs), "--json"]) == 1
+    json.loads(capsys.readouterr().out)
+
+
+def test_options_for_iterations_name_the_runs(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "--newest-valid", str(runs)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"ckpt validate --newest-valid '{runs}/a'" in err
+    assert main(["validate", "--newest-valid", "-q", str(runs)]) == 1
+    assert "--newest-valid" not in capsys.readouterr().err
+    assert main(["validate", "--all-iterations", str(runs)]) == 2
+    assert f"such as {runs}/a (with the newest iteration)" in capsys.readouterr().err
