@@ -28,12 +28,15 @@ from typing import ClassVar, Self
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str | None:
-    """Return the hint ``did you mean WORD?`` with the word most similar to a misspelt one.
+    """Return the hint ``did you mean WORD?``; None if no word is similar to a misspelt one."""
+    similar = most_similar(word, words)
+    return None if similar is None else f"did you mean {similar}?"
+
+
+def most_similar(word: str, words: Iterable[str]) -> str | None:
+    """Return the word most similar to a misspelt one; None if none is.
 
     Case does not matter, nor does the difference of - and _.
-
-    Returns:
-        None if no word is similar.
     """
     from difflib import get_close_matches
 
@@ -42,7 +45,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str | None:
     # An abbreviation is not similar enough for difflib: "trans" for "transformer_engine".
     longer = [name for name in spellings if len(spelling) > 1 and name.startswith(spelling)]
     matches = longer if len(longer) == 1 else get_close_matches(spelling, spellings, n=1)
-    return f"did you mean {spellings[matches[0]]}?" if matches else None
+    return spellings[matches[0]] if matches else None
 
 
 class CheckpointingException(Exception):

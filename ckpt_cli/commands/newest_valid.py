@@ -14,27 +14,31 @@ iterations go to stderr. The exit code is 1 if no iteration is valid.
 from __future__ import annotations
 
 import json
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.options.progress import progress_form
+from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped, screen_of
 from ckpt_cli.workers.current_team import launch_of, team
 from ckpt_cli.workers.progress import show_progress
 from core.errors import UsageError
 from core.team.figures import sum_figures
 from core.team.protocol import Figures, broadcast_result, is_lead
-from core.validate.newest import Newest, list_roots_in
+from core.validate.newest import Newest
 from core.validate.newest import newest_valid as find_newest_valid
 from core.validate.run import Validation
 
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
+
+_MOST_RUNS = 8
+"""Maximum number of runs that are listed."""
 
 
 def newest_valid(options: ValidateOptions) -> int:
@@ -82,9 +86,26 @@ def _report(
     if newest.path is None:
         noun = "valid iteration" if newest.skipped else "iterations"
         print(f"no {noun} in {escaped(str(root))}", file=sys.stderr)
-        for path in [] if newest.skipped else list_roots_in(root)[:1]:
-            command = f"ckpt validate --newest-valid {escaped(shlex.quote(str(path)))}"
-            print(f"  hint: it contains training roots; pass one: {command}", file=sys.stderr)
+        if not newest.skipped and not options.quiet:
+            for hint in _hints(root):
+                print(f"  {hint}", file=sys.stderr)
+
+
+def _hints(root: Path) -> Iterator[str]:
+    """Yield commands for a directory without iterations: for the runs in it, or for itself."""
+    from core.opening.listing import list_checkpoints, runs_below
+
+    runs = runs_below(root)
+    if runs:
+        yield f"it contains {n_text(len(runs), 'run')}, the one with the newest iteration first:"
+        yield from (
+            escaped(f"ckpt validate --newest-valid {quote(str(run))}") for run in runs[:_MOST_RUNS]
+        )
+        if len(runs) > _MOST_RUNS:
+            yield f"… {len(runs) - _MOST_RUNS} more (ckpt inspect {escaped(quote(str(root)))})"
+    elif checkpoints := list_checkpoints(root):
+        path = quote(str(checkpoints[0].path))
+        yield escaped(f"the newest checkpoint in it: ckpt validate --headers {path}")
 
 
 def _single_root(options: ValidateOptions) -> Path:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -202,4 +203,28 @@ def _report_lines(
         return github_lines(verdicts)
     from ckpt_cli.findings.text import text_lines
 
-    return text_lines(screen, verdicts, limit=options.limit, is_quiet=options.quiet)
+    return chain(
+        text_lines(screen, verdicts, limit=options.limit, is_quiet=options.quiet),
+        () if options.quiet else _checkpoints_below(screen, verdicts, limit=options.limit),
+    )
+
+
+def _checkpoints_below(
+    screen: Screen, verdicts: Sequence[Verdict], *, limit: int | None
+) -> Iterator[str]:
+    """Yield the checkpoints in each path that is not a checkpoint itself, with their commands."""
+    from ckpt_cli.findings.text import LIMIT
+    from ckpt_cli.pages.inspect_listing import listing_lines
+    from core.opening.listing import list_checkpoints
+
+    for verdict in verdicts:
+        if verdict.validation.contains_checkpoints:
+            root = Path(verdict.validation.path)
+            yield ""
+            yield from listing_lines(
+                screen,
+                root,
+                list_checkpoints(root),
+                limit=LIMIT if limit is None else limit,
+                command="ckpt validate",
+            )

@@ -17,14 +17,20 @@ if TYPE_CHECKING:
 
 
 def listing_lines(
-    screen: Screen, root: Path, checkpoints: Sequence[ListedCheckpoint], *, limit: int
+    screen: Screen,
+    root: Path,
+    checkpoints: Sequence[ListedCheckpoint],
+    *,
+    limit: int,
+    command: str = "ckpt inspect",
 ) -> Iterator[str]:
-    """Yield a row for each checkpoint, with the command that shows it.
+    """Yield a row for each checkpoint, with a command for it.
 
     The command is on a line of its own if the terminal is too narrow.
 
     Args:
         limit: maximum number of checkpoints; 0 for all.
+        command: the command, which the path of the checkpoint follows.
     """
     count = n_text(len(checkpoints), "checkpoint")
     title = f"{escaped(str(root))}: not a checkpoint, but it contains {count}"
@@ -43,17 +49,16 @@ def listing_lines(
                 Cell("?" if item.format is None else item.format.name, ("cyan",)),
             ]
         )
-    commands = ["", *(escaped(f"ckpt inspect {shlex.quote(str(item.path))}") for item in shown)]
-    wide = [[*row, command] for row, command in zip(rows, commands, strict=True)]
+    commands = ["", *(escaped(f"{command} {shlex.quote(str(item.path))}") for item in shown)]
+    wide = [[*row, text] for row, text in zip(rows, commands, strict=True)]
     if screen.width is None or table_width(wide, align="<>><<", indent=2) <= screen.width:
         yield from table(screen, wide, align="<>><<", indent=2)
     else:
-        for line, command in zip(
-            table(screen, rows, align="<>><", indent=2), commands, strict=True
-        ):
+        lines = table(screen, rows, align="<>><", indent=2)
+        for line, text in zip(lines, commands, strict=True):
             yield line
-            if command:
-                yield f"    {command}"
+            if text:
+                yield f"    {text}"
     if len(shown) < len(checkpoints):
         more = n_text(len(checkpoints) - len(shown), "more checkpoint")
         yield screen.plain(screen.styled(f"… {more}; --limit 0 shows all", "dim"))

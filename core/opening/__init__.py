@@ -1,8 +1,9 @@
 """Turn a path into a store, a format and a catalog, and a catalog into its other forms.
 
-Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a checkpoint;
-``source_files`` lists the files without tensors; ``canonical`` builds the form that does not depend
-on format and layout; ``target`` divides a catalog into the arrays of a destination.
+Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a checkpoint,
+``absent`` which path was meant; ``source_files`` lists the files without tensors; ``canonical``
+builds the form that does not depend on format and layout; ``target`` divides a catalog into the
+arrays of a destination.
 Imports: arrays, catalog, errors, files, formats, formats.deepspeed, formats.huggingface,
 formats.safetensors, formats.torch, formats.zarr, megatron.extras, megatron.optimizer,
 megatron.reshard, pickle, plan.

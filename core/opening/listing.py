@@ -13,8 +13,8 @@ from core.errors import CheckpointingException
 from core.files.source_store import SourceStore, open_store
 from core.formats.format import Format
 from core.formats.registry import sniffed
-from core.opening.iterations import iteration_dirs
-from core.opening.open import locate_checkpoint
+from core.opening.iterations import ITERATION_DIR, iteration_dirs
+from core.opening.open import NAMING_TRACKERS, locate_checkpoint
 from core.opening.unrecognised import checkpoints_below, loose_files
 
 _MOST_FILES = 200_000
@@ -45,7 +45,8 @@ def list_checkpoints(root: Path) -> list[ListedCheckpoint]:
     """Return the checkpoints in a directory and at most three levels below, the newest first.
 
     Hidden directories are skipped, and no more than a thousand are looked at. In a training root
-    each iteration is listed.
+    each iteration is listed; one that contains the directory it stands for (a Trainer's
+    ``checkpoint-2/global_step2``) is one checkpoint.
 
     Raises:
         StorageError: the directory cannot be read.
@@ -60,8 +61,13 @@ def list_checkpoints(root: Path) -> list[ListedCheckpoint]:
     # Sizes by stat, until it would take too long.
     listed = []
     n_left = _MOST_FILES
+    located: set[Path] = set()
     for name in names:
-        item = _describe(root / name, n_left)
+        path = root / name
+        if path in located:
+            continue
+        item, inner = _describe(path, n_left)
+        located.add(inner)
         n_left = 0 if item.n_files is None else n_left - item.n_files
         listed.append(item)
     return sorted(
@@ -71,6 +77,9 @@ def list_checkpoints(root: Path) -> list[ListedCheckpoint]:
 
 def _has_format(store: SourceStore) -> bool:
     """Return whether a directory is a checkpoint itself, not only a root with some."""
+    # An iteration may contain the directory that DeepSpeed wrote, and nothing else of the weights.
+    if ITERATION_DIR.match(store.root.name) and any(map(store.exists, NAMING_TRACKERS)):
+        return True
     try:
         sniffed(store)
     except CheckpointingException:
@@ -78,27 +87,44 @@ def _has_format(store: SourceStore) -> bool:
     return True
 
 
-def _describe(path: Path, most_files: int) -> ListedCheckpoint:
-    """Describe one checkpoint.
+def _describe(path: Path, most_files: int) -> tuple[ListedCheckpoint, Path]:
+    """Describe one checkpoint, and return the directory in which its files are.
 
     Args:
         most_files: maximum number of files to look at.
     """
     format: Format | None = None
     iteration: int | None = None
+    inner = path
     with suppress(CheckpointingException):
         location = locate_checkpoint(path)
         location.store.close()
-        format, iteration = location.format, location.iteration
+        format, iteration, inner = location.format, location.iteration, location.path
     statuses = list(islice(_statuses(path), most_files + 1))
     is_counted = len(statuses) <= most_files
-    return ListedCheckpoint(
+    item = ListedCheckpoint(
         path,
         format,
         iteration,
         len(statuses) if is_counted else None,
         sum(status.st_size for status in statuses) if is_counted else None,
         max((status.st_mtime for status in statuses), default=0.0),
+    )
+    return item, inner
+
+
+def runs_below(root: Path) -> list[Path]:
+    """Return the training roots below a directory, that of the newest iteration first.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    return list(
+        dict.fromkeys(
+            item.path.parent
+            for item in list_checkpoints(root)
+            if item.iteration is not None and item.path.parent != root
+        )
     )
 
 

@@ -42,16 +42,16 @@ from core.errors import (
     MissingShardError,
     UnsupportedError,
     UsageError,
-    did_you_mean,
 )
 from core.files.remote_path import RemotePath, location_of
 from core.files.source_store import SourceStore, open_store
 from core.files.store import check_name, translate_os_errors
-from core.files.url import hub_download, is_hub_page, refuse_url
+from core.files.url import is_hub_page, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
+from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.unrecognised import checkpoints_below, listed, refusal_of
 from core.pickle.reader import gc_paused, noting_uses
@@ -82,8 +82,6 @@ _INDEX_FILE = re.compile(
     r"|^manifest\.ocdbt|^config\.json)$"
 )
 """Files that describe their directory; opening one opens the directory."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""The form of a model's name on the Hugging Face Hub: owner/model."""
 _MAX_DESCENT = 8
 """Maximum number of directories to descend through; a link may lead back to its own directory."""
 
@@ -289,7 +287,7 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
         refuse_url(path)
         with translate_os_errors(str(path), doing="open"):
             if not os.path.lexists(path):
-                raise _absent(path)
+                raise absent(path)
             is_dir = path.is_dir()
     descent = _descend(open_store(path), iteration) if is_dir else _Descent(store_of_file(path))
     store, passed = descent.store, descent.passed
@@ -358,16 +356,6 @@ def _iteration_in_name(folder: Path) -> int | None:
     """Return the iteration that a directory is named after, or None."""
     match = ITERATION_DIR.search(folder.resolve().name)
     return None if match is None else int(match[1])
-
-
-def _absent(path: Path) -> UsageError:
-    """Return the error for a path that does not exist, which may be a model on the Hub."""
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    hint = did_you_mean(path.name, siblings) or "check the spelling of the path"
-    if _HUB_ID.fullmatch(str(path)) and not path.parent.exists():
-        command = hub_download(str(path))
-        hint = f"if this is a model on the Hugging Face Hub, download it first: {command}"
-    return UsageError("no such file or directory", file=str(path), hint=hint)
 
 
 def store_of_file(path: Path) -> SourceStore:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from core.checks.finding import Severity
 from core.errors import CheckpointingException, UsageError
 from core.files.source_store import open_store
+from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
+from core.opening.listing import runs_below
 from core.opening.open import NAMING_TRACKERS, TRACKER
 from core.team.protocol import ALONE, Team, broadcast_result
 from core.validate.run import Validation
@@ -104,19 +105,15 @@ def iteration_paths(root: Path) -> list[Path]:
     """
     iterations = _iterations(root)
     if not iterations:
-        raise UsageError(
-            "no iterations found",
-            file=str(root),
-            hint="pass the directory that contains iter_0000010, step-10, checkpoint-10,"
-            " global_step10 or the like",
+        runs = runs_below(root)
+        hint = (
+            "pass the directory that contains iter_0000010, step-10, checkpoint-10, global_step10"
+            " or the like"
         )
+        if runs:
+            hint = f"pass one of the runs in it, such as {runs[0]} (with the newest iteration)"
+        raise UsageError("no iterations found", file=str(root), hint=hint)
     return [path for _, path in iterations]
-
-
-def list_roots_in(folder: Path) -> list[Path]:
-    """Return the directories right below a directory that contain iterations, sorted by name."""
-    with closing(open_store(folder)) as store:
-        return [folder / name for name in store.folders() if _iterations(folder / name)]
 
 
 def _iterations(root: Path) -> list[tuple[int, Path]]:
@@ -126,7 +123,7 @@ def _iterations(root: Path) -> list[tuple[int, Path]]:
         UsageError: the path is a URL, or not a directory.
     """
     if not root.is_dir():
-        raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
+        raise absent(root, what="no such directory")
     return [
         (number, root / name) for number, name in sorted(iteration_dirs(open_store(root)).items())
     ]

@@ -24,7 +24,7 @@ from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
 from core.opening.iterations import iteration_dirs
 from core.opening.open import FILL, locate_checkpoint
-from core.opening.unrecognised import listed
+from core.opening.unrecognised import CHECKPOINTS_BELOW, listed
 from core.pickle.reader import gc_paused
 from core.progress import OnProgress, Phase, count_steps
 from core.team.agreement import observe_files, require_agreement
@@ -53,6 +53,7 @@ class Validation:
         unchecked: notes on content that no level can check, because the expected one is unknown.
         against: (label, number of tensors) of the fingerprint comparison; None if not requested.
         figures: work of each rank, if several read the data.
+        contains_checkpoints: the path is not a checkpoint, but a directory that contains some.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Validation:
     unchecked: tuple[str, ...] = ()
     against: tuple[str, int] | None = None
     figures: tuple[Figures, ...] = ()
+    contains_checkpoints: bool = False
 
     @property
     def worst(self) -> Severity | None:
@@ -258,6 +260,8 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         unchecked=unchecked(subject),
         against=None if reference is None else (reference.label, subject.n_compared),
         figures=figures,
+        contains_checkpoints=subject.failure is not None
+        and subject.failure.rule == CHECKPOINTS_BELOW,
     )
 
 

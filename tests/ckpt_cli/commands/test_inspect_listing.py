@@ -87,16 +87,39 @@ def test_a_command_that_does_not_fit_has_a_line_of_its_own(runs: Path) -> None:
     assert len("\n".join(wide).splitlines()) == 3 + len(checkpoints)
 
 
-def test_the_newest_valid_of_a_directory_of_roots_names_one(
+def test_a_trainers_checkpoint_and_the_directory_inside_are_one(
+    golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(golden / "trainer"), "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    paths = [os.path.relpath(item["path"], golden / "trainer") for item in page["checkpoints"]]
+    assert sorted(paths) == [
+        "peft/checkpoint-2",
+        "zero2_dp2/checkpoint-1",
+        "zero2_dp2/checkpoint-2",
+        "zero3_dp2/checkpoint-2",
+    ]
+
+
+def test_validate_lists_them_as_well(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(runs)]) == 1
+    out = capsys.readouterr().out
+    assert "CK100" in out
+    assert out.index(f"ckpt validate '{runs}/a/iter_0000020'") < out.index(
+        f"ckpt validate '{runs}/a/iter_0000010'"
+    )
+    assert main(["validate", str(runs), "--json"]) == 1
+    json.loads(capsys.readouterr().out)
+
+
+def test_options_for_iterations_name_the_runs(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["validate", "--newest-valid", str(runs)]) == 1
-    assert f"ckpt validate --newest-valid '{runs}/a'" in capsys.readouterr().err
-
-
-def test_a_misspelt_path_is_answered_with_its_neighbour(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (runs / "llama").mkdir()
-    assert main(["inspect", str(runs / "lama")]) == 2
-    assert "did you mean llama?" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"ckpt validate --newest-valid '{runs}/a'" in err
+    assert main(["validate", "--newest-valid", "-q", str(runs)]) == 1
+    assert "--newest-valid" not in capsys.readouterr().err
+    assert main(["validate", "--all-iterations", str(runs)]) == 2
+    assert f"such as {runs}/a (with the newest iteration)" in capsys.readouterr().err
