@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from typer import Argument, Option
 
 from ckpt_cli.options.progress import ProgressForm
-from ckpt_cli.options.typer_command import HELP_ALL, PANELS
+from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
 from ckpt_cli.options.values import (
     AUTO,
     check_cast,
@@ -47,6 +47,10 @@ CONTENT_OPTIONS = (
 """Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
 
 
+WORDS = "words"
+"""The field of a command's options that is not an option: the words of the command line."""
+
+
 def accepts(
     options: type[Options],
 ) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
@@ -64,6 +68,7 @@ def accepts(
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
         )
         for field in fields(options)  # type: ignore[arg-type]  # any dataclass
+        if field.name != WORDS
     ]
     parameters.append(
         inspect.Parameter(
@@ -82,6 +87,8 @@ def accepts(
                 for item in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(item, Path):
                         refuse_url(item)
+            if WORDS in hints:
+                values[WORDS] = given_words()
             return body(options(**values))
 
         # typer reads a command's name, help text and options from the function itself.
@@ -201,7 +208,11 @@ def _pipeline_flag(name: str, text: str) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """Options of ``ckpt convert`` and ``ckpt reshard``, which only require different ones."""
+    """Options of ``ckpt convert`` and ``ckpt reshard``, which only require different ones.
+
+    Args:
+        words: the words of the command line, ``ckpt`` first; () if they are not known.
+    """
 
     src: Annotated[
         Path,
@@ -662,3 +673,4 @@ class TransferOptions:
     ] = False
     progress: ProgressForm = None
     debug: Debug = False
+    words: tuple[str, ...] = ()
