@@ -16,7 +16,7 @@ If several workers shared the work, ``"launch"`` contains the figures of each
      "src": str, "source_format": str, "dst": str, "target_format": str,
      "n_tensors": int, "n_fragments": int,
      "read_bytes": int, "least_read_bytes": int, "write_bytes": int, "memory_bytes": int,
-     "free_bytes": int, "resumed_bytes": int, "expected_seconds": float | null,
+     "free_bytes": int, "dst_exists": bool, "resumed_bytes": int, "expected_seconds": float | null,
      "read_rate": int | null, "write_rate": int | null,
      "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}],
      "notes": [str], "dropped": [str],
@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from contextlib import ExitStack, contextmanager
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from core.convert.job import Report
     from core.convert.prepare import Prepared
     from core.convert.report.dropped import DroppedReason
+    from core.forecast.forecast import Forecast
     from core.team.protocol import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -279,12 +281,42 @@ def _plan(job: Job, options: TransferOptions) -> int:
             _note_dropped(prepared.dropped_reasons)
         else:
             for line in plan_lines(
-                screen_of(sys.stdout), prepared, expected, rank=options.rank, rank_files=files
+                screen_of(sys.stdout),
+                prepared,
+                expected,
+                rank=options.rank,
+                rank_files=files,
+                command=_command_without_dry_run(options, expected),
             ):
                 print(line)
         if expected.shortage is not None:
             raise expected.shortage
     return 0
+
+
+def _command_without_dry_run(options: TransferOptions, expected: Forecast) -> str | None:
+    """Return the command line that does what was planned; None if the run would refuse it.
+
+    Args:
+        expected: tells what exists at the destination.
+    """
+    # Below ``launch``, the words are only those of the inner command.
+    if not options.words or RESULTS_VARIABLE in os.environ:
+        return None
+    if options.storage_option:
+        return None  # it may hold secrets, which are never printed
+    # Nobody should paste a --force that he has not asked for.
+    existing = expected.existing
+    if existing is not None and (existing.refusal is not None or not options.force):
+        return None
+    words = list(options.words)
+    for at in reversed(range(len(words))):
+        name = words[at].replace("_", "-")
+        if name in ("--dry-run", "-n") or name.startswith("--rank="):
+            del words[at]
+        elif name == "--rank":
+            del words[at : at + 2]
+    return shlex.join(words)
 
 
 def _form_of(options: TransferOptions) -> str:

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from ckpt_cli.options.progress import ProgressForm
 from ckpt_cli.options.storage import StorageOptions, parse_storage_options
-from ckpt_cli.options.typer_command import HELP_ALL, PANELS
+from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
 from ckpt_cli.options.values import (
     AUTO,
     check_cast,
@@ -53,6 +53,10 @@ CONTENT_OPTIONS = (
 """Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
 
 
+WORDS = "words"
+"""The field of a command's options that is not an option: the words of the command line."""
+
+
 def accepts(
     options: type[Options],
 ) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
@@ -70,6 +74,7 @@ def accepts(
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
         )
         for field in fields(options)  # type: ignore[arg-type]  # any dataclass
+        if field.name != WORDS
     ]
     parameters.append(
         inspect.Parameter(
@@ -93,6 +98,8 @@ def accepts(
                         refuse_url(item)
             if "storage_option" in values:
                 set_storage_options(parse_storage_options(values["storage_option"] or ()))
+            if WORDS in hints:
+                values[WORDS] = given_words()
             return body(options(**values))
 
         # typer reads a command's name, help text and options from the function itself.
@@ -212,7 +219,11 @@ def _pipeline_flag(name: str, text: str) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """Options of ``ckpt convert`` and ``ckpt reshard``, which only require different ones."""
+    """Options of ``ckpt convert`` and ``ckpt reshard``, which only require different ones.
+
+    Args:
+        words: the words of the command line, ``ckpt`` first; () if they are not known.
+    """
 
     src: Annotated[
         Path,
@@ -674,3 +685,4 @@ class TransferOptions:
     storage_option: StorageOptions = None
     progress: ProgressForm = None
     debug: Debug = False
+    words: tuple[str, ...] = ()

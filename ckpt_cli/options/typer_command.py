@@ -8,6 +8,7 @@ text, a path or a flag has a ``parser=``, which converts and checks its values.
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ PANELS = ("Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
 LAUNCH_PANELS = ("Workers", "Hosts", "Failures", "Logs")
 """Sections of the help page of ``ckpt launch``."""
+
+
+_GIVEN_WORDS: ContextVar[tuple[str, ...]] = ContextVar("given_words", default=())
+
+
+def given_words() -> tuple[str, ...]:
+    """Return the words of the command line that is being parsed, ``ckpt`` and COMMAND first."""
+    return _GIVEN_WORDS.get()
 
 
 class _Pages:
@@ -46,6 +55,11 @@ class _Pages:
 
 class Command(_Pages, TyperCommand):
     """A subcommand of ``ckpt``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command's own words, and keep them for ``given_words``."""
+        _GIVEN_WORDS.set((*ctx.command_path.split(), *args))
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line.

@@ -12,13 +12,21 @@ if TYPE_CHECKING:
     from core.forecast.forecast import Forecast
 
 
-def forecast_facts(expected: Forecast) -> Iterator[tuple[str, Cell | str]]:
-    """Yield the free space, and the time to expect with the measured rates."""
-    free = bytes_text(expected.free_bytes)
+def forecast_facts(
+    expected: Forecast, *, has_force: bool = False
+) -> Iterator[tuple[str, Cell | str]]:
+    """Yield what exists already, the free space, and the time to expect with the measured rates.
+
+    Args:
+        has_force: the run would have ``--force``.
+    """
+    yield from _existing_facts(expected, has_force=has_force)
+    needed = bytes_text(expected.needed_bytes)
+    space = f"{bytes_text(expected.free_bytes)} for {needed} to write"
     if expected.shortage is not None:
-        yield "free space", Cell(f"{free}: too little", ("red",))
+        yield "free space", Cell(f"{space}: too little", ("red",))
     else:
-        yield "free space", f"{free}: enough"
+        yield "free space", f"{space}: it fits"
     if expected.resumed_bytes:
         yield "resume", f"{bytes_text(expected.resumed_bytes)} are already written"
     if expected.seconds is None:
@@ -40,6 +48,26 @@ def forecast_facts(expected: Forecast) -> Iterator[tuple[str, Cell | str]]:
         yield "", Cell("the source was read from memory: a slower disk takes longer", ("dim",))
     elif expected.reading is not None and expected.reading.was_cached:
         yield "", Cell("at most: the source is partly in memory", ("dim",))
+
+
+def _existing_facts(expected: Forecast, *, has_force: bool) -> Iterator[tuple[str, Cell | str]]:
+    """Yield what happens to a destination that exists; nothing without one."""
+    if expected.existing is None:
+        return
+    refusal = expected.existing.refusal
+    if refusal is not None:
+        forced = "despite --force" if has_force else "even with --force"
+        text = f"already exists, and the run would refuse it, {forced}: {escaped(refusal.message)}"
+        yield "destination", Cell(text, ("red",))
+    elif has_force:
+        text = "already exists; --force replaces it once the new one is complete"
+        yield "destination", Cell(text, ("yellow",))
+    else:
+        text = (
+            "already exists, so the run would refuse it; with --force it is replaced once the new"
+            " one is complete"
+        )
+        yield "destination", Cell(text, ("red",))
 
 
 def about_text(seconds: float) -> str:

@@ -37,6 +37,7 @@ def plan_lines(
     *,
     rank: int | None,
     rank_files: Sequence[str] | None,
+    command: str | None = None,
 ) -> Iterator[str]:
     """Yield the plan of a dry run.
 
@@ -44,12 +45,11 @@ def plan_lines(
         expected: free space and time.
         rank: the destination rank of ``--rank``.
         rank_files: the source files that this rank needs; None without ``--rank``.
+        command: the command that does what is planned; None if it is not known.
     """
     # The facts: source, destination, and what the job reads, writes and holds in memory.
-    dst = escaped(str(prepared.dst))
-    is_taken = prepared.dst.is_file() or (prepared.dst.is_dir() and any(prepared.dst.iterdir()))
-    is_refused = is_taken and not (prepared.job.force or prepared.job.resume)
-    yield screen.styled(f"would {'replace' if is_taken else 'write'} {dst}", "bold")
+    title = screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
+    yield f"{title} (dry run: nothing was written)"
     source = prepared.source
     plan = prepared.plan
     replicas = (
@@ -66,16 +66,10 @@ def plan_lines(
             ("read", read),
             ("write", bytes_text(plan.file_bytes)),
             ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
-            *forecast_facts(expected),
-            *_list_facts(
-                "destination",
-                ["exists: the command stops unless --force is given"] if is_refused else [],
-                style="red",
-            ),
+            *forecast_facts(expected, has_force=prepared.job.force),
             *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
             *_list_facts("not carried", list(map(str, prepared.dropped_reasons)), style="yellow"),
             *_list_facts("note", prepared.notes, style="yellow"),
-            ("next", "nothing was written; run the command without --dry-run"),
         ],
     )
     # The files of the destination, and the source files that one of its ranks needs.
@@ -94,6 +88,10 @@ def plan_lines(
         yield screen.styled(f"rank {rank} needs {n_text(len(rank_files), 'source file')}", "bold")
         for name in rank_files:
             yield f"  {escaped(name)}"
+    # However long, the command is not wrapped, so that it can be copied.
+    if command is not None and expected.shortage is None:
+        yield ""
+        yield f"{screen.styled('next', 'dim')}  {escaped(command)}"
 
 
 def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:

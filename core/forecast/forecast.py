@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.arrays.checksum import BLOCK_BYTES, RunSum
 from core.convert.prepare import Prepared
@@ -12,6 +12,7 @@ from core.convert.stored_plan.file import identity_of
 from core.errors import CapacityError, CheckpointingException
 from core.files.folders import SYNC_THREADS, nearest_folder
 from core.files.store import list_files_below
+from core.forecast.destination import ExistingDestination, existing_destination
 from core.forecast.disk_rates import (
     SAMPLE_BYTES,
     ReadRate,
@@ -29,6 +30,8 @@ class Forecast:
     """The space and the time that a job will need, and the space that it will find.
 
     Args:
+        needed_bytes: bytes that the run has still to write.
+        existing: what has the name of the destination already; None if nothing does.
         free_bytes: free space for the destination; what an interrupted run has written is free.
         shortage: the error with which the run would end, if that is too little.
         resumed_bytes: bytes of the destination that an interrupted run of the same job has written.
@@ -39,6 +42,8 @@ class Forecast:
     """
 
     free_bytes: int
+    needed_bytes: int = 0
+    existing: ExistingDestination | None = None
     shortage: CapacityError | None = None
     resumed_bytes: int = 0
     reading: ReadRate | None = None
@@ -50,6 +55,7 @@ class Forecast:
         """Build the fields that the JSON object of a plan gets."""
         return {
             "free_bytes": self.free_bytes,
+            "dst_exists": self.existing is not None,
             "resumed_bytes": self.resumed_bytes,
             "expected_seconds": None if self.seconds is None else round(self.seconds, 3),
             "read_rate": None if self.reading is None else round(self.reading.bytes_per_second),
@@ -58,7 +64,7 @@ class Forecast:
 
 
 def forecast(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
-    """Compare with the free space, measure both disks, and estimate the time of the run.
+    """Look at the destination, measure both disks, and estimate the time of the run.
 
     Up to 64 MiB of the source are read and as much is written into a file without a name, each for
     about 0.3 s.
@@ -70,6 +76,13 @@ def forecast(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
     Raises:
         StorageError: the system does not tell the free space.
     """
+    expected = _forecast_run(prepared, prepare_seconds=prepare_seconds)
+    needed_bytes = prepared.plan.file_bytes - expected.resumed_bytes
+    return replace(expected, needed_bytes=needed_bytes, existing=existing_destination(prepared))
+
+
+def _forecast_run(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
+    """Compare with the free space and estimate the time; without the state of the destination."""
     # What an interrupted run has written; the identity must not cover the files measured below.
     job, store = prepared.job, prepared.source.store
     identity = ""

@@ -212,11 +212,11 @@ def test_a_dry_run_says_whether_the_command_would_work(
     arguments = ("convert", source, tmp_path / "out", "--to", "safetensors")
     code, out, _ = run(*arguments, "--dry-run")
     assert code == 0
-    assert ": enough" in out and "run the command without --dry-run" in out
+    assert ": it fits" in out and "(dry run: nothing was written)" in out
     assert run(*arguments, "-q")[0] == 0
     _, out, _ = run(*arguments, "--dry-run")
-    assert "stops unless --force is given" in out
-    assert "stops unless" not in run(*arguments, "--dry-run", "--force")[1]
+    assert "already exists, so the run would refuse it" in out
+    assert "--force replaces it" in run(*arguments, "--dry-run", "--force")[1]
 
 
 def test_a_dry_run_writes_nothing_and_tells_everything(
@@ -236,8 +236,18 @@ def test_a_dry_run_writes_nothing_and_tells_everything(
     code, out, _ = run(*arguments)
     assert code == 0
     assert out.startswith(f"would write {tmp_path / 'out'}")
+    assert "(dry run: nothing was written)" in out and ": it fits" in out
     assert "rank 1 needs" in out
+    command = f"ckpt reshard {source} {tmp_path / 'out'} --tp-new 2"
+    assert out.endswith(f"next  {command}\n")
     assert list(tmp_path.iterdir()) == []
+    # Nobody is told to paste --force; the plan only says what it would do.
+    (tmp_path / "out").mkdir()
+    _, out, _ = run(*arguments)
+    assert "already exists" in out and "next  " not in out
+    _, out, _ = run(*arguments, "--force")
+    assert out.endswith(f"next  {command} --force\n")
+    assert shown(*arguments, run=run)["dst_exists"] is True
 
 
 def test_the_plan_holds_what_is_then_written(golden: Path, tmp_path: Path, run: Run) -> None:

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 
 from ckpt_cli.pages.forecast import about_text, forecast_facts
-from ckpt_cli.screen.blocks import facts
+from ckpt_cli.screen.blocks import Cell, facts
 from ckpt_cli.screen.terminal import Screen
+from core.errors import UsageError
+from core.forecast.destination import ExistingDestination
 from core.forecast.disk_rates import ReadRate, WriteRate
 from core.forecast.forecast import Forecast
 
@@ -46,3 +48,26 @@ def test_little_work_needs_no_rates() -> None:
     writing = WriteRate(512 << 20, 1 << 30, 0.001)
     expected = Forecast(free_bytes=1 << 40, writing=writing, seconds=0.3)
     assert dict(forecast_facts(expected))["time"] == "less than a second"
+
+
+@pytest.mark.parametrize(
+    ("existing", "has_force", "words"),
+    [
+        (None, False, None),
+        (ExistingDestination(), False, "would refuse it; with --force it is replaced"),
+        (ExistingDestination(), True, "--force replaces it once"),
+        (ExistingDestination(UsageError("not one")), False, "even with --force: not one"),
+        (ExistingDestination(UsageError("not one")), True, "despite --force: not one"),
+    ],
+)
+def test_an_existing_destination_is_told_with_what_force_would_do(
+    existing: ExistingDestination | None, has_force: bool, words: str | None
+) -> None:
+    expected = Forecast(free_bytes=1 << 40, needed_bytes=1 << 30, existing=existing, seconds=0.5)
+    lines = {
+        name: value.text if isinstance(value, Cell) else value
+        for name, value in forecast_facts(expected, has_force=has_force)
+    }
+    assert lines["free space"] == "1.00 TiB for 1.00 GiB to write: it fits"
+    assert ("destination" in lines) == (words is not None)
+    assert (words or "") in lines.get("destination", "")

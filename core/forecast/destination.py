@@ -1,0 +1,34 @@
+"""What a run would find at its destination, for ``--dry-run``; nothing is touched."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from core.convert.prepare import Prepared
+from core.errors import UsageError
+from core.stage.existing import check_replaceable
+from core.stage.replacement import check_may_replace
+
+
+@dataclass(frozen=True, slots=True)
+class ExistingDestination:
+    """The file or directory that has the name of the destination.
+
+    Args:
+        refusal: the error with which ``--force`` would end; None if it would replace it.
+    """
+
+    refusal: UsageError | None = None
+
+
+def existing_destination(prepared: Prepared) -> ExistingDestination | None:
+    """Return what exists at the destination of a job; None if nothing does."""
+    if not os.path.lexists(prepared.dst):
+        return None
+    try:
+        check_replaceable(prepared.dst, [image.path for image in prepared.images])
+        check_may_replace(prepared.dst, is_file=prepared.is_file, keep=(prepared.source.path,))
+    except UsageError as err:
+        return ExistingDestination(err)
+    return ExistingDestination()
