@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -685,4 +685,4 @@ class TransferOptions:
     storage_option: StorageOptions = None
     progress: ProgressForm = None
     debug: Debug = False
-    words: tuple[str, ...] = ()
+    words: tuple[str, ...] = field(default=(), compare=False)
