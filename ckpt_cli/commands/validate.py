@@ -29,6 +29,7 @@ from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from ckpt_cli.workers.progress import show_progress
 from core.errors import UsageError
+from core.files.remote_path import location_of
 from core.pickle.reader import gc_paused
 from core.team.protocol import broadcast_result, is_lead
 from core.validate.accepted import baseline_text
@@ -219,7 +220,7 @@ def _checkpoints_below(
 
     for verdict in verdicts:
         if verdict.validation.contains_checkpoints:
-            root = Path(verdict.validation.path)
+            root = location_of(verdict.validation.path)
             yield ""
             yield from listing_lines(
                 screen,

@@ -9,11 +9,11 @@ It takes credentials, regions, endpoints and proxies from the environment (``AWS
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from core.errors import (
@@ -51,6 +51,8 @@ _options: dict[str, str] = {}
 """Settings of the user for every client of this process; see ``set_storage_options``."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_QUERY = re.compile(r"\?\S*")
+"""The query of a URL, which may hold a signature."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _TRANSPORT = (
     ("dns error", "the name of its host is unknown"),
@@ -129,8 +131,10 @@ def _reads_profile() -> bool:
 
     It asks the environment and the roles of the machine, too.
     """
-    folder = Path("~/.aws").expanduser()
-    has_profile = any((folder / name).exists() for name in ("credentials", "config"))
+    folder = os.path.expanduser("~/.aws")
+    has_profile = any(
+        os.path.exists(os.path.join(folder, name)) for name in ("credentials", "config")
+    )
     return (
         has_profile
         and "access_key_id" not in _options
@@ -160,7 +164,8 @@ def translate_store_errors(path: Address) -> Iterator[None]:
         # obstore's classes derive from Exception alone; others are not errors of a store.
         if type(err).__module__ != "obstore.exceptions":
             raise
-        raise _translated(path, type(err).__name__, str(err)) from err
+        # Not chained: the client's own text has the query of the URL, which may hold a signature.
+        raise _translated(path, type(err).__name__, str(err)) from None
 
 
 def _translated(path: Address, name: str, text: str) -> CheckpointingException:
@@ -219,5 +224,5 @@ def _translated(path: Address, name: str, text: str) -> CheckpointingException:
             file=str(path),
             hint="set AWS_REGION or --storage-option region=NAME",
         )
-    first = text.partition("\n")[0].strip() if not status else "the request failed"
+    first = "the request failed" if status else _QUERY.sub("", text.partition("\n")[0].strip())
     return StorageError(f"{first}{answer}", file=str(path))

@@ -42,12 +42,13 @@ _USUAL_FILES = (
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_AGE_S = 10.0
 """Age up to which a listing is used again; opening a checkpoint looks at a prefix several times."""
-_N_REQUESTS = 16
+N_REQUESTS = 16
+"""Number of requests at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What a store says about an object.
+    """The description of an object in the listing of its store.
 
     Args:
         size: bytes.
@@ -177,7 +178,7 @@ def _find_usual_files(root: Address) -> dict[str, StoredFile]:
 def _find_files(root: Address, names: Iterable[str]) -> dict[str, StoredFile]:
     """Ask for files by name, several at a time; return those that exist."""
     names = sorted(names)
-    with ThreadPoolExecutor(_N_REQUESTS) as threads:
+    with ThreadPoolExecutor(N_REQUESTS) as threads:
         entries = threads.map(lambda name: find_object(root / name), names)
         return {
             name: entry for name, entry in zip(names, entries, strict=True) if entry is not None

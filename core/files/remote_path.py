@@ -10,23 +10,12 @@ import re
 from collections.abc import Generator
 from os import PathLike, fspath
 from pathlib import Path, PosixPath
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Self
 from urllib.parse import unquote
 
 from core.errors import UsageError
 from core.files.object_listing import find_object, is_listed, list_root
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from typing_extensions import override
-
-else:
-
-    def override(method):
-        """Return the method; nothing but the standard library is imported with paths."""
-        return method
-
+from core.files.store import override
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
 _URL = re.compile(rf"({'|'.join(SCHEMES)}):/+([^/].*)", re.DOTALL | re.IGNORECASE)
@@ -65,6 +54,12 @@ class RemotePath(PosixPath):
     def key(self) -> str:
         """Name of the object, or the prefix, in the bucket; "" for the bucket itself."""
         return "/".join(self.parts[2:])
+
+    @property
+    @override
+    def parent(self) -> Self:
+        """The URL above this one; a bucket has none, like ``/``, and is its own parent."""
+        return self if len(self.parts) <= 2 else super().parent
 
     @override
     def is_absolute(self) -> bool:

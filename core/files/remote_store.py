@@ -11,11 +11,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.errors import MissingShardError, SourceChangedError, TruncatedError
 from core.files.object_client import client_of, translate_store_errors
 from core.files.object_listing import (
+    N_REQUESTS,
     Folder,
     StoredFile,
     find_object,
@@ -25,16 +26,7 @@ from core.files.object_listing import (
     list_root,
 )
 from core.files.remote_path import RemotePath
-from core.files.store import ReadStore, check_name
-
-if TYPE_CHECKING:
-    from typing_extensions import override
-else:
-
-    def override(method):
-        """Return the method; nothing but the standard library is imported with stores."""
-        return method
-
+from core.files.store import ReadStore, check_name, override
 
 PART_BYTES = 8 << 20
 """Number of bytes of a request; longer ranges are divided."""
@@ -46,8 +38,6 @@ _MAX_KEPT_BYTES = 64 << 20
 """Number of bytes that are kept of all objects together."""
 _HEADED_SUFFIXES = ("pt", "safetensors")
 """Suffixes of files whose metadata is at their start or end."""
-_N_REQUESTS = 16
-"""Number of requests at the same time."""
 
 
 class RemoteStore(ReadStore):
@@ -60,8 +50,6 @@ class RemoteStore(ReadStore):
 
     Attributes:
         on_open: called with 1 when an object is read that has not been read before.
-        n_requests: number of requests for data so far.
-        n_bytes: number of bytes asked for so far.
     """
 
     entry: str | None = None
@@ -76,7 +64,6 @@ class RemoteStore(ReadStore):
     ) -> None:
         self.root = root
         self.entry = entry
-        self.n_requests = self.n_bytes = 0
         self._stamps = stamps or {}
         self._folders: dict[str, Folder] = {}
         self._is_whole = False
@@ -84,8 +71,8 @@ class RemoteStore(ReadStore):
         self._missing: set[str] = set()
         """Names of objects that do not exist, of stores without listings."""
         self._opened: dict[str, None] = {}
-        self._pages: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        """(name, offset) → bytes that were read, the ones used longest ago first."""
+        self._pages: OrderedDict[str, dict[int, bytes]] = OrderedDict()
+        """Name → offset → bytes that were read; the object used longest ago comes first."""
         self._n_kept = 0
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -135,11 +122,11 @@ class RemoteStore(ReadStore):
 
     def modified_ns(self, name: str) -> int:
         """Return the time of an object's last change in nanoseconds since 1970."""
-        return self._object(name).modified_ns
+        return self._known(name).modified_ns
 
     def disk_bytes(self, name: str) -> int:
         """Return the size of an object: stores have no holes."""
-        return self._object(name).size
+        return self._known(name).size
 
     @override
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
@@ -256,7 +243,7 @@ class RemoteStore(ReadStore):
         """Return the threads that wait for answers."""
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(_N_REQUESTS, "ckpt-store")
+                self._threads = ThreadPoolExecutor(N_REQUESTS, "ckpt-store")
             return self._threads
 
     def _object(self, name: str) -> StoredFile:
@@ -266,9 +253,7 @@ class RemoteStore(ReadStore):
             MissingShardError: it does not exist.
             SourceChangedError: it differs from its entry in ``stamps``.
         """
-        entry = self._find(name)
-        if entry is None:
-            raise MissingShardError("cannot open: the object does not exist", file=name)
+        entry = self._known(name)
         if name not in self._opened:
             expected = self._stamps.get(name)
             if expected is not None and tuple(expected[:2]) != (entry.size, entry.modified_ns):
@@ -280,6 +265,17 @@ class RemoteStore(ReadStore):
             self._opened[name] = None
             if self.on_open is not None:
                 self.on_open(1)
+        return entry
+
+    def _known(self, name: str) -> StoredFile:
+        """Return what the listing says about an object.
+
+        Raises:
+            MissingShardError: it does not exist.
+        """
+        entry = self._find(name)
+        if entry is None:
+            raise MissingShardError("cannot open: the object does not exist", file=name)
         return entry
 
     def _find(self, name: str) -> StoredFile | None:
@@ -326,10 +322,9 @@ class RemoteStore(ReadStore):
             with_siblings: read the same page of similar objects along, in other threads.
         """
         with self._lock:
-            for key in [key for key in self._pages if key[0] == name]:
-                start, page = key[1], self._pages[key]
+            for start, page in self._pages.get(name, {}).items():
                 if start <= offset and offset + n_bytes <= start + len(page):
-                    self._pages.move_to_end(key)
+                    self._pages.move_to_end(name)
                     return page[offset - start : offset - start + n_bytes]
         # At the end of an object, read its last page. The same is read along of its siblings: who
         # reads the header of one of 1,024 rank files will read the others'.
@@ -346,20 +341,26 @@ class RemoteStore(ReadStore):
             length = min(length, described.size - first)
             page = bytes(self._get(path, described, first, length)) if length > 0 else b""
             with self._lock:
-                self._n_kept += len(page) - len(self._pages.get((path, first), b""))
-                self._pages[path, first] = page
+                pages = self._pages.setdefault(path, {})
+                self._n_kept += len(page) - len(pages.get(first, b""))
+                pages[first] = page
+                self._pages.move_to_end(path)
+                # Forget the objects that were used longest ago.
                 while self._n_kept > _MAX_KEPT_BYTES and len(self._pages) > 1:
-                    self._n_kept -= len(self._pages.popitem(last=False)[1])
+                    _, forgotten = self._pages.popitem(last=False)
+                    self._n_kept -= sum(map(len, forgotten.values()))
             return page
 
-        pages = self._pool().map(read_page, wanted) if len(wanted) > 1 else map(read_page, wanted)
-        first_page, *_ = pages
+        if len(wanted) == 1:
+            first_page = read_page(wanted[0])
+        else:
+            first_page, *_ = self._pool().map(read_page, wanted)
         return first_page[offset - start : offset - start + n_bytes]
 
     def _siblings(self, name: str) -> list[tuple[str, StoredFile]]:
         """Return the files of the same suffix, none of which has been read, up to a bound."""
         suffix = name.rpartition(".")[2]
-        if self.entry is not None or not self._is_whole or suffix not in _HEADED_SUFFIXES:
+        if self.entry is not None or suffix not in _HEADED_SUFFIXES:
             return []
         others = (
             (f"{folder}/{last}" if folder else last, entry)
@@ -367,8 +368,7 @@ class RemoteStore(ReadStore):
             for last, entry in content.objects.items()
             if last.endswith(f".{suffix}")
         )
-        kept = {key[0] for key in self._pages}
-        unread = [item for item in others if item[0] != name and item[0] not in kept]
+        unread = [item for item in others if item[0] != name and item[0] not in self._pages]
         return unread[: _MAX_KEPT_BYTES // PAGE_BYTES // 2]
 
     def _get(self, name: str, entry: StoredFile, offset: int, n_bytes: int) -> memoryview:
@@ -381,8 +381,6 @@ class RemoteStore(ReadStore):
             options["if_match"] = entry.e_tag
         with translate_store_errors(path):
             data = memoryview(obstore.get(client_of(path), path.key, options=options).bytes())
-        self.n_requests += 1
-        self.n_bytes += n_bytes
         if len(data) != n_bytes:
             raise _too_short(name, offset + len(data), offset, n_bytes)
         return data

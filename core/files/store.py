@@ -29,7 +29,7 @@ from core.errors import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import override
+    from typing_extensions import override as override
 else:
 
     def override(method):

@@ -10,11 +10,13 @@ from itertools import islice
 from pathlib import Path
 
 from core.errors import CheckpointingException
+from core.files.remote_path import RemotePath
 from core.files.source_store import SourceStore, open_store
+from core.files.store import list_files_below
 from core.formats.format import Format
 from core.formats.registry import sniffed
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
-from core.opening.open import NAMING_TRACKERS, locate_checkpoint
+from core.opening.open import NAMING_TRACKERS, locate_checkpoint, store_of_file
 from core.opening.unrecognised import checkpoints_below, loose_files
 
 _MOST_FILES = 200_000
@@ -100,15 +102,15 @@ def _describe(path: Path, most_files: int) -> tuple[ListedCheckpoint, Path]:
         location = locate_checkpoint(path)
         location.store.close()
         format, iteration, inner = location.format, location.iteration, location.path
-    statuses = list(islice(_statuses(path), most_files + 1))
-    is_counted = len(statuses) <= most_files
+    files = list(islice(_sizes_and_times(path), most_files + 1))
+    is_counted = len(files) <= most_files
     item = ListedCheckpoint(
         path,
         format,
         iteration,
-        len(statuses) if is_counted else None,
-        sum(status.st_size for status in statuses) if is_counted else None,
-        max((status.st_mtime for status in statuses), default=0.0),
+        len(files) if is_counted else None,
+        sum(size for size, _ in files) if is_counted else None,
+        max((modified for _, modified in files), default=0.0),
     )
     return item, inner
 
@@ -128,12 +130,22 @@ def runs_below(root: Path) -> list[Path]:
     )
 
 
-def _statuses(path: Path) -> Iterator[os.stat_result]:
-    """Yield the status of a file, or of every file below a directory."""
-    if path.is_file():
-        yield path.stat()
-    for folder, _, files in os.walk(path):
-        for file in files:
-            # A link may lead nowhere, and a file may be gone since.
-            with suppress(OSError):
-                yield os.stat(os.path.join(folder, file))
+def _sizes_and_times(path: Path) -> Iterator[tuple[int, float]]:
+    """Yield size and modification time of a file, or of every file below a directory."""
+    if isinstance(path, RemotePath):
+        store = store_of_file(path) if path.is_file() else open_store(path)
+        for name, size in list_files_below(store).items():
+            yield size, store.modified_ns(name) / 1e9
+        return
+    paths = [str(path)] if path.is_file() else _files_below(path)
+    for file in paths:
+        # A link may lead nowhere, and a file may be gone since.
+        with suppress(OSError):
+            status = os.stat(file)
+            yield status.st_size, status.st_mtime
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    """Yield the paths of all files below a directory."""
+    for inner, _, files in os.walk(folder):
+        yield from (os.path.join(inner, file) for file in files)

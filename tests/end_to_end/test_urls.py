@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
+from core.errors import SourceChangedError
 from core.files.object_listing import forget_listings
 from core.files.remote_path import location_of
 from core.files.remote_store import RemoteStore
@@ -60,14 +61,15 @@ def test_what_is_read_from_s3_equals_what_is_read_from_a_directory(
     assert main(["convert", str(golden / name), str(tmp_path / "b"), *options, "-q"]) == 0
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert main(["diff", f"s3://runs/{name}", str(golden / name), "-q"]) == 0
-    assert main(["validate", "--deep", f"s3://runs/{name}"]) in (0, 1)
     capsys.readouterr()
-    pages = []
+    seen = []
     for path in (f"s3://runs/{name}", str(golden / name)):
+        code = main(["validate", "--deep", path, "--json"])
+        verdict = json.loads(capsys.readouterr().out)["checkpoints"][0]
         assert main(["inspect", path, "--json"]) == 0
         page = json.loads(capsys.readouterr().out)
-        pages.append({key: value for key, value in page.items() if key != "path"})
-    assert pages[0] == pages[1]
+        seen.append((code, verdict["findings"], {key: page[key] for key in page.keys() - {"path"}}))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("name", [TORCH_DIST, SAFETENSORS])
@@ -107,23 +109,77 @@ def test_an_object_that_changes_meanwhile_is_an_error(
     store = RemoteStore(location_of("s3://runs/changing"))  # type: ignore[arg-type]
     assert store.read("a.bin", 0, 4) == b"1111"
     bucket.put_object(Bucket="runs", Key="changing/a.bin", Body=b"2" * 200_000)
-    with pytest.raises(Exception, match="changed while it was being read"):
+    with pytest.raises(SourceChangedError, match="changed while it was being read"):
         store.read("a.bin", 150_000, 4)
-    with pytest.raises(Exception, match="changed while it was being read"):
+    with pytest.raises(SourceChangedError, match="changed while it was being read"):
         store.verify_unchanged()
 
 
-def test_ranges_are_read_by_few_requests(bucket: Any) -> None:
+def test_ranges_are_read_by_few_requests(tmp_path: Path) -> None:
     data = bytes(range(256)) * 80_000
-    bucket.put_object(Bucket="runs", Key="ranges/a.bin", Body=data)
-    store = RemoteStore(location_of("s3://runs/ranges"))  # type: ignore[arg-type]
+    (tmp_path / "a.bin").write_bytes(data)
     spans = [(19_000_000, 100), (10, 5), (1_000, 2), (0, 12_000_000), (19_000_200, 1)]
-    parts = store.read_spans("a.bin", spans)
-    assert parts == [data[offset : offset + n_bytes] for offset, n_bytes in spans]
     buffers = [memoryview(bytearray(n)) for n in (1, 9_000_000, 7)]
-    store.read_vector("a.bin", 3, buffers, 9_000_008)
+    with web_server(tmp_path) as server:
+        store = RemoteStore(location_of(server.url))  # type: ignore[arg-type]
+        parts = store.read_spans("a.bin", spans)
+        store.read_vector("a.bin", 3, buffers, 9_000_008)
+    assert parts == [data[offset : offset + n_bytes] for offset, n_bytes in spans]
     assert b"".join(buffers) == data[3 : 3 + 9_000_008]
-    assert store.n_bytes < 1.02 * (12_000_000 + 9_000_008) + 2 * 65_536
+    asked = [span.removeprefix("bytes=").split("-") for _, _, span in server.asked if span]
+    n_bytes = sum(int(last) + 1 - int(first) for first, last in asked)
+    assert n_bytes < 1.02 * (12_000_000 + 9_000_008) + 2 * 65_536
+    assert len(asked) == 2 + 2 + 2  # in parts of 8 MiB: the long span, the vector; two pages
+
+
+def test_who_reads_one_header_reads_those_of_its_siblings(golden: Path) -> None:
+    with web_server(golden) as server:
+        url = f"{server.url}/hf/llama/safetensors_sharded"
+        store = RemoteStore(location_of(url))  # type: ignore[arg-type]
+        shards = [name for name in store.files() if name.endswith(".safetensors")]
+        assert len(shards) > 1
+        for name in shards:
+            store.read(name, 0, 8)
+            store.read(name, 8, 100)
+    asked = [path for method, path, span in server.asked if span]
+    assert len(asked) == len(set(asked)) == len(shards)
+
+
+def test_asking_for_the_time_of_a_file_is_not_reading_it(server: WebServer) -> None:
+    store = RemoteStore(location_of(f"{server.url}/{SAFETENSORS}"))  # type: ignore[arg-type]
+    assert store.modified_ns("model.safetensors") >= 0
+    assert store.disk_bytes("model.safetensors") > 0
+    assert store.opened == []
+
+
+def test_a_bucket_is_listed_like_a_directory(
+    bucket: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "s3://runs/hf", "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert [item["path"] for item in page["checkpoints"]] == [f"s3://runs/{SAFETENSORS}"]
+    assert page["checkpoints"][0]["bytes"] > 80_000
+    assert main(["validate", "s3://runs/hf"]) == 1
+    assert f"ckpt validate s3://runs/{SAFETENSORS}" in capsys.readouterr().out
+    assert main(["inspect", "s3://runs"]) == 0
+    assert "s3://runs/torch_dcp/fsdp2_dp2" in capsys.readouterr().out
+
+
+def test_the_query_of_a_url_is_in_no_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class GenericError(Exception):
+        __module__ = "obstore.exceptions"
+
+    def fail(*_args: object) -> None:
+        raise GenericError("cannot get https://a/b?sig=hidden now\nuri: https://a/b?sig=hidden")
+
+    monkeypatch.setattr("obstore.list_with_delimiter", fail)
+    forget_listings()
+    assert main(["inspect", "az://c/x", "--debug", "--storage-option", "account_name=a"]) == 6
+    told = capsys.readouterr().err
+    assert "cannot get https://a/b now" in told
+    assert "hidden" not in told
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def test_its_parts() -> None:
     assert path.name == "iter_0000010"
     assert str(path.parent) == "s3://bucket/runs/llama"
     assert str(path / "mp_rank_00" / "x.pt") == f"{path}/mp_rank_00/x.pt"
+    assert location_of("s3://bucket").parent == location_of("s3://bucket/x").parent
     assert path.resolve() == path.absolute() == path
     assert pickle.loads(pickle.dumps(path)) == path
 

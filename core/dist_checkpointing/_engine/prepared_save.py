@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 
 
 class Change(IntEnum):
-    """How much of an agreement a new save changes; the larger, the more ranks have to exchange."""
+    """What differs between a save and the agreement of an earlier one.
+
+    The ranks have to exchange nothing, sizes, or all metadata again.
+    """
 
     NOTHING = 0
     """Only data: the files are laid out already."""
