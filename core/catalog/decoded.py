@@ -18,6 +18,8 @@ from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
 from core.device.device import Device
 from core.errors import CorruptError
+from core.files.ranges.read_ahead import FileRange
+from core.files.source_store import expect_ranges
 
 if TYPE_CHECKING:
     from core.catalog.stored import Encoding
@@ -117,6 +119,10 @@ class DecodedStore:
                 )
             buffer[n_done : n_done + n_bytes] = unit[start : start + n_bytes]
             n_done += n_bytes
+
+    def expect(self, ranges: Iterable[FileRange]) -> None:
+        """Announce ranges that will be read soon, each once; decoded arrays are skipped."""
+        expect_ranges(self._store, (item for item in ranges if not isinstance(item[0], _ArrayName)))
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of several spans of a file or of a decoded array."""

@@ -47,6 +47,7 @@ from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
 from core.errors import UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
+from core.files.source_store import limit_reading
 from core.files.url import refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of
@@ -304,7 +305,8 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
         images,
         threads=job.threads,
         memory_bytes=job.memory_bytes,
-        beside_bytes=job.beside_bytes,
+        beside_bytes=job.beside_bytes
+        + limit_reading(source.store, job.memory_bytes, threads=job.threads),
         compares=job.replicas == "error",
     )
     if plan.n_ignored:

@@ -17,11 +17,13 @@ from core.arrays.checksum import BLOCK_BYTES, RunSum
 from core.catalog.decoded import DecodedStore
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
+from core.copy.announce import announce
 from core.copy.ledger import Ledger
 from core.copy.options import CopyOptions
 from core.copy.output import TargetStore
 from core.copy.worker import CopyWorker, band_bytes_of
 from core.device.device import DEQUANTIZE, QUANTIZE, Device
+from core.files.source_store import is_remote
 from core.files.store import ReadStore
 from core.plan.items import Item, ItemNumber, Portion, items_of_portion
 from core.plan.positions import Places
@@ -168,6 +170,7 @@ class CopyRun:
         self._source_store = DecodedStore(
             source_store, cache_bytes=plan.cache_bytes, device=quantizing
         )
+        self._store = source_store
         self._stage_store = stage_store
         self._band_bytes = band_bytes_of(options.buffer_bytes or plan.buffer_bytes)
         self._ledger = Ledger(plan.places, stage_store, crc=options.crc, digest=options.digest)
@@ -179,14 +182,25 @@ class CopyRun:
         self._resumed_bytes = 0
 
     def _all_items(self) -> Iterator[tuple[ItemNumber, Item]]:
-        for portion in self._plan.portions():
-            yield from items_of_portion(
+        items = (
+            item
+            for portion in self._plan.portions()
+            for item in items_of_portion(
                 portion,
                 places=self._plan.places,
                 bind=self._bind,
                 band_bytes=self._band_bytes,
                 item_bytes=self._options.item_bytes,
             )
+        )
+        if not is_remote(self._store):
+            return items
+        journal = self._options.journal
+        return announce(
+            items,
+            self._store,
+            is_done=lambda n: journal is not None and journal.done(n) is not None,
+        )
 
     def _bind(self, array: StoredArray) -> StoredArray:
         return self._source_store.placed(self._plan.bind(self._source_store, array))

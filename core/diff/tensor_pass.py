@@ -197,6 +197,9 @@ class TensorWork:
                 boxes = _own_boxes(boxes, job, self._share)
                 if not boxes and not self._share.is_own(key):
                     continue
+            else:
+                job.a.expect()
+                job.b.expect()
             # A tensor without bands is yielded too: it needs a result.
             groups = _groups(boxes) or [[]]
             job.n_left = len(groups)

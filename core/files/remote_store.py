@@ -8,9 +8,9 @@ that the object is still the one that was listed (``If-Match``).
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from core.errors import MissingShardError, SourceChangedError, TruncatedError
@@ -25,19 +25,18 @@ from core.files.object_listing import (
     list_all,
     list_root,
 )
+from core.files.ranges.kept_pages import KeptPages
+from core.files.ranges.memory import MAX_PART_BYTES, divide_memory
+from core.files.ranges.read_ahead import MERGE_BYTES, FileRange, ReadAhead
 from core.files.remote_path import RemotePath
 from core.files.store import ReadStore, check_name, override
 
-PART_BYTES = 8 << 20
-"""Number of bytes of a request; longer ranges are divided."""
-PAGE_BYTES = 64 << 10
-"""Metadata is read in many small pieces: at least so many bytes are asked for, and kept."""
-MERGE_BYTES = 32 << 10
-"""Ranges with no more than this between them are read by one request."""
-_MAX_KEPT_BYTES = 64 << 20
-"""Number of bytes that are kept of all objects together."""
-_HEADED_SUFFIXES = ("pt", "safetensors")
-"""Suffixes of files whose metadata is at their start or end."""
+PAGE_BYTES = 68 << 10
+"""Metadata is read in many small pieces: at least so many bytes are asked for, and kept. The
+directory of a zip is looked for in its last 64.1 KiB.
+"""
+_ENDS: Mapping[str, tuple[int, ...]] = {"pt": (0, -1), "safetensors": (0,)}
+"""Suffix → where files have their metadata: in the first page, in the last."""
 
 
 class RemoteStore(ReadStore):
@@ -71,9 +70,15 @@ class RemoteStore(ReadStore):
         self._missing: set[str] = set()
         """Names of objects that do not exist, of stores without listings."""
         self._opened: dict[str, None] = {}
-        self._pages: OrderedDict[str, dict[int, bytes]] = OrderedDict()
-        """Name → offset → bytes that were read; the object used longest ago comes first."""
-        self._n_kept = 0
+        self._upcoming: deque[str] = deque()
+        """Objects whose metadata will be read; see ``expect_headers``."""
+        self._headers: dict[str, list[Future[bytes]]] = {}
+        """Name → pages that were requested before anybody read the object."""
+        self._n_headed = 0
+        """Number of objects whose metadata was read without notice."""
+        memory = divide_memory(None, n_requests=N_REQUESTS)
+        self._pages = KeptPages(memory.kept_bytes)
+        self._ahead = ReadAhead(self._fetch, self._pool, memory)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -135,8 +140,8 @@ class RemoteStore(ReadStore):
             raise _too_short(name, entry.size, offset, n_bytes)
         if n_bytes == 0:
             return b""
-        if n_bytes <= PART_BYTES:
-            return self._read_kept(name, entry, offset, n_bytes, with_siblings=True)
+        if n_bytes <= MAX_PART_BYTES:
+            return self._read_page(name, entry, offset, n_bytes)
         buffer = bytearray(n_bytes)
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
@@ -147,16 +152,21 @@ class RemoteStore(ReadStore):
         if offset + len(buffer) > entry.size:
             raise _too_short(name, entry.size, offset, len(buffer))
 
-        def fill(start: int) -> None:
-            n_bytes = min(PART_BYTES, len(buffer) - start)
-            buffer[start : start + n_bytes] = self._get(name, entry, offset + start, n_bytes)
+        def read_rest(start: int, view: memoryview) -> None:
+            self._read_long(name, entry, start, view)
 
-        starts = range(0, len(buffer), PART_BYTES)
-        if len(starts) <= 1:
-            for start in starts:
-                fill(start)
-        else:
-            list(self._pool().map(fill, starts))
+        self._ahead.read_into(name, offset, buffer, read_rest)
+
+    def _read_long(self, name: str, entry: StoredFile, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer by several requests at the same time."""
+        part_bytes = self._ahead.memory.part_bytes
+
+        def fill(start: int) -> None:
+            n_bytes = min(part_bytes, len(buffer) - start)
+            buffer[start : start + n_bytes] = self._fetch(name, offset + start, n_bytes)
+
+        starts = range(0, len(buffer), part_bytes)
+        list(self._pool().map(fill, starts) if len(starts) > 1 else map(fill, starts))
 
     @override
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -166,7 +176,7 @@ class RemoteStore(ReadStore):
         for number in sorted(range(len(spans)), key=lambda number: spans[number]):
             offset, n_bytes = spans[number]
             new_end = max(end, offset + n_bytes)
-            if groups and offset <= end + MERGE_BYTES and new_end - first <= PART_BYTES:
+            if groups and offset <= end + MERGE_BYTES and new_end - first <= MAX_PART_BYTES:
                 groups[-1].append(number)
                 end = new_end
             else:
@@ -183,14 +193,14 @@ class RemoteStore(ReadStore):
             entry = self._object(name)
             if last > entry.size:
                 raise _too_short(name, entry.size, first, last - first)
-            data = self._read_kept(name, entry, first, last - first, with_siblings=False)
+            data = self._fetch(name, first, last - first)
             for number in numbers:
                 offset, n_bytes = spans[number]
-                parts[number] = data[offset - first : offset - first + n_bytes]
+                parts[number] = bytes(data[offset - first : offset - first + n_bytes])
 
-        for number in [group[0] for group in groups if spans[group[0]][1] > PART_BYTES]:
+        for number in [group[0] for group in groups if spans[group[0]][1] > MAX_PART_BYTES]:
             parts[number] = self.read(name, *spans[number])
-        short = [group for group in groups if spans[group[0]][1] <= PART_BYTES]
+        short = [group for group in groups if spans[group[0]][1] <= MAX_PART_BYTES]
         list(self._pool().map(read_group, short) if len(short) > 1 else map(read_group, short))
         return parts
 
@@ -205,6 +215,27 @@ class RemoteStore(ReadStore):
         for buffer in buffers:
             buffer[:] = whole[position : position + len(buffer)]
             position += len(buffer)
+
+    def expect(self, ranges: Iterable[FileRange]) -> None:
+        """Take note of ranges that will be read soon, each once."""
+        self._ahead.expect(ranges)
+
+    def expect_headers(self, names: Sequence[str]) -> None:
+        """Take note of objects whose metadata will be read next, in this order."""
+        with self._lock:
+            self._upcoming = deque(names)
+        self._start_headers()
+
+    def limit_memory(self, limit_bytes: int, *, threads: int) -> int:
+        """Adapt to a process's memory limit, and return how much of it reading takes.
+
+        Args:
+            threads: number of threads that read.
+        """
+        memory = divide_memory(limit_bytes, n_requests=N_REQUESTS)
+        self._pages.limit(memory.kept_bytes)
+        self._ahead.memory = memory
+        return memory.n_bytes(threads)
 
     def is_cached(self, name: str, offset: int) -> bool:
         """Return False: nothing of a store is in the memory of this machine."""
@@ -232,9 +263,11 @@ class RemoteStore(ReadStore):
 
     def close(self) -> None:
         """Forget what was read; later reads ask again."""
+        self._pages.clear()
+        self._ahead.clear()
         with self._lock:
-            self._pages.clear()
-            self._n_kept = 0
+            self._upcoming.clear()
+            self._headers.clear()
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
                 self._threads = None
@@ -313,63 +346,106 @@ class RemoteStore(ReadStore):
                     self._is_whole = True
         return self._folders.get(under) or Folder()
 
-    def _read_kept(
-        self, name: str, entry: StoredFile, offset: int, n_bytes: int, *, with_siblings: bool
-    ) -> bytes:
-        """Return a range from what was read before; read it, and what follows it, if it is new.
+    def _read_page(self, name: str, entry: StoredFile, offset: int, n_bytes: int) -> bytes:
+        """Return a range from what was read before; read it, and what follows it, if it is new."""
+        kept = self._pages.find(name, offset, n_bytes)
+        if kept is None:
+            self._await_headers(name)
+            kept = self._pages.find(name, offset, n_bytes)
+        if kept is not None:
+            return bytes(kept)
+        # At the end of an object, read its last page.
+        start = min(offset, max(0, entry.size - PAGE_BYTES))
+        length = min(entry.size - start, max(n_bytes + offset - start, PAGE_BYTES))
+        return self._keep(name, start, length)[offset - start : offset - start + n_bytes]
 
-        Args:
-            with_siblings: read the same page of similar objects along, in other threads.
+    def _keep(self, name: str, offset: int, n_bytes: int) -> bytes:
+        """Read a page, and keep it."""
+        page = bytes(self._fetch(name, offset, n_bytes))
+        self._pages.keep(name, offset, page)
+        return page
+
+    def _await_headers(self, name: str) -> None:
+        """Wait for the pages of an object that were requested before; request those of the next.
+
+        Metadata of an object that nobody announced is requested now: both ends at the same time.
+        Who reads two of them will read the others, too.
         """
         with self._lock:
-            for start, page in self._pages.get(name, {}).items():
-                if start <= offset and offset + n_bytes <= start + len(page):
-                    self._pages.move_to_end(name)
-                    return page[offset - start : offset - start + n_bytes]
-        # At the end of an object, read its last page. The same is read along of its siblings: who
-        # reads the header of one of 1,024 rank files will read the others'.
-        start = min(offset, max(0, entry.size - PAGE_BYTES))
-        wanted = [(name, entry, start, max(n_bytes + offset - start, PAGE_BYTES))]
-        if with_siblings and (start == 0 or start + PAGE_BYTES == entry.size):
-            wanted += [
-                (other, theirs, 0 if start == 0 else max(0, theirs.size - PAGE_BYTES), PAGE_BYTES)
-                for other, theirs in self._siblings(name)
-            ]
+            is_expected = name in self._headers or name in self._upcoming
+            is_headed = not is_expected and name not in self._pages and self._ends_of(name) != ()
+            if is_headed:
+                self._n_headed += 1
+                if self._n_headed > 1 and not self._upcoming:
+                    self._upcoming.extend(self._siblings(name))
+        if is_headed:
+            self._start_pages(name)
+        self._start_headers()
+        with self._lock:
+            futures = self._headers.pop(name, [])
+        for future in futures:
+            # Who needs the page asks for it again, and gets the error.
+            future.exception()
+        self._start_headers()
 
-        def read_page(item: tuple[str, StoredFile, int, int]) -> bytes:
-            path, described, first, length = item
-            length = min(length, described.size - first)
-            page = bytes(self._get(path, described, first, length)) if length > 0 else b""
+    def _start_headers(self) -> None:
+        """Request the metadata of the next objects, as far as there is memory for pages."""
+        most = max(1, self._pages.max_bytes // (4 * PAGE_BYTES))
+        while True:
             with self._lock:
-                pages = self._pages.setdefault(path, {})
-                self._n_kept += len(page) - len(pages.get(first, b""))
-                pages[first] = page
-                self._pages.move_to_end(path)
-                # Forget the objects that were used longest ago.
-                while self._n_kept > _MAX_KEPT_BYTES and len(self._pages) > 1:
-                    _, forgotten = self._pages.popitem(last=False)
-                    self._n_kept -= sum(map(len, forgotten.values()))
-            return page
+                if not self._upcoming or len(self._headers) >= most:
+                    return
+                name = self._upcoming.popleft()
+                if name in self._opened:
+                    continue
+                self._headers[name] = []
+            self._start_pages(name)
 
-        if len(wanted) == 1:
-            first_page = read_page(wanted[0])
-        else:
-            first_page, *_ = self._pool().map(read_page, wanted)
-        return first_page[offset - start : offset - start + n_bytes]
+    def _start_pages(self, name: str) -> None:
+        """Request the pages of an object that hold its metadata."""
+        entry = self._find(name)
+        if entry is None:
+            return
+        last = max(0, entry.size - PAGE_BYTES)
+        starts = {0 if end == 0 else last for end in self._ends_of(name)}
+        # One request for an object that is hardly longer than the two pages.
+        is_short = len(starts) > 1 and last <= PAGE_BYTES + MERGE_BYTES
+        spans = (
+            [(0, entry.size)]
+            if is_short
+            else [(start, min(PAGE_BYTES, entry.size - start)) for start in starts]
+        )
+        futures = [self._pool().submit(self._keep, name, *span) for span in spans if span[1]]
+        with self._lock:
+            self._headers[name] = futures
 
-    def _siblings(self, name: str) -> list[tuple[str, StoredFile]]:
-        """Return the files of the same suffix, none of which has been read, up to a bound."""
+    def _ends_of(self, name: str) -> tuple[int, ...]:
+        return () if self.entry is not None else _ENDS.get(name.rpartition(".")[2], ())
+
+    def _siblings(self, name: str) -> list[str]:
+        """Return the files of the same suffix that have not been read."""
         suffix = name.rpartition(".")[2]
-        if self.entry is not None or suffix not in _HEADED_SUFFIXES:
-            return []
-        others = (
-            (f"{folder}/{last}" if folder else last, entry)
+        names = (
+            f"{folder}/{last}" if folder else last
             for folder, content in self._folders.items()
-            for last, entry in content.objects.items()
+            for last in content.objects
             if last.endswith(f".{suffix}")
         )
-        unread = [item for item in others if item[0] != name and item[0] not in self._pages]
-        return unread[: _MAX_KEPT_BYTES // PAGE_BYTES // 2]
+        return sorted(other for other in names if other != name and other not in self._opened)
+
+    def _fetch(self, name: str, offset: int, n_bytes: int) -> memoryview:
+        """Read a range, except for what kept pages hold of it."""
+        kept = self._pages.find(name, offset, n_bytes)
+        if kept is not None:
+            return kept
+        entry = self._known(name)
+        begin, end = self._pages.find_ends(name, offset, n_bytes)
+        if begin is None and end is None:
+            return self._get(name, entry, offset, n_bytes)
+        begin, end = begin or memoryview(b""), end or memoryview(b"")
+        n_left = n_bytes - len(begin) - len(end)
+        rest = self._get(name, entry, offset + len(begin), n_left) if n_left > 0 else b""
+        return memoryview(b"".join((begin, rest, end[max(0, -n_left) :])))
 
     def _get(self, name: str, entry: StoredFile, offset: int, n_bytes: int) -> memoryview:
         """Read a range of an object in one request."""

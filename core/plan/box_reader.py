@@ -26,6 +26,7 @@ from core.arrays.gather import (
     copy_box,
     dense_layout,
     inner_run,
+    is_dense,
     list_addresses,
     read_box,
 )
@@ -128,6 +129,17 @@ class TensorReader:
         self._index = (
             BoxIndex([fragment.box for fragment in fragments]) if len(fragments) > _FEW else None
         )
+
+    def expect(self) -> None:
+        """Announce that the tensor will be read once, band by band."""
+        ranges = []
+        for fragment in self._fragments:
+            shape, source = fragment.box.shape, fragment.source
+            # Of scattered elements, the bytes between them are not wanted.
+            if source.file is not None and is_dense(shape, self._size, source.strides):
+                n_bytes = prod(shape) * self._size
+                ranges.append((source.file, source.start, source.start + n_bytes))
+        self._store.expect(ranges)
 
     def read(self, box: Box, out: memoryview, raw: memoryview) -> None:
         """Fill a buffer with the elements of a box in C order.

@@ -13,7 +13,7 @@ from ckpt_cli.app import main
 from core.errors import SourceChangedError
 from core.files.object_listing import forget_listings
 from core.files.remote_path import location_of
-from core.files.remote_store import RemoteStore
+from core.files.remote_store import PAGE_BYTES, RemoteStore
 from tests.support.object_stores import WebServer, s3_server, upload, web_server
 
 SOURCES = {
@@ -85,7 +85,7 @@ def test_a_web_server_has_no_listing_and_is_read_all_the_same(
 def test_a_single_file_is_read_by_its_header_alone(server: WebServer) -> None:
     assert main(["inspect", f"{server.url}/{SAFETENSORS}/model.safetensors"]) == 0
     gets = [span for method, _, span in server.asked if method == "GET"]
-    assert gets == ["bytes=0-65535"]
+    assert gets == [f"bytes=0-{PAGE_BYTES - 1}"]
 
 
 def test_failed_requests_are_repeated(server: WebServer) -> None:
@@ -129,7 +129,7 @@ def test_ranges_are_read_by_few_requests(tmp_path: Path) -> None:
     asked = [span.removeprefix("bytes=").split("-") for _, _, span in server.asked if span]
     n_bytes = sum(int(last) + 1 - int(first) for first, last in asked)
     assert n_bytes < 1.02 * (12_000_000 + 9_000_008) + 2 * 65_536
-    assert len(asked) == 2 + 2 + 2  # in parts of 8 MiB: the long span, the vector; two pages
+    assert len(asked) == 3 + 3 + 2  # parts of 4 MiB of the long span and of the vector; the groups
 
 
 def test_who_reads_one_header_reads_those_of_its_siblings(golden: Path) -> None:

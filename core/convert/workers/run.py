@@ -270,6 +270,7 @@ class _Lead:
             written=written_path(prepared, stage),
             source=prepared.source.store.root.absolute(),
             threads=threads,
+            memory_bytes=prepared.job.memory_bytes,
             **asdict(self._sizes),
         )
 

@@ -32,7 +32,7 @@ from core.copy.output import TargetStore as Target
 from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CheckpointingException, StorageError, UsageError
-from core.files.source_store import open_store
+from core.files.source_store import limit_reading, open_store
 from core.plan.items import ITEM_BYTES
 from core.stage.files import StageStore
 from core.stage.journal import BATCH_BYTES, FileJournal, journal_path, journals_in
@@ -60,6 +60,7 @@ class WorkOrder:
         source: directory of the source.
         target: directory whose files are compared; None if files are written.
         threads: number of copying threads.
+        memory_bytes: memory limit of each worker.
         crc, crc_digest: compute CRC-32s, and content digests.
         fsync: wait until the bytes are on the disk.
         batch_bytes: work that a killed worker may lose.
@@ -75,6 +76,7 @@ class WorkOrder:
     source: Path
     target: Path | None = None
     threads: int
+    memory_bytes: int
     crc: bool = True
     crc_digest: bool = True
     fsync: bool = True
@@ -144,6 +146,7 @@ class WorkerShare:
             self._plan = stack.enter_context(plan)
             self._source = open_store(self._order.source, stamps=self._plan.stamps)
             stack.callback(self._source.close)
+            limit_reading(self._source, self._order.memory_bytes, threads=self._order.threads)
             self._check_source()
             self._closing = stack.pop_all()
         return self

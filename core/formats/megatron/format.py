@@ -103,6 +103,12 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
     coords_of = matched_dirs(folders, _possible_dirs(args, topology), topology=topology)
     places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
+    files.expect(
+        (f"{folder}/{name}", coords)
+        for folder, coords in coords_of.items()
+        for name in (MODEL_FILE, OPTIM_FILE)
+        if name in files_in[folder]
+    )
     return _catalog(files, places, files_in, topology=topology)
 
 

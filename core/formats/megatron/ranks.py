@@ -7,13 +7,14 @@ that comparing ranks takes no time: they share one object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import StoredObject
 from core.catalog.stored import Coords, Extent, StoredArray
 from core.errors import CorruptError
+from core.files.source_store import expect_headers, is_remote
 from core.formats.torch.shared_structure import FilePattern, PatternedFile, PatternedFiles
 from core.formats.torch.tree import TorchTree
 from core.megatron.extras.common_state import OPTIMIZER, is_chunk
@@ -89,6 +90,21 @@ class RankFiles:
         """Number of files that were not opened, but assumed to equal others."""
         return self._patterned_files.n_unopened
 
+    def expect(self, files: Iterable[tuple[str, Coords]]) -> None:
+        """Announce the files that will be read; of a sample, one of each role."""
+        if not is_remote(self._store):
+            return
+        names: dict[object, str] = {}
+        for file, coords in files:
+            role = self._role(file, coords) if self.samples else file
+            names.setdefault(role, file)
+        expect_headers(self._store, list(names.values()))
+
+    def _role(self, file: str, coords: Coords) -> tuple[str, int]:
+        """Return pipeline stage, name and length of a file."""
+        folder, _, name = file.rpartition("/")
+        return f"{dict(coords).get('pp', 0)}/{name}", self._store.sizes(folder)[name]
+
     def read_root(self, file: str) -> Mapping[object, object]:
         """Return the top-level entries of a file by name; {} if it is not a dict.
 
@@ -128,9 +144,7 @@ class RankFiles:
     ) -> RankContent:
         # For a sample, files with equal pipeline stage, name and length are assumed to be equal.
         if self.samples:
-            folder, _, name = file.rpartition("/")
-            role = f"{dict(coords).get('pp', 0)}/{name}", self._store.sizes(folder)[name]
-            content = self._patterned_files.assume(file, role)
+            content = self._patterned_files.assume(file, self._role(file, coords))
         else:
             content = self._patterned_files.read(file)
         # The form is derived from a pattern once, and the content of each file from the form.

@@ -28,6 +28,7 @@ from pickletools import genops
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException
+from core.files.source_store import is_remote
 from core.formats.torch.tensors import TensorHooks
 from core.formats.torch.tree import TorchTree, parse, stream_kind
 from core.formats.torch.zip.container import CENTRAL, Archive, Record, read_archive
@@ -163,7 +164,8 @@ class PatternedFiles:
         parts = pattern._cutter.unpack(tail)
         if parts[::2] != pattern.tail[::2]:
             return None
-        # The local headers and the small records must be equal.
+        # The local headers and the small records must be equal. Remotely they would be a request
+        # each; the directory and the pickle suffice, and the CRCs of the data are checked later.
         windows = store.read_spans(
             file, [(start, n_bytes) for start, n_bytes, _ in pattern._windows]
         )
@@ -199,7 +201,7 @@ def _parse_pattern(store: ReadStore, file: str) -> FilePattern:
     pickle = archive.record("data.pkl")
     pattern._size = store.size(file)
     pattern._pickle_at, pattern._pickle = pickle.offset, read_pickle(store, file, pickle)
-    pattern._windows = list(_read_windows(store, archive))
+    pattern._windows = [] if is_remote(store) else list(_read_windows(store, archive))
     tail = store.read(file, archive.directory, pattern._size - archive.directory)
     # Find every CRC field of the directory; only these may differ from file to file.
     names = []

@@ -43,6 +43,7 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
+from core.files.source_store import is_remote
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -73,6 +74,9 @@ STORED = 0
 DEFLATED = 8
 MAX_INFLATION = 1032
 """Maximum number of bytes to which a deflated byte can inflate (zlib's technical details)."""
+_ALIGNMENT = 64
+_MAX_FIELD = 32
+"""Maximum number of bytes of an extra field beside the padding: its head and ZIP64 sizes."""
 _READ_AHEAD = 8192
 """Local headers that are closer to each other than this many bytes are read together."""
 _MAX_READ = 1 << 20
@@ -534,6 +538,10 @@ class _ArchiveReader:
         """
         # The first record must begin where the zip begins.
         ordered = sorted(entries, key=lambda entry: entry.header)
+        if is_remote(self._store) and self._report is raising:
+            certain = _offsets_of_aligned(ordered, end)
+            if certain is not None:
+                return certain
         if ordered and ordered[0].header != 0:
             message = f"{ordered[0].header} bytes precede the zip's first record"
             self._report(self._error("zip.directory", message, 0, ordered[0].header))
@@ -608,6 +616,32 @@ class _ArchiveReader:
             entry.header,
             LOCAL.size + len(entry.name) + entry.stored,
         )
+
+
+def _offsets_of_aligned(ordered: list[_DirectoryEntry], end: int) -> dict[int, int] | None:
+    """Return offset of the header → offset of the data, from the directory alone.
+
+    torch aligns the data of every record to 64 bytes, and writes a descriptor of 16 or 24 bytes
+    after it. So the data ends where the descriptor before the next header begins. Reading a header
+    per record would be a request each.
+
+    Returns:
+        None unless every record is as torch writes it.
+    """
+    offsets = {}
+    for number, entry in enumerate(ordered):
+        need = entry.header + LOCAL.size + len(entry.name)
+        limit = ordered[number + 1].header if number + 1 < len(ordered) else end
+        sizes = (16, 24) if entry.flags & HAS_DESCRIPTOR else (0,)
+        candidates = [
+            start
+            for start in (limit - n_bytes - entry.stored for n_bytes in sizes)
+            if start % _ALIGNMENT == 0 and 0 <= start - need <= _ALIGNMENT + _MAX_FIELD
+        ]
+        if len(candidates) != 1:
+            return None
+        offsets[entry.header] = candidates[0]
+    return offsets if ordered and ordered[0].header == 0 else None
 
 
 def _window_end(ordered: list[_DirectoryEntry], number: int) -> int:
