@@ -15,6 +15,7 @@ BENCHES = {
     "scale": "plans and inspections of checkpoints of real models' sizes, as sparse files",
     "api": "core.dist_checkpointing beside torch's and megatron-core's own",
     "launch": "several workers beside several threads",
+    "stores": "checkpoints in an object store: bytes, requests, speed and memory",
     "device": "per-byte work on an accelerator beside the processor",
 }
 

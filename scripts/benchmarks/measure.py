@@ -202,6 +202,8 @@ class Page:
         self.scratch_dir = scratch_dir
         self.cases: list[Case] = []
         self.failures: list[str] = []
+        self.skipped: dict[str, str] = {}
+        """Rows that are not measured → the reason."""
 
     def wants(self, name: str) -> bool:
         """Whether the rows of a name are to be measured."""
@@ -264,6 +266,7 @@ def run_page(options: argparse.Namespace, measure: Callable[[Page], None]) -> in
         "n_cpus": len(os.sched_getaffinity(0)),
         "cases": [case.as_dict() for case in page.cases],
         "failures": page.failures,
+        "skipped": page.skipped,
     }
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

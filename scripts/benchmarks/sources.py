@@ -10,6 +10,7 @@ of
 
 - ``megatron-tpN``: N rank files as Megatron-LM lays them out, by torch.save
 - ``megatron-tpN-optim``: the same with a Float16 optimizer, fp32 masters and moments
+- ``ranks-N``: N rank files of a small model at TP 8, so PP N / 8, of ``--bytes`` each at least
 - ``torch``: one .pt, by torch.save
 - ``dcp-1``: DCP by dcp.save in one process, one file
 - ``dcp-4``: DCP by dcp.save in four processes, DTensors sharded as tensor parallelism shards them
@@ -234,6 +235,54 @@ def make_megatron(folder: Path, n_bytes: int, tp: int, *, has_optimizer: bool = 
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
 
 
+def make_ranks(folder: Path, n_bytes: int, n_ranks: int) -> None:
+    """Write the rank files of a model with a layer in each pipeline stage."""
+    tp, hidden = 8, 256
+    pp = n_ranks // tp
+    sizes = {
+        "ffn_hidden_size": hidden,
+        "hidden_size": hidden,
+        "kv_channels": hidden // N_HEADS,
+        "num_layers": pp,
+        "padded_vocab_size": hidden,
+        "pipeline_model_parallel_size": pp,
+        "vocab_size": hidden,
+        "world_size": n_ranks,
+    }
+    args = argparse.Namespace(**vars(args_for(pp, tp)) | sizes)
+    kv = hidden // N_HEADS * N_GROUPS
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attention.linear_proj": (hidden, hidden // tp),
+        "self_attention.linear_qkv": ((hidden + 2 * kv) // tp, hidden),
+        "pre_mlp_layernorm": (hidden,),
+        "mlp.linear_fc1": (2 * hidden // tp, hidden),
+        "mlp.linear_fc2": (hidden, hidden // tp),
+    }
+    for rank in range(n_ranks):
+        pp_rank, tp_rank = divmod(rank, tp)
+        shapes = {f"decoder.layers.0.{name}.weight": shape for name, shape in layer.items()}
+        if pp_rank == 0:
+            shapes["embedding.word_embeddings.weight"] = (hidden // tp, hidden)
+        if pp_rank == pp - 1:
+            shapes["decoder.final_layernorm.weight"] = (hidden,)
+            shapes["output_layer.weight"] = (hidden // tp, hidden)
+        content = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": ITERATION,
+            "model": {
+                key: torch.full(shape, float(rank), dtype=torch.bfloat16)
+                for key, shape in shapes.items()
+            },
+            "rng_state": [{**_rng_state()[0], "padding": torch.zeros(n_bytes, dtype=torch.uint8)}],
+        }
+        rank_dir = folder / f"iter_{ITERATION:07d}" / f"mp_rank_{tp_rank:02d}_{pp_rank:03d}"
+        rank_dir.mkdir(parents=True)
+        torch.save(content, rank_dir / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+
+
 def make_torch(folder: Path, n_bytes: int) -> None:
     folder.mkdir(parents=True)
     state = rank_dict(n_layers_for(n_bytes), 1, 0)
@@ -421,6 +470,8 @@ def main() -> None:
     if options.kind.startswith("megatron-tp"):
         tp, _, rest = options.kind.removeprefix("megatron-tp").partition("-")
         make_megatron(options.folder, options.bytes, int(tp), has_optimizer=rest == "optim")
+    elif options.kind.startswith("ranks-"):
+        make_ranks(options.folder, options.bytes, int(options.kind.removeprefix("ranks-")))
     elif options.kind == "tiny":
         make_tiny(options.folder)
     else:
