@@ -42,8 +42,12 @@ _USUAL_FILES = (
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_AGE_S = 10.0
 """Age up to which a listing is used again; opening a checkpoint looks at a prefix several times."""
+_PAGE_KEYS = 1000
+"""Number of objects in an answer of S3."""
 N_REQUESTS = 16
 """Number of requests at the same time."""
+N_SMALL_REQUESTS = 64
+"""Number of requests for pages of metadata at the same time, whose time is all waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,15 @@ _Key: TypeAlias = tuple[str, frozenset[tuple[str, str]]]
 _roots: dict[_Key, tuple[float, Folder]] = {}
 _trees: dict[_Key, tuple[float, dict[str, Folder]]] = {}
 """Prefix → time and result of the last listing."""
+_begun: dict[_Key, _TreeListing] = {}
+"""Prefix → listing of everything below it that was begun."""
 
 
 def forget_listings() -> None:
     """Make the next questions ask the store again."""
     _roots.clear()
     _trees.clear()
+    _begun.clear()
 
 
 def is_listed(path: Address) -> bool:
@@ -101,9 +108,49 @@ def list_root(root: Address) -> Folder:
     age_and_result = _roots.get(key)
     if age_and_result is not None and time.monotonic() - age_and_result[0] < _MAX_AGE_S:
         return age_and_result[1]
-    content = _ask_for_listing(root) if is_listed(root) else Folder(_find_usual_files(root))
+    content = _list_both_ways(root) if is_listed(root) else Folder(_find_usual_files(root))
     _roots[key] = time.monotonic(), content
     return content
+
+
+def _list_both_ways(root: Address) -> Folder:
+    """List what is right below a prefix, and begin to list everything below it at the same time.
+
+    If that fits into one answer, the next question about a directory below needs no request.
+    """
+    key = str(root), storage_options()
+    with ThreadPoolExecutor(1) as thread:
+        content = thread.submit(_ask_for_listing, root)
+        tree = _begun[key] = _TreeListing(root)
+        # As many answers as the other listing takes: one for most prefixes.
+        tree.go_on()
+        while not content.done() and not tree.is_complete:
+            tree.go_on()
+        if tree.is_complete:
+            list_all(root)
+        return content.result()
+
+
+class _TreeListing:
+    """A listing of everything below a prefix, answer by answer."""
+
+    def __init__(self, root: Address) -> None:
+        import obstore
+
+        self.objects: dict[str, StoredFile] = {}
+        self.is_complete = False
+        self._root = root
+        with translate_store_errors(root):
+            stream: Any = obstore.list(client_of(root), root.key or None, chunk_size=_PAGE_KEYS)
+        self._answers = iter(stream)
+
+    def go_on(self) -> None:
+        """Ask for the next objects."""
+        with translate_store_errors(self._root):
+            answer: Any = next(self._answers, [])
+        skipped = len(self._root.key) + 1 if self._root.key else 0
+        self.objects |= {meta["path"][skipped:]: _described(meta) for meta in answer}
+        self.is_complete = len(answer) < _PAGE_KEYS
 
 
 def _ask_for_listing(root: Address) -> Folder:
@@ -123,17 +170,14 @@ def list_all(root: Address) -> dict[str, Folder]:
 
     The result may be some seconds old.
     """
-    import obstore
-
     key = str(root), storage_options()
     age_and_result = _trees.get(key)
     if age_and_result is not None and time.monotonic() - age_and_result[0] < _MAX_AGE_S:
         return age_and_result[1]
-    skipped = len(root.key) + 1 if root.key else 0
-    with translate_store_errors(root):
-        stream: Any = obstore.list(client_of(root), root.key or None)
-        objects = {meta["path"][skipped:]: _described(meta) for batch in stream for meta in batch}
-    folders = _sort_into_folders(objects)
+    tree = _begun.pop(key, None) or _TreeListing(root)
+    while not tree.is_complete:
+        tree.go_on()
+    folders = _sort_into_folders(tree.objects)
     _trees[key] = time.monotonic(), folders
     return folders
 

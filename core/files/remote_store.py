@@ -17,6 +17,7 @@ from core.errors import MissingShardError, SourceChangedError, TruncatedError
 from core.files.object_client import client_of, translate_store_errors
 from core.files.object_listing import (
     N_REQUESTS,
+    N_SMALL_REQUESTS,
     Folder,
     StoredFile,
     find_object,
@@ -81,6 +82,10 @@ class RemoteStore(ReadStore):
         self._ahead = ReadAhead(self._fetch, self._pool, memory)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
+        self._long_reads = threading.BoundedSemaphore(N_REQUESTS)
+        """Requests for parts of long ranges; those for pages and what is read ahead are bounded by
+        their memory.
+        """
 
     @property
     @override
@@ -163,7 +168,8 @@ class RemoteStore(ReadStore):
 
         def fill(start: int) -> None:
             n_bytes = min(part_bytes, len(buffer) - start)
-            buffer[start : start + n_bytes] = self._fetch(name, offset + start, n_bytes)
+            with self._long_reads:
+                buffer[start : start + n_bytes] = self._fetch(name, offset + start, n_bytes)
 
         starts = range(0, len(buffer), part_bytes)
         list(self._pool().map(fill, starts) if len(starts) > 1 else map(fill, starts))
@@ -276,7 +282,7 @@ class RemoteStore(ReadStore):
         """Return the threads that wait for answers."""
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(N_REQUESTS, "ckpt-store")
+                self._threads = ThreadPoolExecutor(N_SMALL_REQUESTS, "ckpt-store")
             return self._threads
 
     def _object(self, name: str) -> StoredFile:
@@ -349,7 +355,7 @@ class RemoteStore(ReadStore):
     def _read_page(self, name: str, entry: StoredFile, offset: int, n_bytes: int) -> bytes:
         """Return a range from what was read before; read it, and what follows it, if it is new."""
         kept = self._pages.find(name, offset, n_bytes)
-        if kept is None:
+        if kept is None or name in self._headers:
             self._await_headers(name)
             kept = self._pages.find(name, offset, n_bytes)
         if kept is not None:
@@ -372,15 +378,20 @@ class RemoteStore(ReadStore):
         Who reads two of them will read the others, too.
         """
         with self._lock:
-            is_expected = name in self._headers or name in self._upcoming
-            is_headed = not is_expected and name not in self._pages and self._ends_of(name) != ()
-            if is_headed:
+            is_new = name not in self._headers and name not in self._pages
+            is_headed = is_new and self._ends_of(name) != ()
+            if name in self._upcoming:
+                self._upcoming.remove(name)
+            elif is_headed:
                 self._n_headed += 1
                 if self._n_headed > 1 and not self._upcoming:
                     self._upcoming.extend(self._siblings(name))
+            is_awaited = is_headed or name in self._headers
         if is_headed:
             self._start_pages(name)
         self._start_headers()
+        if not is_awaited:
+            return
         with self._lock:
             futures = self._headers.pop(name, [])
         for future in futures:
@@ -396,7 +407,7 @@ class RemoteStore(ReadStore):
                 if not self._upcoming or len(self._headers) >= most:
                     return
                 name = self._upcoming.popleft()
-                if name in self._opened:
+                if name in self._pages:
                     continue
                 self._headers[name] = []
             self._start_pages(name)
@@ -431,7 +442,7 @@ class RemoteStore(ReadStore):
             for last in content.objects
             if last.endswith(f".{suffix}")
         )
-        return sorted(other for other in names if other != name and other not in self._opened)
+        return sorted(other for other in names if other != name and other not in self._pages)
 
     def _fetch(self, name: str, offset: int, n_bytes: int) -> memoryview:
         """Read a range, except for what kept pages hold of it."""

@@ -107,6 +107,9 @@ def main() -> None:
         import numpy  # noqa: F401 - before the clock starts
 
         import core  # noqa: F401
+        from core.formats.registry import formats
+
+        formats()
     elif how == "dcp":
         import torch.distributed.checkpoint  # noqa: F401
     else:

@@ -99,16 +99,16 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
         _check_folder(folder, names)
     # The topology, and hence the expected directories, follow from the first rank's arguments.
     files = RankFiles(store, samples=samples)
+    files.expect(
+        f"{folder}/{name}"
+        for folder in sorted(folders, key=lambda folder: folder.split("_")[:1:-1])
+        for name in (MODEL_FILE, OPTIM_FILE)
+        if name in files_in[folder]
+    )
     args = files.read_root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
     coords_of = matched_dirs(folders, _possible_dirs(args, topology), topology=topology)
     places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
-    files.expect(
-        (f"{folder}/{name}", coords)
-        for folder, coords in coords_of.items()
-        for name in (MODEL_FILE, OPTIM_FILE)
-        if name in files_in[folder]
-    )
     return _catalog(files, places, files_in, topology=topology)
 
 

@@ -90,20 +90,20 @@ class RankFiles:
         """Number of files that were not opened, but assumed to equal others."""
         return self._patterned_files.n_unopened
 
-    def expect(self, files: Iterable[tuple[str, Coords]]) -> None:
-        """Announce the files that will be read; of a sample, one of each role."""
+    def expect(self, files: Iterable[str]) -> None:
+        """Announce the files that will be read; of a sample, one of each role.
+
+        The arguments are not known yet, so the stage is the number after that of the tensor rank.
+        """
         if not is_remote(self._store):
             return
         names: dict[object, str] = {}
-        for file, coords in files:
-            role = self._role(file, coords) if self.samples else file
+        for file in files:
+            folder, _, name = file.rpartition("/")
+            stage = "".join(folder.removeprefix("mp_rank_").split("_")[1:2])
+            role = (stage, name, self._store.sizes(folder)[name]) if self.samples else file
             names.setdefault(role, file)
         expect_headers(self._store, list(names.values()))
-
-    def _role(self, file: str, coords: Coords) -> tuple[str, int]:
-        """Return pipeline stage, name and length of a file."""
-        folder, _, name = file.rpartition("/")
-        return f"{dict(coords).get('pp', 0)}/{name}", self._store.sizes(folder)[name]
 
     def read_root(self, file: str) -> Mapping[object, object]:
         """Return the top-level entries of a file by name; {} if it is not a dict.
@@ -144,7 +144,9 @@ class RankFiles:
     ) -> RankContent:
         # For a sample, files with equal pipeline stage, name and length are assumed to be equal.
         if self.samples:
-            content = self._patterned_files.assume(file, self._role(file, coords))
+            folder, _, name = file.rpartition("/")
+            role = f"{dict(coords).get('pp', 0)}/{name}", self._store.sizes(folder)[name]
+            content = self._patterned_files.assume(file, role)
         else:
             content = self._patterned_files.read(file)
         # The form is derived from a pattern once, and the content of each file from the form.
