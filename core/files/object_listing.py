@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -121,13 +122,15 @@ def _list_both_ways(root: Address) -> Folder:
     key = str(root), storage_options()
     with ThreadPoolExecutor(1) as thread:
         content = thread.submit(_ask_for_listing, root)
-        tree = _begun[key] = _TreeListing(root)
-        # As many answers as the other listing takes: one for most prefixes.
-        tree.go_on()
-        while not content.done() and not tree.is_complete:
+        # As many answers as the other listing takes, whose errors are reported.
+        with suppress(StorageError):
+            tree = _TreeListing(root)
             tree.go_on()
-        if tree.is_complete:
-            list_all(root)
+            while not content.done() and not tree.is_complete:
+                tree.go_on()
+            _begun[key] = tree
+            if tree.is_complete:
+                list_all(root)
         return content.result()
 
 
