@@ -450,13 +450,25 @@ class RemoteStore(ReadStore):
         if kept is not None:
             return kept
         entry = self._known(name)
-        begin, end = self._pages.find_ends(name, offset, n_bytes)
-        if begin is None and end is None:
+        pieces = self._pages.find_pieces(name, offset, n_bytes)
+        if not pieces:
             return self._get(name, entry, offset, n_bytes)
-        begin, end = begin or memoryview(b""), end or memoryview(b"")
-        n_left = n_bytes - len(begin) - len(end)
-        rest = self._get(name, entry, offset + len(begin), n_left) if n_left > 0 else b""
-        return memoryview(b"".join((begin, rest, end[max(0, -n_left) :])))
+
+        # Fetch the gaps between the pages; all of them at once unless most is there.
+        gaps = []
+        position = offset
+        for start, piece in [*pieces, (offset + n_bytes, memoryview(b""))]:
+            if position < start:
+                gaps.append((position, start))
+            position = start + len(piece)
+        if len(gaps) > 1 and 2 * sum(len(piece) for _, piece in pieces) < n_bytes:
+            gaps = [(gaps[0][0], gaps[-1][1])]
+        data = memoryview(bytearray(n_bytes))
+        for start, piece in pieces:
+            data[start - offset : start - offset + len(piece)] = piece
+        for start, stop in gaps:
+            data[start - offset : stop - offset] = self._get(name, entry, start, stop - start)
+        return data
 
     def _get(self, name: str, entry: StoredFile, offset: int, n_bytes: int) -> memoryview:
         """Read a range of an object in one request."""

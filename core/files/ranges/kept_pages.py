@@ -32,19 +32,17 @@ class KeptPages:
                     return memoryview(page)[offset - start : offset - start + n_bytes]
         return None
 
-    def find_ends(
-        self, name: str, offset: int, n_bytes: int
-    ) -> tuple[memoryview | None, memoryview | None]:
-        """Return the beginning and the end of a range, as far as pages hold them."""
-        begin = end = None
+    def find_pieces(self, name: str, offset: int, n_bytes: int) -> list[tuple[int, memoryview]]:
+        """Return what pages hold of a range: disjoint pieces with their offsets, in order."""
+        pieces = []
+        position, stop = offset, offset + n_bytes
         with self._lock:
-            for start, page in self._pages.get(name, {}).items():
-                view, stop = memoryview(page), start + len(page)
-                if start <= offset < stop < offset + n_bytes:
-                    begin = view[offset - start :]
-                elif offset < start < offset + n_bytes <= stop:
-                    end = view[: offset + n_bytes - start]
-        return begin, end
+            for start, page in sorted(self._pages.get(name, {}).items()):
+                first, last = max(start, position), min(start + len(page), stop)
+                if first < last:
+                    pieces.append((first, memoryview(page)[first - start : last - start]))
+                    position = last
+        return pieces
 
     def keep(self, name: str, offset: int, page: bytes) -> None:
         """Keep a page, and forget what was used longest ago."""

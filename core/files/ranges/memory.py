@@ -8,7 +8,7 @@ MIB = 1 << 20
 MAX_PART_BYTES = 4 * MIB
 """Number of bytes of a request; longer ranges are divided."""
 _MIN_PART_BYTES = MIB
-_MAX_BYTES, _MIN_BYTES = 96 * MIB, 9 * MIB
+_MAX_BYTES, _MIN_BYTES = 80 * MIB, 9 * MIB
 _AMPLE_LIMIT, _SCARCE_LIMIT = 512 * MIB, 192 * MIB
 """Memory limits of a process from which on, and up to which, reading takes the most and the least
 memory.
@@ -47,7 +47,7 @@ def divide_memory(limit_bytes: int | None, *, n_requests: int) -> ReadingMemory:
     if limit_bytes is not None and limit_bytes < _AMPLE_LIMIT:
         above = max(0, limit_bytes - _SCARCE_LIMIT)
         n_bytes = _MIN_BYTES + (_MAX_BYTES - _MIN_BYTES) * above // (_AMPLE_LIMIT - _SCARCE_LIMIT)
-    kept_bytes = n_bytes // 3
+    kept_bytes = n_bytes // 4
     ahead_bytes = n_bytes - kept_bytes
     part_bytes = max(_MIN_PART_BYTES, min(MAX_PART_BYTES, ahead_bytes // n_requests))
     return ReadingMemory(kept_bytes, ahead_bytes, part_bytes)
