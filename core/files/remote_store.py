@@ -164,12 +164,19 @@ class RemoteStore(ReadStore):
 
     def _read_long(self, name: str, entry: StoredFile, offset: int, buffer: memoryview) -> None:
         """Fill a buffer by several requests at the same time."""
+        # numpy copies without the interpreter's lock; copies into new memory are slow.
+        import numpy as np
+
         part_bytes = self._ahead.memory.part_bytes
+
+        def copy(target: memoryview, data: memoryview) -> None:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))
 
         def fill(start: int) -> None:
             n_bytes = min(part_bytes, len(buffer) - start)
             with self._long_reads:
-                buffer[start : start + n_bytes] = self._fetch(name, offset + start, n_bytes)
+                data = self._fetch(name, offset + start, n_bytes)
+                copy(buffer[start : start + n_bytes], data)
 
         starts = range(0, len(buffer), part_bytes)
         list(self._pool().map(fill, starts) if len(starts) > 1 else map(fill, starts))

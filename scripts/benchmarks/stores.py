@@ -91,7 +91,7 @@ def depth(requests: Sequence[Request]) -> int:
     for request in requests:
         if request.kind != "LIST":
             by_key.setdefault(request.key, []).append(request)
-    # In the median: requests for some files overlap only because all slots are taken.
+    # In the median: some requests wait only because all slots are taken.
     of_files = [chain(group) for group in by_key.values()] or [0]
     return max(n_waves, chain(lists) + statistics.median_low(of_files))
 

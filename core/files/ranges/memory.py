@@ -47,7 +47,7 @@ def divide_memory(limit_bytes: int | None, *, n_requests: int) -> ReadingMemory:
     if limit_bytes is not None and limit_bytes < _AMPLE_LIMIT:
         above = max(0, limit_bytes - _SCARCE_LIMIT)
         n_bytes = _MIN_BYTES + (_MAX_BYTES - _MIN_BYTES) * above // (_AMPLE_LIMIT - _SCARCE_LIMIT)
-    kept_bytes = n_bytes // 4
+    kept_bytes = n_bytes // 5
     ahead_bytes = n_bytes - kept_bytes
     part_bytes = max(_MIN_PART_BYTES, min(MAX_PART_BYTES, ahead_bytes // n_requests))
     return ReadingMemory(kept_bytes, ahead_bytes, part_bytes)
