@@ -272,6 +272,7 @@ def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
         written=tmp_path / ".out.ckpt-stage" / "data",
         source=tmp_path,
         threads=1,
+        memory_bytes=64 << 20,
     )
     team = PipeTeam(1, 2, [None], None)
     with (
