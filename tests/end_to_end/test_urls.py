@@ -68,9 +68,13 @@ def test_what_is_read_from_s3_equals_what_is_read_from_a_directory(
     for path in (f"s3://runs/{name}", str(golden / name)):
         code = main(["validate", "--deep", path, "--json"])
         verdict = json.loads(capsys.readouterr().out)["checkpoints"][0]
+        # What the store has checksums of is covered, and noted.
+        findings = [
+            item for item in verdict["findings"] if item["code"] not in ("CK704", "CK832", "CK833")
+        ]
         assert main(["inspect", path, "--json"]) == 0
         page = json.loads(capsys.readouterr().out)
-        seen.append((code, verdict["findings"], {key: page[key] for key in page.keys() - {"path"}}))
+        seen.append((code, findings, {key: page[key] for key in page.keys() - {"path"}}))
     assert seen[0] == seen[1]
 
 
