@@ -136,12 +136,12 @@ class Subject:
         """
         if not isinstance(self.store, RemoteStore):
             return StatedChecksums()
-        names = list(self.files)
-        if self.level != Level.DEEP:
-            manifest = None if self.recorded is None else self.recorded.manifest
-            recorded = () if manifest is None else manifest.files
-            names = [file.path for file in recorded if file.crc and file.path in self.files]
-        return look_up_checksums(self.store, names)
+        if self.level == Level.DEEP:
+            return look_up_checksums(self.store, self.files)
+        manifest = None if self.recorded is None else self.recorded.manifest
+        recorded = () if manifest is None else manifest.files
+        names = [file.path for file in recorded if file.crc and file.path in self.files]
+        return look_up_checksums(self.store, names, needed="CRC-32")
 
     _uses: set[Use] = field(default_factory=set)
     _read: ReadPickles = field(default_factory=lambda: ReadPickles(()))

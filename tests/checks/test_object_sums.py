@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import random
 import zlib
 from itertools import pairwise
@@ -15,19 +14,10 @@ import pytest
 from core.arrays.crc import CRC32, CRC32C, CRC64_NVME, Crc
 from core.checks.content.object_sums import ObjectCrcs, ObjectHashes, choose_checksum, whole_crc
 from core.files.stated.checksum import RangeSum, StatedChecksum
+from tests.support.crc64 import HAS_AWSCRT, crc64_nvme
 
 DATA = random.Random(1).randbytes(5000)
 CUTS = [0, 1, 700, 701, 3000, 5000]
-
-
-def crc64_nvme(data: bytes) -> int:
-    """Compute the CRC bit by bit, as its definition says."""
-    crc = 2**64 - 1
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x9A6C9329AC4BC9B5 if crc & 1 else 0)
-    return crc ^ (2**64 - 1)
 
 
 FUNCTIONS = {
@@ -35,7 +25,6 @@ FUNCTIONS = {
     "CRC-32C": (CRC32C, google_crc32c.value),
     "CRC-64/NVME": (CRC64_NVME, crc64_nvme),
 }
-HAS_AWSCRT = importlib.util.find_spec("awscrt") is not None
 
 
 def test_the_bitwise_definition_is_the_catalogue_s() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from ckpt_cli.app import main
 from core.files.object_listing import forget_listings
+from tests.support.crc64 import HAS_AWSCRT, crc64_nvme
 from tests.support.object_stores import s3_server
 
 SOURCE = "hf/llama/safetensors_sharded"
@@ -38,19 +39,10 @@ def checkpoint(golden: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def crc64_nvme(data: bytes) -> int:
-    """Compute the CRC bit by bit, as its definition says."""
-    crc = 2**64 - 1
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x9A6C9329AC4BC9B5 if crc & 1 else 0)
-    return crc ^ (2**64 - 1)
-
-
 SUMS = {
     "CRC32": lambda data: zlib.crc32(data).to_bytes(4, "big"),
     "CRC32C": lambda data: google_crc32c.value(data).to_bytes(4, "big"),
+    "CRC64NVME": lambda data: crc64_nvme(data).to_bytes(8, "big"),
     "SHA256": lambda data: hashlib.sha256(data).digest(),
     "SHA1": lambda data: hashlib.sha1(data).digest(),
 }
@@ -139,3 +131,38 @@ def test_what_is_read_is_compared(
     intact = SUMS[algorithm]((folder / damaged).read_bytes())
     assert error["expected"] == f"{name} {intact.hex()}"
     assert note["message"].startswith(f"{n_files - 1} files (")
+
+
+def test_the_default_of_s3_needs_awscrt(
+    client: Any, golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(client, golden / SOURCE, "d", "CRC64NVME")
+    code, (note,) = findings(["--deep", "s3://runs/d"], capsys)
+    told = "matches what was read" if HAS_AWSCRT else "which needs awscrt: pip install awscrt"
+    assert (code, note["code"]) == (0, "CK832" if HAS_AWSCRT else "CK833")
+    assert "the store's CRC-64/NVME" in note["message"] or "states CRC-64/NVME" in note["message"]
+    assert note["message"].endswith(told)
+
+
+def test_a_checksum_of_parts_that_are_not_listed_is_not_compared(
+    client: Any, golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = golden / "hf/llama/safetensors_single/model.safetensors"
+    target = {"Bucket": "runs", "Key": "e/model.safetensors"}
+    upload = client.create_multipart_upload(**target, ChecksumAlgorithm="SHA256")["UploadId"]
+    part = client.upload_part(
+        **target,
+        UploadId=upload,
+        PartNumber=1,
+        Body=path.read_bytes(),
+        ChecksumAlgorithm="SHA256",
+    )
+    stated = {key: part[key] for key in ("ETag", "ChecksumSHA256") if key in part}
+    client.complete_multipart_upload(
+        **target, UploadId=upload, MultipartUpload={"Parts": [{"PartNumber": 1, **stated}]}
+    )
+    code, (note,) = findings(["--deep", "s3://runs/e/model.safetensors"], capsys)
+    assert (code, note["code"]) == (0, "CK833")
+    assert note["message"] == (
+        "model.safetensors: the store states SHA-256 of parts, but not where they are"
+    )

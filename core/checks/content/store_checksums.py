@@ -136,27 +136,28 @@ def _find_difference(
     subject: Subject, name: str, checksum: StatedChecksum, actual: Sum
 ) -> Finding | None:
     """Compare one object, which was read to its end, with the checksum of its store."""
-    span, expected, computed = None, "", None
+    span = None
     if checksum.algorithm in CRCS:
         expected = whole_crc(checksum)
-        if checksum.algorithm == "CRC-32":
-            computed = None if actual.crc is None else f"{actual.crc:08x}"
+        computed = f"{actual.crc:08x}"
     for observer in subject.byte_scan.watches["content.store_checksums"].file_observers:
         if not observer.reads(name, actual.n_bytes):
             continue
         if isinstance(observer, ObjectCrcs):
-            computed = observer.crc_of(name, actual.n_bytes)
+            computed = observer.crc_of(name, actual.n_bytes) or "nothing"
         elif isinstance(observer, ObjectHashes):
             difference = observer.first_difference(name)
-            if difference is not None:
-                part, computed = difference
-                span, expected = (part.start, part.stop), part.value
-    if computed is None or computed == expected:
+            if difference is None:
+                return None
+            part, computed = difference
+            expected = part.value
+            span = (part.start, part.stop) if len(checksum.ranges) > 1 else None
+    if computed == expected:
         return None
     return READ.finding(
         "what was read is not what the store has a checksum of",
         file=name,
-        span=span if len(checksum.ranges) > 1 else None,
+        span=span,
         expected=f"{checksum.algorithm} {expected}",
         found=computed,
     )

@@ -40,7 +40,7 @@ class StatedChecksum:
         algorithm: a key of ``SUM_BYTES``.
         ranges: one range for the whole object; the parts of an upload, in order and without gaps,
             if the store has a checksum of each (a *composite* checksum); () if the store does not
-            state them, so that the checksum cannot be compared with anything.
+            state them, or was not asked for this kind: it cannot be compared with anything.
     """
 
     algorithm: str

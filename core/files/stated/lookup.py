@@ -11,17 +11,23 @@ from core.errors import SourceChangedError, StorageError
 from core.files.object_listing import N_REQUESTS
 from core.files.remote_store import RemoteStore
 from core.files.stated.checksum import StatedChecksum, StatedChecksums
-from core.files.stated.s3 import ask_s3, s3_client
+from core.files.stated.s3 import ask_s3, list_algorithms, s3_client
 from core.files.stated.signed import ask_by_signed_url
 
+_N_ASKED = 2 * N_REQUESTS
+"""Up to this number of objects, S3 is not asked first which of them have the needed checksum."""
 
-def look_up_checksums(store: RemoteStore, names: Iterable[str]) -> StatedChecksums:
+
+def look_up_checksums(
+    store: RemoteStore, names: Iterable[str], *, needed: str | None = None
+) -> StatedChecksums:
     """Ask a store for the checksums of objects, several at a time, without reading any.
 
     Not being told is no error: ``StatedChecksums.failure`` has the reason.
 
     Args:
         names: names of existing objects.
+        needed: the algorithm that is of use; others may be returned without their checksums.
 
     Raises:
         SourceChangedError: an object is no longer the one that was listed.
@@ -30,14 +36,39 @@ def look_up_checksums(store: RemoteStore, names: Iterable[str]) -> StatedChecksu
     scheme = store.root.scheme
     if scheme in ("http", "https") or not names:
         return StatedChecksums()
-    ask: Callable[..., tuple[StatedChecksum, ...]] = ask_by_signed_url
-    if scheme in ("s3", "s3a"):
-        if importlib.util.find_spec("boto3") is None:
-            return StatedChecksums(failure="boto3 is not installed: pip install boto3")
-        try:
-            ask = partial(ask_s3, s3_client(store.root))
-        except Exception as err:  # of many modules of boto3: settings, profiles, endpoints
-            return StatedChecksums(failure=_reason(err))
+    if scheme not in ("s3", "s3a"):
+        return _ask_about_all(store, names, ask_by_signed_url)
+    if importlib.util.find_spec("boto3") is None:
+        return StatedChecksums(failure="boto3 is not installed: pip install boto3")
+    try:
+        client = s3_client(store.root)
+        is_filtered = needed is not None and len(names) > _N_ASKED
+        algorithms = list_algorithms(client, store.root) if is_filtered else {}
+    except Exception as err:  # of many modules of boto3: settings, profiles, endpoints
+        return StatedChecksums(failure=_reason(err))
+    # A listing takes one request for 1,000 objects.
+    useless = {
+        name: tuple(StatedChecksum(algorithm, ()) for algorithm in algorithms.get(name, ()))
+        for name in names
+        if algorithms and needed not in algorithms.get(name, ())
+    }
+    answer = _ask_about_all(
+        store, [name for name in names if name not in useless], partial(ask_s3, client)
+    )
+    unneeded = {name: checksums for name, checksums in useless.items() if checksums}
+    return StatedChecksums({**unneeded, **answer.by_name}, answer.failure)
+
+
+def _ask_about_all(
+    store: RemoteStore, names: list[str], ask: Callable[..., tuple[StatedChecksum, ...]]
+) -> StatedChecksums:
+    """Ask a store about objects, one request for each.
+
+    Raises:
+        SourceChangedError: an object is no longer the one that was listed.
+    """
+    if not names:
+        return StatedChecksums()
 
     def ask_about(name: str) -> tuple[StatedChecksum, ...] | str:
         try:

@@ -60,6 +60,28 @@ def s3_client(path: RemotePath) -> Any:
     )
 
 
+def list_algorithms(client: Any, root: RemotePath) -> dict[str, tuple[str, ...]]:
+    """Return object → algorithms of its checksums, of all objects below a prefix.
+
+    S3 lists them, without the checksums themselves; some of the stores that speak its protocol do
+    not, and the result is empty.
+
+    Raises:
+        ClientError, BotoCoreError: boto3's errors.
+    """
+    algorithm_of = {field.removeprefix("Checksum"): name for field, name in _FIELDS.items()}
+    prefix = f"{root.key}/" if root.key else ""
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=root.bucket, Prefix=prefix)
+    return {
+        item["Key"].removeprefix(prefix): tuple(
+            algorithm_of[name] for name in item["ChecksumAlgorithm"] if name in algorithm_of
+        )
+        for page in pages
+        for item in page.get("Contents", ())
+        if item.get("ChecksumAlgorithm")
+    }
+
+
 def ask_s3(
     client: Any, path: RemotePath, *, n_bytes: int, e_tag: str | None
 ) -> tuple[StatedChecksum, ...]:
@@ -97,13 +119,23 @@ def ask_s3(
         text = answer.get(field)
         if text is None:
             continue
-        if answer.get("ChecksumType") == "COMPOSITE" or "-" in text:
+        if "-" in text or _kind_of(answer) == "COMPOSITE":
             ranges = _ask_for_parts(client, path, field, n_bytes=n_bytes)
             checksums.append(StatedChecksum(algorithm, ranges))
         else:
             checksum = whole_checksum(algorithm, text, n_bytes)
             checksums += [] if checksum is None else [checksum]
     return tuple(checksums)
+
+
+def _kind_of(answer: Mapping[str, str]) -> str:
+    """Return the kind of an object's checksum: ``FULL_OBJECT`` or ``COMPOSITE``.
+
+    Stores that do not state it may mean either for an upload in parts, which its ETag shows
+    (``"…-2"``): it is taken for the one that is never compared with the whole object.
+    """
+    is_in_parts = "-" in answer.get("ETag", "")
+    return answer.get("ChecksumType") or ("COMPOSITE" if is_in_parts else "FULL_OBJECT")
 
 
 def _ask_for_parts(

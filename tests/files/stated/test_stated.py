@@ -65,6 +65,12 @@ def test_s3_states_a_checksum_of_the_whole_object() -> None:
     client = S3({"ChecksumCRC64NVME": text("00" * 8), "ChecksumType": "FULL_OBJECT"})
     assert ask(client) == (StatedChecksum("CRC-64/NVME", (RangeSum(0, 10, "00" * 8),)),)
     assert client.asked[0]["ChecksumMode"] == "ENABLED" and client.asked[0]["IfMatch"] == '"x"'
+    in_parts = {
+        "ChecksumCRC32": text("01020304"),
+        "ETag": '"c1f0-3"',
+        "ChecksumType": "FULL_OBJECT",
+    }
+    assert ask(S3(in_parts)) == (StatedChecksum("CRC-32", (RangeSum(0, 10, "01020304"),)),)
     assert ask(S3({})) == ()
     assert ask(S3({"ChecksumCRC32": "no base64"})) == ()
 
@@ -79,8 +85,12 @@ def test_s3_states_a_checksum_of_each_part() -> None:
 
 @pytest.mark.parametrize("pages", [[], [[(4, "AAAAAA==")]], [[(10, "")]]])
 def test_parts_that_are_not_stated_are_not_made_up(pages: list[list[tuple[int, str]]]) -> None:
-    head = {"ChecksumCRC32": text("01020304") + "-3"}
-    assert ask(S3(head, *pages)) == (StatedChecksum("CRC-32", ()),)
+    for head in (
+        {"ChecksumCRC32": text("01020304") + "-3"},
+        {"ChecksumCRC32": text("01020304"), "ChecksumType": "COMPOSITE"},
+        {"ChecksumCRC32": text("01020304"), "ETag": '"c1f0-3"'},
+    ):
+        assert ask(S3(head, *pages)) == (StatedChecksum("CRC-32", ()),)
 
 
 def test_a_malformed_checksum_is_none() -> None:
@@ -101,6 +111,24 @@ def test_s3_is_asked_through_boto3() -> None:
         client.put_object(Bucket="bucket", Key="x/a", Body=b"other", ChecksumAlgorithm="SHA256")
         with pytest.raises(SourceChangedError, match="changed while it was being read"):
             look_up_checksums(store, ["a"])
+
+
+def test_what_is_of_no_use_is_not_asked_for() -> None:
+    names = [f"{number:02}" for number in range(40)]
+    with pytest.MonkeyPatch.context() as monkeypatch, s3_server(monkeypatch) as client:
+        client.create_bucket(Bucket="bucket")
+        for number, name in enumerate(names):
+            algorithm = "SHA256" if number % 2 else "CRC32"
+            client.put_object(
+                Bucket="bucket", Key=f"x/{name}", Body=b"hello", ChecksumAlgorithm=algorithm
+            )
+        store = RemoteStore(location_of("s3://bucket/x"))  # type: ignore[arg-type]
+        stated = look_up_checksums(store, names, needed="CRC-32")
+    whole = StatedChecksum("CRC-32", (RangeSum(0, 5, "3610a686"),))
+    assert stated.by_name == {
+        name: (StatedChecksum("SHA-256", ()) if number % 2 else whole,)
+        for number, name in enumerate(names)
+    }
 
 
 def test_without_boto3_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
