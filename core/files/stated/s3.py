@@ -52,7 +52,7 @@ def s3_client(path: RemotePath) -> Any:
     return boto3.Session().client(
         "s3",
         endpoint_url=options.get("endpoint"),
-        region_name=options.get("region"),
+        region_name=options.get("region") or options.get("default_region"),
         aws_access_key_id=options.get("access_key_id"),
         aws_secret_access_key=options.get("secret_access_key"),
         aws_session_token=options.get("session_token"),

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from datetime import timedelta
 from email.message import Message
+from http.client import HTTPException
 from typing import Any
 
 from core.errors import SourceChangedError
@@ -59,6 +60,8 @@ def ask_by_signed_url(
         if err.code == 404:
             return ()  # reading it reports this
         raise OSError(f"the store answered {err.code}") from None
+    except HTTPException as err:  # its text may have the URL
+        raise OSError(f"no proper answer ({type(err).__name__})") from None
     return tuple(
         checksum
         for algorithm, text in _sums_in(headers)
