@@ -9,8 +9,7 @@
 two runs share (a *seam*) is hashed at the end, from the file. ``ArrayPart`` carries the sums of one
 process to another.
 
-Source: zlib's ``crc32_combine`` (multiplication by x^(8n) modulo the polynomial, bits reflected);
-XXH3 as in xxhash 0.8.
+Source: XXH3 as in xxhash 0.8.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import xxhash
+
+from core.arrays.crc import CRC32
 
 _crc32: Callable[..., int]
 _combine: Callable[[int, int, int], int] | None
@@ -36,8 +36,6 @@ BLOCK_BYTES = 1 << 20
 
 ALGORITHM = "xxh3-128/1MiB"
 """Name of the digest in manifests."""
-
-_POLYNOMIAL = 0xEDB88320
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
@@ -58,43 +56,13 @@ def crc32_combine(first: int, second: int, n_second: int) -> int:
 
 
 def combine_in_python(first: int, second: int, n_second: int) -> int:
-    """Compute ``crc32_combine`` without zlib-ng; the factor of each length is cached."""
-    return _multiply(_power(n_second), first) ^ second
+    """Compute ``crc32_combine`` without zlib-ng."""
+    return CRC32.combine(first, second, n_second)
 
 
 def crc32_of_zeros(n_bytes: int) -> int:
     """Compute the CRC-32 of ``n_bytes`` zero bytes."""
-    return _multiply(_power(n_bytes), 0xFFFFFFFF) ^ 0xFFFFFFFF
-
-
-def _multiply(a: int, b: int) -> int:
-    """Multiply two polynomials modulo the polynomial of CRC-32; bit 31 is x^0."""
-    # For each power of x in ``a``, add ``b`` times that power.
-    product = 0
-    bit = 1 << 31
-    while a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        bit >>= 1
-        # Times x: the highest power overflows into the polynomial.
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product
-
-
-@lru_cache(maxsize=4096)
-def _power(n_bytes: int) -> int:
-    """Compute x^(8 * n_bytes) modulo the polynomial of CRC-32."""
-    power = 1 << 31
-    exponent = n_bytes
-    square = 1 << 23  # x^8
-    # Square and multiply.
-    while exponent:
-        if exponent & 1:
-            power = _multiply(power, square)
-        square = _multiply(square, square)
-        exponent >>= 1
-    return power
+    return CRC32.combine(0xFFFFFFFF, 0xFFFFFFFF, n_bytes)
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:

@@ -20,7 +20,11 @@ from core.checks.tensor_names import TensorNames
 from core.checks.watch import ByteScan, combine_watches
 from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
+from core.files.object_listing import is_listed
+from core.files.remote_store import RemoteStore
 from core.files.source_store import SourceStore
+from core.files.stated.checksum import StatedChecksums
+from core.files.stated.lookup import look_up_checksums
 from core.files.syscalls import allowed_cores
 from core.files.walk import Tree, list_tree, sparse_files
 from core.formats.format import Format
@@ -118,6 +122,26 @@ class Subject:
     def recorded(self) -> RecordedManifest | None:
         """The manifest of the checkpoint, or the error of reading it; None if there is none."""
         return find_manifest(self.store.root, entry=self.store.entry)
+
+    @property
+    def has_stated(self) -> bool:
+        """True if the files are in an object store, which may state checksums of them."""
+        return isinstance(self.store, RemoteStore) and is_listed(self.store.root)
+
+    @cached_property
+    def stated(self) -> StatedChecksums:
+        """The checksums that an object store states, of the files for which the level needs them.
+
+        At the deepest level, of all files; below, of those that the manifest has CRCs of.
+        """
+        if not isinstance(self.store, RemoteStore):
+            return StatedChecksums()
+        if self.level == Level.DEEP:
+            return look_up_checksums(self.store, self.files)
+        manifest = None if self.recorded is None else self.recorded.manifest
+        recorded = () if manifest is None else manifest.files
+        names = [file.path for file in recorded if file.crc and file.path in self.files]
+        return look_up_checksums(self.store, names, needed="CRC-32")
 
     _uses: set[Use] = field(default_factory=set)
     _read: ReadPickles = field(default_factory=lambda: ReadPickles(()))
@@ -294,6 +318,7 @@ _WATCHERS: tuple[str, ...] = (
     "content.replicas",
     "metadata.hf_model",
     "content.manifests",
+    "content.store_checksums",
     "content.integrity_json",
     "content.fingerprints",
 )
@@ -324,7 +349,7 @@ def run_byte_scan(subject: Subject) -> ByteScan:
     watches = require_agreement(
         team,
         lambda: {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS},
-        lambda watch_of: [*watch_of],
+        lambda watch_of: ([*watch_of], subject.stated.by_name),
         subject=str(subject.path),
     )
     needs = combine_watches(watches.values())

@@ -168,6 +168,42 @@ def translate_store_errors(path: Address) -> Iterator[None]:
         raise _translated(path, type(err).__name__, str(err)) from None
 
 
+def put_object(path: Address, data: bytes, *, replace: bool) -> None:
+    """Write an object by one request; readers see all of it or nothing.
+
+    Args:
+        path: URL of the object.
+        data: its content, up to 5 GB.
+        replace: replace an existing object; otherwise the store itself refuses to
+            (``If-None-Match: *``).
+
+    Raises:
+        FileExistsError: another object has this name, and ``replace`` is false.
+        StorageError: the store refuses, fails, cannot be reached, or has no conditional writes.
+    """
+    import obstore
+    from obstore.exceptions import AlreadyExistsError
+
+    client = client_of(path)
+    mode: Any = "overwrite" if replace else "create"
+    with translate_store_errors(path):
+        try:
+            obstore.put(client, path.key, data, mode=mode, use_multipart=False)
+        except FileNotFoundError as err:  # the object need not exist: it is the bucket
+            raise _no_such_bucket(path) from err
+        except NotImplementedError as err:
+            raise StorageError(
+                "the store cannot refuse to replace an object",
+                file=str(path),
+                hint="--force writes without that condition",
+            ) from err
+        except AlreadyExistsError:
+            # It may be ours: the answer to the first request was lost, and the client repeated it.
+            is_written = bytes(obstore.get(client, path.key).bytes()) == data
+            if not is_written:
+                raise FileExistsError(str(path)) from None
+
+
 def _translated(path: Address, name: str, text: str) -> CheckpointingException:
     """Return the error for a message of the client.
 
@@ -188,11 +224,7 @@ def _translated(path: Address, name: str, text: str) -> CheckpointingException:
             hint="run again when nothing writes to it",
         )
     if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
-        return StorageError(
-            f"no such bucket: {path.bucket}",
-            file=str(path),
-            hint="check the name, and the region or account",
-        )
+        return _no_such_bucket(path)
     if code and code[1] in ("ExpiredToken", "RequestTimeTooSkewed", "InvalidToken"):
         reason = "clock is wrong" if code[1] == "RequestTimeTooSkewed" else "credentials expired"
         return StorageError(f"the {reason}{answer}", file=str(path), hint=_HINTS[scheme])
@@ -226,3 +258,11 @@ def _translated(path: Address, name: str, text: str) -> CheckpointingException:
         )
     first = "the request failed" if status else _QUERY.sub("", text.partition("\n")[0].strip())
     return StorageError(f"{first}{answer}", file=str(path))
+
+
+def _no_such_bucket(path: Address) -> StorageError:
+    return StorageError(
+        f"no such bucket: {path.bucket}",
+        file=str(path),
+        hint="check the name, and the region or account",
+    )

@@ -250,4 +250,8 @@ def _shards_of_index(path: Address, entry: StoredFile) -> set[str]:
 def _described(meta: Any) -> StoredFile:
     """Return what is kept of obstore's description of an object."""
     modified_ns = int(meta["last_modified"].timestamp() * 1e6) * 1000
-    return StoredFile(meta["size"], meta.get("e_tag"), modified_ns)
+    e_tag = meta.get("e_tag")
+    # Azure's listing leaves out the quotes, which its other answers and If-Match have.
+    if e_tag is not None and not e_tag.endswith('"'):
+        e_tag = f'"{e_tag}"'
+    return StoredFile(meta["size"], e_tag, modified_ns)

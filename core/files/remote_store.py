@@ -138,6 +138,11 @@ class RemoteStore(ReadStore):
         """Return the size of an object: stores have no holes."""
         return self._known(name).size
 
+    def e_tag(self, name: str) -> str | None:
+        """Return the strong ETag of an object, for ``If-Match``; None if there is none."""
+        tag = self._known(name).e_tag
+        return None if tag is None or tag.startswith("W/") else tag
+
     @override
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
         entry = self._object(name)

@@ -23,6 +23,9 @@ from core.catalog.stored import StoredArray
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.folders import sync_folder
+from core.files.object_client import put_object
+from core.files.object_listing import forget_listings, is_listed
+from core.files.remote_path import RemotePath
 from core.files.store import translate_os_errors
 from core.files.syscalls import allowed_cores, flush, rename_new
 from core.files.url import refuse_url
@@ -379,7 +382,7 @@ def _notes(form: Canonical, *, fingerprints: bool) -> Iterator[str]:
 def write_inventory(
     content: Inventory, destination: Path | None = None, *, force: bool = False
 ) -> Path:
-    """Write a manifest, completely or not at all.
+    """Write a manifest, completely or not at all; at a URL, by one request.
 
     Args:
         content: the content of the manifest.
@@ -395,6 +398,13 @@ def write_inventory(
     """
     path = content.destination if destination is None else destination
     check_free(path, force=force)
+    if isinstance(path, RemotePath):
+        try:
+            put_object(path, "".join(content.lines()).encode(), replace=force)
+        except FileExistsError as err:
+            raise _taken(path) from err
+        forget_listings()
+        return path
     # Write a hidden file next to the destination, and rename it after its bytes are on the disk.
     partial = path.with_name(f".{path.name}{_PART}")
     with translate_os_errors(str(path), doing="write"):
@@ -424,7 +434,7 @@ def default_manifest_path(path: Path, *, iteration: int | None = None) -> Path:
     """Return the usual path of a checkpoint's manifest, without reading the checkpoint.
 
     Raises:
-        UsageError: the path or the ``iteration`` does not exist, or the path is a URL.
+        UsageError: the path or the ``iteration`` does not exist.
         StorageError: the path cannot be read.
     """
     location = locate_checkpoint(path, iteration=iteration)
@@ -436,9 +446,19 @@ def check_free(path: Path, *, force: bool) -> None:
     """Raise if a manifest cannot be written to a path, to be called before the long read.
 
     Raises:
-        UsageError: the path is a URL or a directory, its directory does not exist, or it is taken
-            and ``force`` is not given.
+        UsageError: the path is on a web server, or a directory, its directory does not exist, or it
+            is taken and ``force`` is not given.
     """
+    if isinstance(path, RemotePath):
+        if not is_listed(path):
+            raise UsageError(
+                "a manifest cannot be written to a web server",
+                file=str(path),
+                hint="write it to a local file: --output FILE",
+            )
+        if not force and path.is_file():
+            raise _taken(path)
+        return
     refuse_url(path)
     if not path.parent.is_dir():
         raise UsageError("directory not found", file=str(path.parent), hint="create it first")

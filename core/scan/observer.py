@@ -46,16 +46,26 @@ class Observer(Protocol):
 
 
 class FileObserver(Protocol):
-    """An observer of the bytes of files; called from several threads."""
+    """An observer of the bytes of files; called from several threads.
+
+    Attributes:
+        in_order: it needs the bytes of a file in order and from one thread. Otherwise threads and
+            ranks divide a file into segments: the bytes of each come in order, the segments in any.
+    """
+
+    in_order: bool
 
     def reads(self, file: str, n_bytes: int) -> bool:
-        """Return whether the observer needs the bytes of a file, in order and from one thread."""
+        """Return whether the observer needs the bytes of a file."""
 
     def feed_file(self, file: str, offset: int, data: memoryview) -> None:
-        """Process the next bytes of a file; they are valid during the call only."""
+        """Process bytes of a file; they are valid during the call only."""
 
     def finish_file(self, file: str) -> None:
-        """Finish a file, after all of it has been fed; not called if a part could not be read."""
+        """Finish a file, after all of it has been fed; not called if a part could not be read.
+
+        Only called if the bytes come in order.
+        """
 
     def state(self) -> Any:
         """Return what the observer has collected about complete files; it must be picklable."""

@@ -357,8 +357,8 @@ class ScanRun:
         for array in file.plan.empty if is_owner else ():
             self._finish(file, array, empty_sum(array, self._wanted))
 
-        # File observers need the bytes in order: then the file is one item.
-        if file.readers and file.plan.n_bytes:
+        # For observers that need the bytes in order, the file is one item.
+        if any(reader.in_order for reader in file.readers) and file.plan.n_bytes:
             if is_owner:
                 yield _Segment(file, 0, file.plan.n_bytes, file.plan.ranges)
         else:
@@ -406,7 +406,7 @@ class ScanRun:
         # An empty file has no segment that could finish it.
         if n_bytes == 0 and is_owner:
             sums.finish(self._store)
-            for observer in readers:
+            for observer in filter(lambda reader: reader.in_order, readers):
                 observer.finish_file(name)
         return _ScannedFile(plan, sums, readers, observers)
 
@@ -519,7 +519,7 @@ class ScanRun:
             for observer in file.observers.get(array.name, ()):
                 observer.finish(array)
         if item.stop == file.plan.n_bytes:
-            for reader in file.readers:
+            for reader in filter(lambda reader: reader.in_order, file.readers):
                 reader.finish_file(name)
 
     def _read_separate(self, item: _SeparateItem, reader: SeparateReader) -> None:

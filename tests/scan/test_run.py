@@ -242,6 +242,8 @@ def test_bytes_of_files_come_in_order_to_who_wants_them() -> None:
     files = {"big": torn(1 << 16) * (3 * SEGMENT_BYTES >> 17), "none": b"", "other": torn(9)}
 
     class Hashes:
+        in_order = True
+
         def __init__(self) -> None:
             self.state = {name: hashlib.sha256() for name in ("big", "none")}
             self.done: dict[str, str] = {}
@@ -268,6 +270,29 @@ def test_bytes_of_files_come_in_order_to_who_wants_them() -> None:
         name: hashlib.sha256(files[name]).hexdigest() for name in ("big", "none")
     }
     assert max(told) == (sum(map(len, files.values())),) * 2
+
+
+def test_threads_divide_a_file_for_who_takes_its_bytes_in_any_order() -> None:
+    files = {"big": torn(1 << 16) * (3 * SEGMENT_BYTES >> 17), "none": b""}
+
+    class Pieces:
+        in_order = False
+
+        def __init__(self) -> None:
+            self.pieces: list[tuple[int, bytes]] = []
+
+        def reads(self, file: str, n_bytes: int) -> bool:
+            return True
+
+        def feed_file(self, file: str, offset: int, data: memoryview) -> None:
+            self.pieces.append((offset, bytes(data)))
+
+        def finish_file(self, file: str) -> None:
+            raise AssertionError("called although the bytes are in no order")
+
+    pieces = Pieces()
+    scan(None, MemoryStore(files), file_observers=[pieces], threads=2)
+    assert b"".join(data for _, data in sorted(pieces.pieces)) == files["big"]
 
 
 def test_an_observers_own_error_ends_the_scan() -> None:

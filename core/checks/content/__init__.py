@@ -1,7 +1,7 @@
-"""CK7xx, CK8xx, CK607: CRCs, values, replicas, manifests, fingerprints, other files.
+"""CK7xx, CK8xx, CK607: CRCs, values, replicas, manifests, stores, fingerprints, other files.
 
 All data is read in one scan (``--deep``). Start at ``values``; the function ``watch`` of a module
 returns its needs from the scan, in addition to checksums.
-Imports: arrays, calibration, catalog, checks, device, errors, files, fingerprint, formats.zarr,
-manifest, numbers, opening, quantize, scan, team.
+Imports: arrays, calibration, catalog, checks, device, errors, files, files.stated,
+fingerprint, formats.zarr, manifest, numbers, opening, quantize, scan, team.
 """

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from core.catalog.stored import n_stored_bytes
 from core.checks.check import Check, Code
 from core.checks.content.integrity_json import sha256_names
+from core.checks.content.store_checksums import compared_names
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
@@ -119,8 +120,8 @@ def report_uncovered(subject: Subject) -> Iterator[Finding]:
 
 
 def _recorded_files(subject: Subject) -> frozenset[str]:
-    """Return the files with checksums in a manifest or in Megatron's ``integrity.json``."""
-    files = sha256_names(subject)
+    """Return the files with checksums elsewhere: in a manifest, ``integrity.json`` or the store."""
+    files = sha256_names(subject) | compared_names(subject)
     if subject.recorded is not None and subject.recorded.manifest is not None:
         files |= {file.path for file in subject.recorded.manifest.files if file.crc}
     return files

@@ -42,6 +42,8 @@ CODES = (BROKEN, MISSING, CONTENT, UNLISTED)
 class _Hashes:
     """The SHA-256 of files, computed during the scan (a ``core.scan.observer.FileObserver``)."""
 
+    in_order = True
+
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
         self._open: dict[str, hashlib._Hash] = {}
