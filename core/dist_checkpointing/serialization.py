@@ -64,7 +64,7 @@ from core.dist_checkpointing.validation import (
 )
 from core.errors import UnsupportedError, UsageError
 from core.files.store import translate_os_errors
-from core.files.url import refuse_url
+from core.files.url import find_location, refuse_url
 
 _CONTENT_METADATA_KEY = "content_metadata"
 T = TypeVar("T")
@@ -377,7 +377,7 @@ def load(
 
     # Choose the strategies, which must be the same on all ranks, and load the common state.
     handling = comm.together(lambda: parse_strict_flag(strict))
-    path = Path(checkpoint_dir)
+    path = find_location(checkpoint_dir)
     sharded, common, _ = _require_agreement(
         begin, strict=handling.value, validate_access_integrity=validate_access_integrity
     )
@@ -425,7 +425,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
         CheckpointingException: the checkpoint does not exist or cannot be read.
     """
     _, common = verify_checkpoint_and_load_strategy(checkpoint_dir)
-    return common.load_common(Path(checkpoint_dir))
+    return common.load_common(find_location(checkpoint_dir))
 
 
 def load_tensors_metadata(
@@ -441,7 +441,7 @@ def load_tensors_metadata(
         CheckpointingException: the checkpoint does not exist or cannot be read.
     """
     sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
-    return sharded.load_tensors_metadata(Path(checkpoint_dir))
+    return sharded.load_tensors_metadata(find_location(checkpoint_dir))
 
 
 def load_sharded_metadata(
@@ -465,10 +465,10 @@ def load_sharded_metadata(
     sharded, common = verify_checkpoint_and_load_strategy(
         checkpoint_dir, sharded_strategy, common_strategy
     )
-    metadata = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
+    metadata = dict(sharded.load_sharded_metadata(find_location(checkpoint_dir)))
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
-        metadata |= common.load_sharded_metadata(Path(checkpoint_dir))
+        metadata |= common.load_sharded_metadata(find_location(checkpoint_dir))
     return metadata
 
 
@@ -511,6 +511,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     Raises:
         CheckpointingException: the checkpoint does not exist, or its backend cannot remove tensors.
     """
+    refuse_url(checkpoint_dir)
     sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir)
     sharded.remove_sharded_tensors(Path(checkpoint_dir), key_prefix)
 

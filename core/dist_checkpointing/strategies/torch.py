@@ -77,6 +77,7 @@ from core.dist_checkpointing.torch_dcp.loaded_plans import contributions_of
 from core.dist_checkpointing.torch_dcp.torch_metadata import read_torch_metadata
 from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
 from core.errors import CheckpointingException, UsageError
+from core.files.url import find_location
 from core.formats.registry import format_called
 
 if TYPE_CHECKING:
@@ -406,7 +407,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         """
         loaded = _run_as_torch(partial(_load, sharded_state_dict, checkpoint_dir))
         # The metadata for torch are read only if a script asks for them.
-        self._loaded_dir, self._global_metadata = Path(checkpoint_dir), None
+        self._loaded_dir, self._global_metadata = find_location(checkpoint_dir), None
         return loaded
 
     @override

@@ -67,7 +67,8 @@ from core.dist_checkpointing.strategies.zarr_types import (
     torch_to_numpy_dtype_dict,
 )
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.files.url import refuse_url
+from core.files.remote_path import RemotePath
+from core.files.url import find_location, refuse_url
 from core.formats.zarr.grid import ChunkGrid
 
 __all__ = [
@@ -292,7 +293,7 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
             tensors = tensors_of(sharded_state_dict)
             for tensor in tensors:
                 tensor.init_data("cpu")
-            bridge.load_tensors(tensors, Path(checkpoint_dir))
+            bridge.load_tensors(tensors, checkpoint_dir)
             return [tensor.data for tensor in tensors]
 
         return replace_leaves(sharded_state_dict, comm.together(load_all))
@@ -305,11 +306,16 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
             CheckpointingException: an array cannot be opened, or torch does not support its dtype.
         """
 
+        location = find_location(checkpoint_dir)
+        # zarr opens directories; its arrays in object stores are read by the engine.
+        if isinstance(location, RemotePath):
+            return bridge.sharded_metadata(location, tensors_only=True)
+
         def read_shape_and_dtype(path: str) -> Any:
             array = _open_zarr_array_verbose(Path(path), "r")
             return array.shape, array.dtype
 
-        return load_zarr_based_sharded_metadata(Path(checkpoint_dir), read_shape_and_dtype)
+        return load_zarr_based_sharded_metadata(location, read_shape_and_dtype)
 
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> torch.Tensor:
