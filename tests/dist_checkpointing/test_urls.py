@@ -11,7 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from core.arrays.checksum import crc32
+from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.stored import PlannedArray
 from core.dist_checkpointing import (
+    ShardedObject,
+    ShardedTensor,
     check_is_distributed_checkpoint,
     load,
     load_common_state_dict,
@@ -19,12 +24,16 @@ from core.dist_checkpointing import (
     load_plain_tensors,
     load_tensors_metadata,
     remove_sharded_tensors,
+    save,
 )
+from core.dist_checkpointing._directory.begin import begin_publication
+from core.dist_checkpointing.core import CheckpointingConfig
 from core.dist_checkpointing.serialization import load_sharded_metadata
 from core.dist_checkpointing.storage_reader import CkptStorageReader
 from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from core.errors import StorageError, UsageError
+from core.errors import CheckpointingException, CorruptError, StorageError, UsageError
 from core.files.remote_path import location_of
+from core.live.upload import upload_files
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.support.object_stores import s3_server, upload
 
@@ -132,3 +141,172 @@ def test_a_bucket_that_does_not_exist_is_named(s3: Any) -> None:
 def test_tensors_of_a_url_are_not_removed(s3: Any, golden: Path) -> None:
     with pytest.raises(UsageError, match="local path"):
         remove_sharded_tensors(f"s3://runs/{TORCH_DIST}", "decoder.")
+
+
+def sharded(rank: int, world: int) -> dict[str, Any]:
+    """A rank's part of two tensors, an object, and common state."""
+    rows = torch.arange(6 * 5, dtype=torch.float32).reshape(6, 5)
+    part = rows.chunk(world)[rank].contiguous()
+    whole = torch.arange(7, dtype=torch.int64) * 3
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", part, (0, rank, world)),
+        "t": ShardedTensor.from_rank_offsets("t", part.t(), (1, rank, world)),
+        "whole": ShardedTensor.from_rank_offsets("whole", whole, replica_id=rank),
+        "rng": ShardedObject("rng", {"seed": rank}, (world,), (rank,)),
+        "step": 17,
+    }
+
+
+def _save(rank: int, world: int, env: dict[str, str], path: str, options: dict[str, Any]) -> None:
+    os.environ.update(env)
+    save(sharded(rank, world), path, **options)
+
+
+def downloaded(client: Any, prefix: str, folder: Path) -> Path:
+    """Copies the objects below a prefix to a directory."""
+    for name, data in objects_of(client, prefix).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+def objects_of(client: Any, prefix: str) -> dict[str, bytes]:
+    listing = client.list_objects_v2(Bucket="runs", Prefix=prefix + "/").get("Contents", [])
+    return {
+        entry["Key"].removeprefix(prefix + "/"): client.get_object(Bucket="runs", Key=entry["Key"])[
+            "Body"
+        ].read()
+        for entry in listing
+    }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
+@pytest.mark.parametrize("manifest", [False, True])
+def test_ranks_save_to_a_url_what_they_save_to_a_directory(
+    s3: Any, tmp_path: Path, backend: str, manifest: bool
+) -> None:
+    prefix, options = f"saved/{backend}{manifest}", {"manifest": manifest}
+    options["sharded_strategy"] = (backend, 1)
+    (tmp_path / "local").mkdir()
+    run_ranks(2, _save, store_environment(), f"s3://runs/{prefix}", options)
+    run_ranks(2, _save, {}, str(tmp_path / "local"), options)
+    stored, local = objects_of(s3, prefix), contents(tmp_path / "local")
+    assert stored == local
+    assert not s3.list_multipart_uploads(Bucket="runs").get("Uploads")
+
+
+def test_torch_reads_what_was_saved_to_a_url(s3: Any, tmp_path: Path) -> None:
+    save(sharded(0, 1), "s3://runs/saved/one")
+    state = {"w": torch.zeros(6, 5), "t": torch.zeros(5, 6), "whole": torch.zeros(7).long()}
+    dcp.load(state, checkpoint_id=downloaded(s3, "saved/one", tmp_path), no_dist=True)
+    assert_same(state, {key: item.data for key, item in sharded(0, 1).items() if key in state})
+
+
+def _save_with_failure(rank: int, world: int, env: dict[str, str], path: str) -> str:
+    os.environ.update(env)
+    state = sharded(rank, world)
+    if rank == 1:
+        state["w"].data = torch.empty(3, 5, device="meta")  # found out when its bytes are read
+    try:
+        save(state, path)
+    except CheckpointingException as err:
+        return str(err)
+    return ""
+
+
+def test_a_save_that_fails_on_one_rank_leaves_no_objects(s3: Any) -> None:
+    errors = run_ranks(2, _save_with_failure, store_environment(), "s3://runs/saved/failed")
+    assert "rank 1 failed" in errors[0] and "meta tensor" in errors[1]
+    assert objects_of(s3, "saved/failed") == {}
+    assert not s3.list_multipart_uploads(Bucket="runs").get("Uploads")
+
+
+def test_an_interrupted_upload_is_aborted_and_finished_objects_are_deleted(s3: Any) -> None:
+    arrays = [
+        PlannedArray(name, "uint8", (n_bytes,)) for name, n_bytes in (("a", 9), ("b", 20 << 20))
+    ]
+    images = [FileImage(f"{a.name}.bin", a.n_bytes, [PlacedArray(0, a)]) for a in arrays]
+    n_calls = 0
+
+    def pieces_of(array: PlannedArray) -> Iterator[bytes]:
+        nonlocal n_calls
+        n_calls += 1
+        for number in range(0, array.n_bytes, 5 << 20):
+            if n_calls == 4 and number > 10 << 20:  # the second pass over the second file
+                raise CorruptError("the memory is damaged")
+            yield bytes(min(5 << 20, array.n_bytes - number))
+
+    root = location_of("s3://runs/saved/interrupted")
+    with pytest.raises(CorruptError, match="damaged"):
+        upload_files(root, images, pieces_of, threads=1)
+    assert objects_of(s3, "saved/interrupted") == {}
+    assert not s3.list_multipart_uploads(Bucket="runs").get("Uploads")
+    n_calls = 10
+    uploaded = upload_files(root, images, pieces_of, threads=2)
+    stored = objects_of(s3, "saved/interrupted")
+    assert {file.path: file.crc for file in uploaded.files} == {
+        name: crc32(data) for name, data in stored.items()
+    }
+    assert len(stored["b.bin"]) == 20 << 20
+
+
+def test_objects_are_replaced_only_on_request_and_others_stay(s3: Any) -> None:
+    url = "s3://runs/saved/again"
+    s3.put_object(Bucket="runs", Key="saved/again/notes.txt", Body=b"mine")
+    with pytest.raises(UsageError, match="already contains objects"):
+        save(sharded(0, 1), url)
+    assert list(objects_of(s3, "saved/again")) == ["notes.txt"]
+    save(sharded(0, 1), url, overwrite=True)
+    before = objects_of(s3, "saved/again")
+    with pytest.raises(UsageError, match="already contains a checkpoint"):
+        save(sharded(0, 1), url)
+    assert objects_of(s3, "saved/again") == before
+    s3.put_object(Bucket="runs", Key="saved/again/__7_0.distcp", Body=b"old")
+    save(sharded(0, 1) | {"step": 18}, url, overwrite=True)
+    after = objects_of(s3, "saved/again")
+    assert after.keys() == before.keys() and after["notes.txt"] == b"mine"
+    assert load_common_state_dict(url)["step"] == 18
+
+
+def test_a_second_save_to_the_same_url_is_refused(s3: Any) -> None:
+    root = location_of("s3://runs/saved/twice")
+    first = begin_publication(root, overwrite=False, manifest=False)
+    with pytest.raises(StorageError, match="another save to this URL"):
+        save(sharded(0, 1), str(root))
+    # What an interrupted save left is deleted on request; that save then cannot be published.
+    save(sharded(0, 1), str(root), overwrite=True)
+    with pytest.raises(StorageError, match="another save to this URL began"):
+        first.publish(CheckpointingConfig("torch_dist"))
+    assert check_is_distributed_checkpoint(root) and "common.pt" in objects_of(s3, "saved/twice")
+
+
+def test_a_web_server_cannot_be_saved_to() -> None:
+    with pytest.raises(UsageError, match="a web server cannot be written to"):
+        save(sharded(0, 1), "https://example.invalid/ckpt")
+
+
+def _save_shared_chunk(rank: int, world: int, env: dict[str, str], path: str) -> str:
+    os.environ.update(env)
+    flat = (slice(0, 3), slice(3, 8))[rank]
+    part = torch.arange(8, dtype=torch.float32)[flat]
+    tensor = ShardedTensor("w", part, part.dtype, (8,), (8,), (0,), (1,), flattened_range=flat)
+    try:
+        save({"w": tensor}, path, ("zarr", 1), validate_access_integrity=False)
+    except CheckpointingException as err:
+        return f"{err.message} {err.hint}"
+    return ""
+
+
+def test_a_chunk_of_several_ranks_is_refused_before_anything_is_written(s3: Any) -> None:
+    errors = run_ranks(2, _save_shared_chunk, store_environment(), "s3://runs/saved/shared")
+    assert all("several ranks have parts" in error and "torch_dist" in error for error in errors)
+    assert objects_of(s3, "saved/shared") == {}

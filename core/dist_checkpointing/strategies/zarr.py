@@ -68,7 +68,7 @@ from core.dist_checkpointing.strategies.zarr_types import (
 )
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
-from core.files.url import find_location, refuse_url
+from core.files.url import find_location
 from core.formats.zarr.grid import ChunkGrid
 
 __all__ = [
@@ -110,28 +110,29 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
 
         Args:
             sharded_state_dict: a tree of ShardedTensors.
-            checkpoint_dir: an existing directory.
+            checkpoint_dir: an existing directory, or the URL of a prefix.
 
         Raises:
             UsageError: a leaf is not a ShardedTensor, or the array of a key already exists.
             UnsupportedError: the key of a tensor is not a valid directory name, zarr does not
-                support its dtype, or the directory is a URL.
+                support its dtype, or ranks have parts of one chunk and the directory is a URL.
             CheckpointingException: shards do not form a complete tensor, or a rank failed; on every
                 rank.
         """
-        refuse_url(checkpoint_dir)
-        checkpoint_dir = Path(checkpoint_dir)
+        location = find_location(checkpoint_dir)
 
         def select_own() -> list[ShardedTensor]:
             tensors = [
                 ten for ten in tensors_of(sharded_state_dict) if is_main_replica(ten.replica_id)
             ]
-            # Chunks of an old array could be taken for those of the new one.
-            for key in {ten.key for ten in tensors}:
-                check_no_array(checkpoint_dir / key, key=key)
+            # Chunks of an old array could be taken for those of the new one. Where a save to an
+            # object store begins, there are none.
+            if not isinstance(location, RemotePath):
+                for key in {ten.key for ten in tensors}:
+                    check_no_array(location / key, key=key)
             return tensors
 
-        prepared = prepare_save(comm.together(select_own), (), checkpoint_dir, format=BACKEND)
+        prepared = prepare_save(comm.together(select_own), (), location, format=BACKEND)
         # Write .zarray after all ranks have written: without it, nobody reads the chunks.
         comm.together(prepared.write)
         comm.together(lambda: prepared.finish() if comm.rank() == 0 else None)

@@ -34,7 +34,7 @@ from core.files.store import MemoryStore, translate_os_errors
 from core.formats.dcp.items import BEHIND
 from core.formats.format import Format
 from core.formats.torch.format import load_object
-from core.live.save import finish_file
+from core.live.file_end import finish_file
 from core.live.share import HOLDER, find_share
 from core.live.sums import complete_arrays
 from core.live.tensors import LiveTensor, live_source
