@@ -26,10 +26,12 @@ from core.dist_checkpointing import (
     remove_sharded_tensors,
     save,
 )
+from core.dist_checkpointing._background.thread_caller import InThread
 from core.dist_checkpointing._directory.begin import begin_publication
 from core.dist_checkpointing.core import CheckpointingConfig
 from core.dist_checkpointing.serialization import load_sharded_metadata
 from core.dist_checkpointing.storage_reader import CkptStorageReader
+from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from core.errors import CheckpointingException, CorruptError, StorageError, UsageError
 from core.files.remote_path import location_of
@@ -310,3 +312,45 @@ def test_a_chunk_of_several_ranks_is_refused_before_anything_is_written(s3: Any)
     errors = run_ranks(2, _save_shared_chunk, store_environment(), "s3://runs/saved/shared")
     assert all("several ranks have parts" in error and "torch_dist" in error for error in errors)
     assert objects_of(s3, "saved/shared") == {}
+
+
+def _save_in_background(
+    rank: int, world: int, env: dict[str, str], path: str, persistent: bool, fails: bool
+) -> tuple[list[int], str]:
+    os.environ.update(env)
+    queue = AsyncCallsQueue(persistent=persistent)
+    state = sharded(rank, world)
+    request = save(state, path, async_sharded_save=True)
+    assert request is not None and request.async_fn is not None
+    if fails and rank == 1:
+        request = request._replace(async_fn=InThread(_fail))
+    number = queue.schedule_async_request(request)
+    state["w"].data.zero_()
+    try:
+        return [number, *queue.maybe_finalize_async_calls(blocking=True)], ""
+    except CheckpointingException as err:
+        return [number], str(err)
+    finally:
+        queue.close()
+
+
+def _fail(*args: Any) -> None:
+    raise CorruptError("the disk of this rank is gone")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_asynchronous_saves_upload_what_the_tensors_were(s3: Any, persistent: bool) -> None:
+    prefix = f"saved/async{persistent}"
+    run_ranks(2, _save, store_environment(), f"s3://runs/{prefix}-sync", {})
+    outcome = run_ranks(
+        2, _save_in_background, store_environment(), f"s3://runs/{prefix}", persistent, False
+    )
+    assert outcome == [([0, 0], ""), ([0, 0], "")]
+    assert objects_of(s3, prefix) == objects_of(s3, f"{prefix}-sync")
+
+
+def test_an_asynchronous_save_that_fails_leaves_no_objects(s3: Any) -> None:
+    url = "s3://runs/saved/async-failed"
+    outcome = run_ranks(2, _save_in_background, store_environment(), url, False, True)
+    assert all("disk of this rank is gone" in error for _, error in outcome)
+    assert objects_of(s3, "saved/async-failed") == {}
