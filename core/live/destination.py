@@ -34,7 +34,14 @@ from core.files.store import ReadStore, override
 from core.live.file_end import finish_file
 from core.live.share import ProcessShare, has_one_holder
 from core.live.sums import complete_arrays, complete_files
-from core.live.upload import PART_BYTES, Piece, UploadedFiles, put_object, upload_files
+from core.live.upload import (
+    PART_BYTES,
+    Piece,
+    UploadedFiles,
+    bytes_of_literals,
+    put_object,
+    upload_files,
+)
 from core.manifest.file import FileSum, ManifestArray, manifest_lines
 from core.manifest.of_copy import finish_files
 from core.manifest.partial_sums import write_sums
@@ -220,10 +227,7 @@ class BucketDestination(Destination):
         ]
 
         def put(image: FileImage) -> None:
-            data = bytearray(image.size)
-            for offset, literal in image.literals(lambda name: 0):
-                data[offset : offset + len(literal)] = literal
-            put_object(self.root / image.path, bytes(data))
+            put_object(self.root / image.path, bytes_of_literals(image))
 
         with ThreadPoolExecutor(N_REQUESTS) as pool:
             list(pool.map(put, [image for image in rest if not image.is_metadata]))
@@ -339,7 +343,9 @@ def manifest_entries(share: ProcessShare, uploaded: UploadedFiles) -> list[Manif
     for key in (*share.target.tensors, *share.target.hidden):
         for fragment in share.target.fragments(key):
             array = fragment.array
-            if array is not None and array.name in places and array.name not in entries:
+            if array is None or not array.n_bytes:
+                continue
+            if array.name in places and array.name not in entries:
                 entries[array.name] = ManifestArray(
                     key,
                     array.name,

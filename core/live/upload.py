@@ -222,6 +222,14 @@ def _delete_quietly(paths: Sequence[RemotePath]) -> None:
         delete_objects(paths)
 
 
+def bytes_of_literals(image: FileImage) -> bytes:
+    """Return the content of a file without arrays."""
+    data = bytearray(image.size)
+    for offset, literal in image.literals(lambda name: 0):
+        data[offset : offset + len(literal)] = literal
+    return bytes(data)
+
+
 def file_pieces(
     image: FileImage, pieces_of: PiecesOf, crc_of: Callable[[str], int]
 ) -> Iterator[Piece]:

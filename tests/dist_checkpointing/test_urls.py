@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from core.arrays.checksum import crc32
 from core.catalog.file_image import FileImage, PlacedArray
@@ -31,6 +35,7 @@ from core.dist_checkpointing._directory.begin import begin_publication
 from core.dist_checkpointing.core import CheckpointingConfig
 from core.dist_checkpointing.serialization import load_sharded_metadata
 from core.dist_checkpointing.storage_reader import CkptStorageReader
+from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from core.errors import CheckpointingException, CorruptError, StorageError, UsageError
@@ -354,3 +359,102 @@ def test_an_asynchronous_save_that_fails_leaves_no_objects(s3: Any) -> None:
     outcome = run_ranks(2, _save_in_background, store_environment(), url, False, True)
     assert all("disk of this rank is gone" in error for _, error in outcome)
     assert objects_of(s3, "saved/async-failed") == {}
+
+
+def _plain_state() -> dict[str, Any]:
+    return {
+        "w": torch.arange(24, dtype=torch.float32).reshape(4, 6),
+        "part": torch.arange(30, dtype=torch.int32).reshape(5, 6)[1:4, ::2],
+        "half": torch.arange(8).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "nested": {"epoch": 3, "names": ["a", "b"]},
+    }
+
+
+def _dcp_save(rank: int, world: int, env: dict[str, str], path: str, options: Any) -> str:
+    os.environ.update(env)
+    state = _plain_state()
+    mesh = init_device_mesh("cpu", (world,))
+    state["w"] = distribute_tensor(state["w"], mesh, [Shard(0)])
+    state["only"] = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    planner = _FailingPlanner() if options.pop("fails", False) and rank == 1 else None
+    try:
+        dcp.save(state, storage_writer=CkptStorageWriter(path, **options), planner=planner)
+    except CheckpointException as err:
+        text = str(err)
+    else:
+        return ""
+    gc.collect()  # what was uploaded is deleted with the writer
+    return text
+
+
+class _FailingPlanner(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise CorruptError("the memory of this rank is gone")
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch_dist"])
+@pytest.mark.parametrize("manifest", [False, True])
+def test_torch_saves_to_a_url_what_it_saves_to_a_directory(
+    s3: Any, tmp_path: Path, format: str, manifest: bool
+) -> None:
+    prefix, options = f"saved/dcp-{format}{manifest}", {"format": format, "manifest": manifest}
+    run_ranks(2, _dcp_save, store_environment(), f"s3://runs/{prefix}", options)
+    run_ranks(2, _dcp_save, {}, str(tmp_path / "local"), options)
+    assert objects_of(s3, prefix) == contents(tmp_path / "local")
+    if format == "dcp":
+        state = {
+            key: torch.zeros_like(value)
+            for key, value in _plain_state().items()
+            if isinstance(value, torch.Tensor)
+        }
+        dcp.load(state, checkpoint_id=downloaded(s3, prefix, tmp_path / "copy"), no_dist=True)
+        assert_same(state, {key: _plain_state()[key] for key in state})
+
+
+def test_a_dcp_save_that_fails_on_one_rank_leaves_no_objects(s3: Any) -> None:
+    url, options = "s3://runs/saved/dcp-failed", {"fails": True}
+    errors = run_ranks(2, _dcp_save, store_environment(), url, options)
+    assert all("memory of this rank is gone" in error for error in errors)
+    assert objects_of(s3, "saved/dcp-failed") == {}
+
+
+def _dcp_async_save(rank: int, world: int, env: dict[str, str], path: str) -> bool:
+    os.environ.update(env)
+    state = _plain_state()
+    future = dcp.async_save(state, storage_writer=CkptStorageWriter(path))
+    state["w"].zero_()
+    future.result()
+    return True
+
+
+def test_torch_saves_to_a_url_in_the_background(s3: Any) -> None:
+    outcome = run_ranks(2, _dcp_async_save, store_environment(), "s3://runs/saved/dcp-async")
+    assert outcome == [True, True]
+    state = {"w": torch.zeros(4, 6)}
+    dcp.load(state, storage_reader=CkptStorageReader("s3://runs/saved/dcp-async"), no_dist=True)
+    assert torch.equal(state["w"], _plain_state()["w"])
+
+
+def test_formats_whose_files_ranks_share_are_refused_for_urls(s3: Any) -> None:
+    for options in ({"format": "safetensors"}, {"format": "megatron"}, {"dtype": "bfloat16"}):
+        writer = CkptStorageWriter("s3://runs/saved/refused", **options)
+        with pytest.raises(CheckpointException, match="ckpt convert"):
+            dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    assert objects_of(s3, "saved/refused") == {}
+
+
+def test_an_existing_dcp_checkpoint_is_replaced_only_on_request(s3: Any) -> None:
+    url = "s3://runs/saved/dcp-again"
+    for overwrite in (False, True):
+        dcp.save(
+            {"w": torch.full((3,), float(overwrite))},
+            storage_writer=CkptStorageWriter(url, overwrite=overwrite),
+            no_dist=True,
+        )
+        with pytest.raises(CheckpointException, match="already contains objects"):
+            dcp.save({"w": torch.ones(3)}, storage_writer=CkptStorageWriter(url), no_dist=True)
+        state = {"w": torch.zeros(3)}
+        dcp.load(state, storage_reader=CkptStorageReader(url), no_dist=True)
+        assert state["w"].tolist() == [float(overwrite)] * 3

@@ -22,7 +22,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -88,7 +88,7 @@ class BucketPublication:
                 hint="wait for its end, or pass overwrite=True to delete what it left",
             ) from err
         self._kept: frozenset[str] = frozenset()
-        self._end = weakref.finalize(self, _drop, root, self._id, os.getpid())
+        self._end = weakref.finalize(self, _drop, root, self.token, os.getpid())
         try:
             self._begin(overwrite=overwrite)
         except BaseException:
@@ -119,35 +119,49 @@ class BucketPublication:
         self._kept = frozenset(names) - frozenset(old)
         self._end.detach()
         self._end = weakref.finalize(
-            self, _drop, self.data_dir, self._id, os.getpid(), kept=self._kept
+            self, _drop, self.data_dir, self.token, os.getpid(), kept=self._kept
         )
         if self._has_manifest:
             put_object(self.data_dir / STAGE / WANTS_SUMS, b"")
 
+    @property
+    def token(self) -> str:
+        """Content of the lock, by which ranks recognise the save."""
+        return self._id.decode()
+
     def publish(self, config: CheckpointingConfig, *, is_synced: bool = False) -> None:
-        """Make the objects a checkpoint.
+        """Make the objects a distributed checkpoint.
 
         Args:
             config: the content of ``metadata.json``.
             is_synced: not used; an object is durable once it was put.
 
         Raises:
+            StorageError: as ``publish_files``.
+        """
+        self.publish_files({CONFIG_FNAME: json.dumps(asdict(config)).encode()})
+
+    def publish_files(self, last: Mapping[str, bytes]) -> None:
+        """Put the objects that make the others a checkpoint.
+
+        Args:
+            last: name → content, in the order in which they are put.
+
+        Raises:
             StorageError: another save has taken over the prefix, or the store refuses. The objects
                 of this save are then deleted.
         """
         try:
-            if _owner(self.data_dir) != self._id:
+            if owner_of(self.data_dir) != self.token:
                 raise StorageError(
                     "another save to this URL began, or its lock was deleted during the save",
                     file=str(self.data_dir),
                     hint="save again, from one program at a time",
                 )
-            data = json.dumps(asdict(config)).encode()
             if self._has_manifest:
-                self._put_manifest(
-                    FileSum(CONFIG_FNAME, len(data), crc32(data), digest_of(data).hex())
-                )
-            put_object(self.data_dir / CONFIG_FNAME, data)
+                self._put_manifest(last)
+            for name, data in last.items():
+                put_object(self.data_dir / name, data)
         except BaseException:
             self.abandon()
             raise
@@ -155,8 +169,8 @@ class BucketPublication:
         self._end.detach()
         _delete_stage(self.data_dir)
 
-    def _put_manifest(self, config: FileSum) -> None:
-        """Put the manifest, also of ``metadata.json``, which is put after it."""
+    def _put_manifest(self, last: Mapping[str, bytes]) -> None:
+        """Put the manifest, also of the objects that are put after it."""
         name = manifest_name()
         forget_listings()
         with (
@@ -169,14 +183,18 @@ class BucketPublication:
                 if path != name and path not in self._kept and not path.startswith(f"{STAGE}/")
             }
             files, arrays = combine_sums(sums, store, sizes)
-        files = sorted([*files, config], key=lambda file: file.path)
+        files += [
+            FileSum(path, len(data), crc32(data), digest_of(data).hex())
+            for path, data in last.items()
+        ]
+        files.sort(key=lambda file: file.path)
         lines = manifest_lines(TOOL, ALGORITHM, files, arrays)
         put_object(self.data_dir / name, "".join(lines).encode())
 
     def abandon(self) -> None:
         """Delete the objects of the save and its lock; do nothing after ``publish``."""
         if self._end.detach() is not None:
-            _delete_save(self.data_dir, self._id, self._kept)
+            _delete_save(self.data_dir, self.token, self._kept)
 
 
 def _list(root: RemotePath) -> list[str]:
@@ -203,17 +221,17 @@ def _names_of_checkpoint(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _owner(root: RemotePath) -> bytes | None:
-    """Return the id of the save that the lock names; None without a lock."""
+def owner_of(root: RemotePath) -> str | None:
+    """Return the token of the save that the lock names; None without a lock."""
     forget_listings()
     with closing(RemoteStore(root / STAGE)) as store:
         try:
-            return store.read(LOCK, 0, store.size(LOCK))
+            return store.read(LOCK, 0, store.size(LOCK)).decode(errors="replace")
         except MissingShardError:
             return None
 
 
-def _drop(root: RemotePath, owner_id: bytes, pid: int, kept: frozenset[str] = frozenset()) -> None:
+def _drop(root: RemotePath, token: str, pid: int, kept: frozenset[str] = frozenset()) -> None:
     """Report a save that was not finalized, and delete its objects."""
     # A fork has a copy of the object.
     if os.getpid() != pid:
@@ -224,13 +242,13 @@ def _drop(root: RemotePath, owner_id: bytes, pid: int, kept: frozenset[str] = fr
         "ends",
         root,
     )
-    _delete_save(root, owner_id, kept)
+    _delete_save(root, token, kept)
 
 
-def _delete_save(root: RemotePath, owner_id: bytes, kept: frozenset[str]) -> None:
+def _delete_save(root: RemotePath, token: str, kept: frozenset[str]) -> None:
     """Delete the objects of a save, unless another save has taken over the prefix."""
     try:
-        if _owner(root) != owner_id:
+        if owner_of(root) != token:
             return
         names = [name for name in _list(root) if name not in kept]
         # The lock is deleted last: a save that begins earlier would lose its objects.
