@@ -65,7 +65,7 @@ class WrittenShare:
     arrays: Sequence[ManifestArray]
 
 
-class Destination(Protocol):
+class SaveDestination(Protocol):
     """The files that several processes write together."""
 
     @property
@@ -113,7 +113,7 @@ class Destination(Protocol):
         """
 
 
-def destination_of(root: Path, *, fsync: bool) -> Destination:
+def destination_of(root: Path, *, fsync: bool) -> SaveDestination:
     """Return access to a directory or a prefix that is being written.
 
     Args:
@@ -126,8 +126,8 @@ def destination_of(root: Path, *, fsync: bool) -> Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class DirectoryDestination(Destination):
-    """A directory; see ``Destination``."""
+class DirectoryDestination(SaveDestination):
+    """A directory; see ``SaveDestination``."""
 
     root: Path
     fsync: bool
@@ -185,8 +185,8 @@ class DirectoryDestination(Destination):
 
 
 @dataclass(frozen=True, slots=True)
-class BucketDestination(Destination):
-    """A prefix of an object store; see ``Destination``."""
+class BucketDestination(SaveDestination):
+    """A prefix of an object store; see ``SaveDestination``."""
 
     root: RemotePath
 
