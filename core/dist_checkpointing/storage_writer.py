@@ -74,7 +74,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
 )
 from core.errors import StorageError, UnsupportedError, UsageError
 from core.files.object_listing import is_listed
-from core.files.remote_path import RemotePath, location_of
+from core.files.remote_path import RemotePath
 from core.files.url import find_location
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_writer import DCP_VERSION
@@ -178,12 +178,11 @@ class CkptStorageWriter(StorageWriter):
     @override
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         """Return whether the id is a path, or the URL of an object store."""
-        location = location_of(checkpoint_id)
-        return (
-            is_listed(location)
-            if isinstance(location, RemotePath)
-            else "://" not in os.fspath(location)
-        )
+        try:
+            location = find_location(checkpoint_id)
+        except UsageError:
+            return False
+        return not isinstance(location, RemotePath) or is_listed(location)
 
     @override
     def storage_meta(self) -> StorageMeta:
