@@ -71,7 +71,7 @@ class BucketPublication:
         if not is_listed(root):
             raise UsageError(
                 "a web server cannot be written to",
-                file=str(root),
+                file=f"{root.scheme}://{root.bucket}",  # its path may end with a signature
                 hint="save to a local directory, or to s3://, gs:// or az://",
             )
         self.data_dir = root
