@@ -9,12 +9,11 @@ import json
 import os
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 from core.dist_checkpointing._directory.durable_file import write_file
 from core.errors import CheckpointingException, CorruptError
-from core.files.store import LocalStore
-from core.files.url import refuse_url
+from core.files.source_store import open_store
+from core.files.url import find_location, refuse_url
 from core.formats.mcore.metadata_json import CONFIG, config_of
 
 __all__ = [
@@ -61,14 +60,15 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
         The backends; None if the file does not exist or ``checkpoint_dir`` is empty.
 
     Raises:
-        UsageError: ``checkpoint_dir`` is a URL.
+        UsageError: ``checkpoint_dir`` is on another host.
         CorruptError: the file is not a JSON object, has an unknown key or a value of the wrong
             type, or lacks ``sharded_backend``.
     """
-    refuse_url(checkpoint_dir)
-    if not checkpoint_dir or not (Path(checkpoint_dir) / CONFIG_FNAME).is_file():
+    if not checkpoint_dir:
         return None
-    with closing(LocalStore(Path(checkpoint_dir))) as store:
+    with closing(open_store(find_location(checkpoint_dir))) as store:
+        if not store.exists(CONFIG_FNAME):
+            return None
         entries = config_of(store)
     # Check every entry, because an unknown key may change what the other entries mean. A version
     # must be an int and nothing else: JSON's true would pass an isinstance check.

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.dist_checkpointing._directory.publication import Publication, data_dir_of
+from core.dist_checkpointing._directory.begin import Publication, begin_publication
+from core.dist_checkpointing._directory.publication import data_dir_of
+from core.dist_checkpointing._directory.sums import LOCK, STAGE
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.core import CheckpointingConfig
 from core.dist_checkpointing.dict_utils import extract_matching_values, merge
@@ -63,8 +65,10 @@ from core.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from core.errors import UnsupportedError, UsageError
+from core.files.object_listing import find_object, forget_listings
+from core.files.remote_path import RemotePath
 from core.files.store import translate_os_errors
-from core.files.url import refuse_url
+from core.files.url import find_location, refuse_url
 
 _CONTENT_METADATA_KEY = "content_metadata"
 T = TypeVar("T")
@@ -91,7 +95,8 @@ def save(
 
     Args:
         sharded_state_dict: this rank's state; not changed.
-        checkpoint_dir: an existing, empty directory on a file system that all ranks share.
+        checkpoint_dir: an existing, empty directory on a file system that all ranks share, or the
+            URL of a prefix of an object store without objects.
         sharded_strategy: writes tensors, and objects if it supports them: a strategy, (backend,
             version) of a registered one, or None for torch_dist.
         common_strategy: writes everything else: a strategy, (backend, version) of a registered one,
@@ -122,7 +127,7 @@ def save(
     """
 
     def begin() -> tuple[Any, SaveCommonStrategy, ShardedStateDict]:
-        refuse_url(checkpoint_dir)
+        find_location(checkpoint_dir)
         strategies = _choose_save_strategies(
             sharded_strategy, common_strategy, is_async=async_sharded_save
         )
@@ -148,10 +153,12 @@ def save(
         )
     )
     # Rank 0 creates the staging directory that all ranks write into.
-    target = Path(os.path.abspath(checkpoint_dir))
+    target = find_location(checkpoint_dir)
+    if not isinstance(target, RemotePath):
+        target = Path(os.path.abspath(target))
     publication = comm.together(
         lambda: (
-            Publication(
+            begin_publication(
                 target,
                 overwrite=replaces_megatron() if overwrite is None else overwrite,
                 manifest=manifest,
@@ -203,6 +210,7 @@ class _Publish:
         """Make the checkpoint visible; collective."""
 
         def publish_on_coordinator() -> None:
+            forget_listings()
             if self.publication:
                 self.publication.publish(self.config, is_synced=self.is_synced)
 
@@ -264,13 +272,16 @@ def _save_common(
     """
 
     def check_visible() -> None:
-        with translate_os_errors(str(data_dir), doing="look at"):
-            is_visible = data_dir.is_dir()
+        if isinstance(data_dir, RemotePath):
+            is_visible = find_object(data_dir / STAGE / LOCK) is not None
+        else:
+            with translate_os_errors(str(data_dir), doing="look at"):
+                is_visible = data_dir.is_dir()
         if not is_visible:
             raise UsageError(
                 "rank 0 created this directory, but this rank cannot see it",
                 file=str(data_dir),
-                hint="save to a file system that all ranks share",
+                hint="save to a file system or an object store that all ranks share",
             )
 
     # Strategies may be collective themselves, so every call is a step that all ranks begin, and
@@ -377,7 +388,7 @@ def load(
 
     # Choose the strategies, which must be the same on all ranks, and load the common state.
     handling = comm.together(lambda: parse_strict_flag(strict))
-    path = Path(checkpoint_dir)
+    path = find_location(checkpoint_dir)
     sharded, common, _ = _require_agreement(
         begin, strict=handling.value, validate_access_integrity=validate_access_integrity
     )
@@ -425,7 +436,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
         CheckpointingException: the checkpoint does not exist or cannot be read.
     """
     _, common = verify_checkpoint_and_load_strategy(checkpoint_dir)
-    return common.load_common(Path(checkpoint_dir))
+    return common.load_common(find_location(checkpoint_dir))
 
 
 def load_tensors_metadata(
@@ -441,7 +452,7 @@ def load_tensors_metadata(
         CheckpointingException: the checkpoint does not exist or cannot be read.
     """
     sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
-    return sharded.load_tensors_metadata(Path(checkpoint_dir))
+    return sharded.load_tensors_metadata(find_location(checkpoint_dir))
 
 
 def load_sharded_metadata(
@@ -465,10 +476,10 @@ def load_sharded_metadata(
     sharded, common = verify_checkpoint_and_load_strategy(
         checkpoint_dir, sharded_strategy, common_strategy
     )
-    metadata = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
+    metadata = dict(sharded.load_sharded_metadata(find_location(checkpoint_dir)))
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
-        metadata |= common.load_sharded_metadata(Path(checkpoint_dir))
+        metadata |= common.load_sharded_metadata(find_location(checkpoint_dir))
     return metadata
 
 
@@ -511,6 +522,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     Raises:
         CheckpointingException: the checkpoint does not exist, or its backend cannot remove tensors.
     """
+    refuse_url(checkpoint_dir)
     sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir)
     sharded.remove_sharded_tensors(Path(checkpoint_dir), key_prefix)
 

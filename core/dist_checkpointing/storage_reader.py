@@ -35,7 +35,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,8 +59,9 @@ from core.convert.job import Job
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
 from core.errors import MissingShardError, UnsupportedError, UsageError
-from core.files.store import LocalStore
-from core.files.url import refuse_url
+from core.files.remote_path import RemotePath, location_of
+from core.files.source_store import SourceStore
+from core.files.url import find_location
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_writer import DCP_VERSION
 from core.live.tensors import Chunk
@@ -83,7 +83,7 @@ class _OpenedCheckpoint:
     """
 
     catalog: Catalog
-    store: LocalStore
+    store: SourceStore
     key_of: dict[str, str]
     paths: dict[str, tuple[str | int, ...]]
 
@@ -92,7 +92,8 @@ class CkptStorageReader(StorageReader):
     """A storage reader that reads a checkpoint in any format into a (sharded) state dict.
 
     Args:
-        path: whatever ``ckpt inspect`` accepts: a directory, a file, a training root.
+        path: whatever ``ckpt inspect`` accepts: a directory, a file, a training root, or the URL of
+            one.
         iteration: iteration of a training root; None for the one that its tracker names, else the
             newest.
         names: naming scheme for the tensors: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps
@@ -112,7 +113,7 @@ class CkptStorageReader(StorageReader):
 
     Raises:
         TypeError: a keyword is not a field of Job.
-        UsageError: ``path`` is a URL, or an option has an invalid value.
+        UsageError: ``path`` is on another host, or an option has an invalid value.
     """
 
     def __init__(
@@ -129,8 +130,7 @@ class CkptStorageReader(StorageReader):
         **changes: Any,
     ) -> None:
         super().__init__()
-        refuse_url(path)
-        self.path = Path(path)
+        self.path = find_location(path)
         self.load_id = str(uuid.uuid4())
         self._prefix = prefix
         self._root = root
@@ -143,22 +143,22 @@ class CkptStorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        """Path of the checkpoint."""
-        return self.path
+        """Path or URL of the checkpoint."""
+        return str(self.path) if isinstance(self.path, RemotePath) else self.path
 
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Return whether the id is an existing path, not a URL."""
-        return "://" not in os.fspath(checkpoint_id) and os.path.lexists(checkpoint_id)
+        """Return whether the id is an existing path, or the URL of an object store."""
+        location = location_of(checkpoint_id)
+        return isinstance(location, RemotePath) or os.path.lexists(location)
 
     @override
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Close the checkpoint and begin a new read, of another checkpoint if an id is given."""
         self._close()
         if checkpoint_id:
-            refuse_url(checkpoint_id)
-            self.path = Path(checkpoint_id)
+            self.path = find_location(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
     @override
@@ -241,7 +241,6 @@ class CkptStorageReader(StorageReader):
         try:
             catalog = state_dict(global_form(job, source, dcp.FORMAT).catalog)
             key_of, paths = _names_for_torch(catalog, prefix=self._prefix, root=self._root)
-            assert isinstance(source.store, LocalStore), "URLs were refused"
             return _OpenedCheckpoint(catalog, source.store, key_of, paths)
         except BaseException:
             source.store.close()

@@ -17,6 +17,10 @@ to the destination, which must be on a file system that they share. A save that 
 change the destination. Its staging directory is removed with the writer, or by the next save to the
 same destination.
 
+The destination may also be the URL of a prefix of an object store, for dcp and torch_dist. Every
+rank uploads its own files there, and the coordinator puts the metadata last
+(``_directory.bucket_publication``). The objects of a save that fails are deleted likewise.
+
 Some checkpoints cannot be written region by region: Megatron's rank files, torch files with entries
 that are not tensors, and all checkpoints with ``changes``. For these, ranks write a DCP checkpoint
 next to the destination, and the coordinator converts it by ``core.convert.run`` and removes it.
@@ -52,7 +56,13 @@ from typing_extensions import override
 from core.convert.job import Job
 from core.convert.prepare import is_file_of
 from core.convert.run import run
+from core.dist_checkpointing._directory.bucket_publication import BucketPublication
 from core.dist_checkpointing._directory.sums import SUMS
+from core.dist_checkpointing.torch_dcp.bucket_save import (
+    BucketSave,
+    begin_bucket_save,
+    upload_part,
+)
 from core.dist_checkpointing.torch_dcp.planned_files import write_part, write_rest
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
@@ -63,7 +73,9 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     split_by_rank,
 )
 from core.errors import StorageError, UnsupportedError, UsageError
-from core.files.url import refuse_url
+from core.files.object_listing import is_listed
+from core.files.remote_path import RemotePath
+from core.files.url import find_location
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_writer import DCP_VERSION
 from core.formats.format import Format
@@ -105,7 +117,8 @@ class CkptStorageWriter(StorageWriter):
     """A storage writer that writes a (sharded) state dict as a checkpoint in any format.
 
     Args:
-        path: the destination, a directory; for safetensors and torch also a file.
+        path: the destination, a directory; for safetensors and torch also a file. With the formats
+            dcp and torch_dist, it may be the URL of a prefix of an object store.
         format: a writable format or its name: ``dcp``, ``torch_dist``, ``zarr``, ``zarr3``,
             ``safetensors``, ``torch``, ``megatron`` … Keys do not change, not even with ``hf``;
             ``names="hf"`` translates Megatron's.
@@ -122,7 +135,7 @@ class CkptStorageWriter(StorageWriter):
 
     Raises:
         UnsupportedError: the format cannot be written.
-        UsageError: the format is unknown, or ``path`` is a URL.
+        UsageError: the format is unknown, or ``path`` is on another host.
         TypeError: a keyword is not a field of Job.
     """
 
@@ -139,8 +152,7 @@ class CkptStorageWriter(StorageWriter):
         **changes: Any,
     ) -> None:
         super().__init__()
-        refuse_url(path)
-        self.path = Path(path)
+        self.path = find_location(path)
         self.save_id = str(uuid.uuid4())
         self._format = format_called(format) if isinstance(format, str) else format
         if self._format.lay_out is None:
@@ -152,20 +164,25 @@ class CkptStorageWriter(StorageWriter):
         self._has_manifest = manifest
         self._changes = changes
         self._running: _RunningSave | None = None
+        self._upload: BucketSave | None = None
         # Create the job only to check the changes, so that a wrong keyword is an error here and not
         # at the first save.
         self._job()
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        """Path of the destination."""
-        return self.path
+        """Path or URL of the destination."""
+        return str(self.path) if isinstance(self.path, RemotePath) else self.path
 
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Return whether the id is a path, not a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Return whether the id is a path, or the URL of an object store."""
+        try:
+            location = find_location(checkpoint_id)
+        except UsageError:
+            return False
+        return not isinstance(location, RemotePath) or is_listed(location)
 
     @override
     def storage_meta(self) -> StorageMeta:
@@ -176,8 +193,7 @@ class CkptStorageWriter(StorageWriter):
         """Abandon an unfinished save and begin a new one, at another path if an id is given."""
         self._abandon()
         if checkpoint_id:
-            refuse_url(checkpoint_id)
-            self.path = Path(checkpoint_id)
+            self.path = find_location(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     @override
@@ -217,6 +233,8 @@ class CkptStorageWriter(StorageWriter):
         # Combine the plans.
         plans = _restore_cached_plans(plans)
         save = combine_plans(plans)
+        if isinstance(self.path, RemotePath):
+            return self._begin_upload(save, plans, self.path)
         self._check_destination(save)
         # Lay out what the ranks write: the checkpoint itself, or a DCP checkpoint to be converted.
         is_converted = self._is_converted(save)
@@ -275,6 +293,13 @@ class CkptStorageWriter(StorageWriter):
         """
         part = plan.storage_data
         assert isinstance(part, RankSave), "prepare_global_plan has set it"
+        if isinstance(self.path, RemotePath):
+            try:
+                results = upload_part(plan, planner, part, self.path, threads=self._threads)
+            except BaseException:
+                self._abandon()
+                raise
+            return _completed(results)
         # Check that this is the coordinator's staging directory: on a file system that is not
         # shared, the token is missing.
         stage_dir = stage_dir_of(self._converted_path() if part.is_converted else self._dst())
@@ -304,9 +329,7 @@ class CkptStorageWriter(StorageWriter):
             raise
         finally:
             store.close()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return _completed(results)
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -317,6 +340,63 @@ class CkptStorageWriter(StorageWriter):
             CheckpointingException: a file cannot be written, or the conversion fails; the
                 destination is then unchanged.
         """
+        streams = {
+            result.index.fqn: result.storage_data
+            for of_rank in results
+            for result in of_rank
+            if isinstance(result.storage_data, bytes)
+        }
+        if self._upload is not None:
+            upload, self._upload = self._upload, None
+            upload.finish(streams)
+        else:
+            self._finish_stage(streams)
+        # torch broadcasts this metadata to all ranks, which need no file positions.
+        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data = {}
+        metadata.version = DCP_VERSION
+
+    def _begin_upload(
+        self, save: PlannedSave, plans: list[SavePlan], root: RemotePath
+    ) -> list[SavePlan]:
+        """Return the plans for a save to an object store, with each rank's part.
+
+        Raises:
+            UnsupportedError: ranks cannot write the files of the format one by one.
+            UsageError, StorageError: the destination cannot be written.
+        """
+        if self._is_converted(save):
+            raise UnsupportedError(
+                f"{self._format.name} with these options is written by a conversion, which needs "
+                "a local directory",
+                file=str(root),
+                hint="save as dcp or torch_dist, and convert: ckpt convert URL DST",
+            )
+        # Torch has no hook for a failed save, so its writer may still be alive and hold the lock.
+        stale = _UPLOADS.pop(root, None)
+        if stale is not None:
+            stale.abandon()
+        upload = self._upload = begin_bucket_save(
+            save,
+            self._format,
+            root,
+            overwrite=self._overwrite,
+            manifest=self._has_manifest,
+            max_file_bytes=self._max_file_bytes,
+        )
+        _UPLOADS[root] = upload.publication
+        weakref.finalize(self, upload.publication.abandon)
+        parts = split_by_rank(
+            upload.layout, save, token=upload.publication.token, is_converted=False
+        )
+        return [replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)]
+
+    def _finish_stage(self, streams: dict[str, bytes]) -> None:
+        """Write what the ranks have not written, and publish the staging directory.
+
+        Args:
+            streams: the entries that are not tensors, by key.
+        """
         running = self._running
         if running is None or _STAGES.get(running.stage.dst) is not running.stage:
             raise UsageError(
@@ -325,12 +405,6 @@ class CkptStorageWriter(StorageWriter):
             )
         # Write entries that are not tensors, headers and metadata, and publish the directory.
         try:
-            streams = {
-                result.index.fqn: result.storage_data
-                for of_rank in results
-                for result in of_rank
-                if isinstance(result.storage_data, bytes)
-            }
             write_rest(
                 running.save,
                 running.layout,
@@ -358,10 +432,6 @@ class CkptStorageWriter(StorageWriter):
                 run(self._job())
             finally:
                 shutil.rmtree(running.dst, ignore_errors=True)
-        # torch broadcasts this metadata to all ranks, which need no file positions.
-        metadata.storage_meta = self.storage_meta()
-        metadata.storage_data = {}
-        metadata.version = DCP_VERSION
 
     def _check_destination(self, save: PlannedSave) -> None:
         """Raise unless the destination is free and can hold all entries.
@@ -393,6 +463,8 @@ class CkptStorageWriter(StorageWriter):
         return bool(self._changes) or is_cut_otherwise or (format.nests and bool(save.objects))
 
     def _dst(self) -> Path:
+        if isinstance(self.path, RemotePath):
+            return self.path
         return Path(os.path.abspath(self.path))
 
     def _converted_path(self) -> Path:
@@ -414,14 +486,19 @@ class CkptStorageWriter(StorageWriter):
         )
 
     def _abandon(self) -> None:
-        """Remove the staging directory, if there is one."""
+        """Remove the staging directory, or the objects that were uploaded, if there are any."""
         if self._running is not None:
             self._running.end()
             self._running = None
+        if self._upload is not None:
+            self._upload.publication.abandon()
+            self._upload = None
 
 
 _STAGES: dict[Path, Stage] = {}
 """The staging directories that this process has created and not ended, by destination."""
+_UPLOADS: weakref.WeakValueDictionary[RemotePath, BucketPublication] = weakref.WeakValueDictionary()
+"""The saves to object stores that this process has begun, by destination."""
 
 
 def _enter(stage: Stage) -> None:
@@ -450,8 +527,15 @@ def _token_path(stage_dir: Path, token: str) -> Path:
     return stage_dir / f"save-{token}"
 
 
+def _completed(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    done: Future[list[WriteResult]] = Future()
+    done.set_result(results)
+    return done
+
+
 def _is_empty_dir(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+    # Whether a bucket has objects is found out when its prefix is locked.
+    return not isinstance(path, RemotePath) and path.is_dir() and not any(path.iterdir())
 
 
 def _restore_cached_plans(plans: list[SavePlan]) -> list[SavePlan]:

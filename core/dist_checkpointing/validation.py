@@ -45,6 +45,7 @@ from core.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from core.errors import UnsupportedError, UsageError
+from core.files.url import find_location
 
 __all__ = [
     "CkptShardedMetadata",
@@ -167,7 +168,7 @@ def verify_checkpoint_and_load_strategy(
     config = maybe_load_config(checkpoint_dir)
     # Without metadata.json, find out why, so that the error names the next step.
     if config is None:
-        raise refusal_of(Path(checkpoint_dir))
+        raise refusal_of(find_location(checkpoint_dir))
     # Choose the requested strategies, or those that metadata.json names.
     sharded: LoadShardedStrategy = chosen_strategy(
         StrategyAction.LOAD_SHARDED,

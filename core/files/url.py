@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from urllib.parse import unquote
 
 from core.errors import UsageError
-from core.files.remote_path import SCHEMES
+from core.files.remote_path import SCHEMES, RemotePath, location_of
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 """A scheme has at least two characters, unlike ``C:/``; ``pathlib`` reduces ``//`` to ``/``."""
@@ -30,6 +31,18 @@ _COPYING = {
     "hdfs": "copy with hdfs dfs -get or hdfs dfs -put, and give the local path",
 }
 _COPYING |= {"gcs": _COPYING["gs"], "s3a": _COPYING["s3"], "s3n": _COPYING["s3"]}
+
+
+def find_location(path: str | os.PathLike[str]) -> Path:
+    """Return where a checkpoint is: the URL of an object store or web server, or a local path.
+
+    Raises:
+        UsageError: the path is on another host, or the URL of something else.
+    """
+    location = location_of(path)
+    if not isinstance(location, RemotePath):
+        refuse_url(location)
+    return location
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:

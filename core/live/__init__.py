@@ -1,5 +1,7 @@
 """The memory of a running process as a format: load a checkpoint into it, save out of it.
 
-Start at ``load`` and ``save``; ``tensors`` builds the catalog of tensors in memory.
-Imports: arrays, catalog, copy, errors, files, formats, formats.zarr, manifest, plan, stage.
+Start at ``load`` and ``save``; ``tensors`` builds the catalog of tensors in memory; ``destination``
+says how directories and object stores are written.
+Imports: arrays, catalog, copy, core, errors, files, formats, formats.zarr, manifest, plan, stage,
+team.
 """

@@ -17,12 +17,11 @@ several processes have parts of it; ``whole``: every tensor is an array.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core.arrays.box import Box, Shape, full_box
-from core.arrays.checksum import BLOCK_BYTES, crc32
 from core.arrays.coverage import is_tiled
 from core.catalog.catalog import (
     Catalog,
@@ -35,20 +34,13 @@ from core.catalog.catalog import (
 from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray, array_name
-from core.copy.options import CopyOptions
-from core.copy.run import execute
 from core.errors import UsageError
-from core.files.folders import sync_folders
 from core.formats.format import Format
 from core.formats.zarr.grid import ChunkGrid
+from core.live.destination import destination_of, refuse_shared_files
 from core.live.share import HOLDER, ProcessShare, find_share, has_one_holder
-from core.live.sums import complete_arrays, complete_files
 from core.live.tensors import Chunk, LiveTensor, live_source, metas_of_chunks
-from core.manifest.of_copy import finish_files
-from core.manifest.partial_sums import write_sums
-from core.plan.plan import DEFAULT_THREADS, make_plan
-from core.plan.positions import Places
-from core.stage.files import StageStore
+from core.plan.plan import DEFAULT_THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,7 @@ class LiveSave:
 
     Args:
         format: a writable format.
-        root: the directory to write to; it exists.
+        root: the directory to write to, which exists, or the URL of a prefix.
         number: number of this process, from 0.
         contributions: what each process writes, by its number.
         tensors: this process's chunks, in the order of ``contributions[number].chunks``.
@@ -116,6 +108,10 @@ class LiveSave:
             images = tuple(
                 image for image in self.format.lay_out(target) if image.path not in self.without
             )
+            if not destination_of(self.root, fsync=self.fsync).can_share_files:
+                # Found out by every process, before any of them writes.
+                boxes = {key: {*boxes} for key, boxes in _boxes_of(self.contributions).items()}
+                refuse_shared_files(self.root, target, images, boxes)
             self._layout = (target, images)
         return self._layout
 
@@ -129,23 +125,18 @@ class LiveSave:
         source, memory = live_source(
             self.tensors, [(stream_key(key), data) for key, data in self.streams]
         )
-        plan = make_plan(
-            source, share.target, share.images, threads=self.threads, compares=False, is_share=True
+        destination = destination_of(self.root, fsync=self.fsync)
+        written = destination.write(
+            share,
+            source,
+            memory,
+            images=self.laid_out()[1],
+            threads=self.threads,
+            with_sums=self.sums_dir is not None,
         )
-        stage = StageStore(self.root, is_durable=self.fsync)
-        try:
-            with_sums = self.sums_dir is not None
-            result = execute(plan, memory, stage, CopyOptions(digest=with_sums))
-            files = finish_files(plan, result, stage, crc=with_sums)
-            if self.fsync:
-                stage.sync_files()
-        finally:
-            stage.close()
         if self.sums_dir is not None:
-            arrays = complete_arrays(plan, result)
-            images = self.laid_out()[1]
-            write_sums(self.sums_dir, self.number, complete_files(files, images, arrays), arrays)
-        return result.written_bytes
+            destination.record(self.sums_dir, self.number, written)
+        return written.n_bytes
 
     def finish(self) -> None:
         """Write headers of shared files and files without data, then metadata.
@@ -156,49 +147,23 @@ class LiveSave:
             CheckpointingException: a file cannot be written, or a shared file is missing.
         """
         _, images = self.laid_out()
-        shared = [image for image in images if not has_one_holder(image)]
-        rest = sorted(shared, key=lambda image: image.is_metadata)
-        stage = StageStore(self.root, is_durable=self.fsync)
-        try:
-            for image in rest:
-                if image.is_metadata and self.fsync:
-                    stage.sync_files()
-                finish_file(image, stage)
-            if self.fsync:
-                stage.sync_files()
-        finally:
-            stage.close()
-        if self.fsync:
-            sync_folders(self.root)
+        rest = [image for image in images if not has_one_holder(image)]
+        destination_of(self.root, fsync=self.fsync).finish(rest)
 
     def _share(self) -> ProcessShare:
         target, images = self.laid_out()
-        boxes: dict[str, list[Box]] = {}
-        for chunk in self.contributions[self.number].chunks:
+        return find_share(target, images, _boxes_of([self.contributions[self.number]]))
+
+
+def _boxes_of(contributions: Iterable[ProcessContribution]) -> dict[str, list[Box]]:
+    """Return the boxes of tensors and objects that processes write, by key."""
+    boxes: dict[str, list[Box]] = {}
+    for contribution in contributions:
+        for chunk in contribution.chunks:
             boxes.setdefault(chunk.key, []).extend(box for _, box in chunk.runs())
-        for key, n_bytes in self.contributions[self.number].streams:
+        for key, n_bytes in contribution.streams:
             boxes[stream_key(key)] = [full_box((n_bytes,))]
-        return find_share(target, images, boxes)
-
-
-def finish_file(image: FileImage, stage: StageStore) -> None:
-    """Write the bytes of a file around its arrays, which other processes have filled.
-
-    A file without arrays is created.
-
-    Raises:
-        CheckpointingException: the file cannot be written.
-    """
-    stage.create(image.path, image.size)
-    places = Places([image])
-
-    def crc_of(name: str) -> int:
-        number = places.number_of(name)
-        assert number is not None, "a literal states the CRC of an array of its own file"
-        return _crc_of_range(stage, image.path, places.offset_of(number), places.bytes_of(number))
-
-    for offset, data in image.literals(crc_of):
-        stage.write(image.path, offset, data)
+    return boxes
 
 
 def target_of(
@@ -331,14 +296,3 @@ def _refuse_duplicates(contributions: Sequence[ProcessContribution]) -> None:
 def stream_key(key: str) -> str:
     """Return the key of the hidden tensor that holds an object's stream."""
     return f"raw:{key}"
-
-
-def _crc_of_range(stage: StageStore, path: str, offset: int, n_bytes: int) -> int:
-    """Return the CRC-32 of bytes that several processes have written."""
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
-    crc = 0
-    for start in range(0, n_bytes, BLOCK_BYTES):
-        piece = buffer[: min(BLOCK_BYTES, n_bytes - start)]
-        stage.read_into(path, offset + start, piece)
-        crc = crc32(piece, crc)
-    return crc

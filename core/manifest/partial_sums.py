@@ -12,12 +12,12 @@ none of them (those that several processes filled, and those of other software) 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 
 from core.arrays.checksum import ALGORITHM
-from core.files.store import LocalStore, translate_os_errors
+from core.files.store import LocalStore, ReadStore, translate_os_errors
 from core.files.walk import list_tree
 from core.manifest.file import FileSum, ManifestArray, manifest_lines, read_manifest
 from core.scan.sums import read_sum
@@ -52,25 +52,41 @@ def write_combined(data_dir: Path, folder: Path, name: str, *, fsync: bool = Tru
         CorruptError: the checksums of a process are damaged.
         CapacityError, StorageError: the system cannot read or write.
     """
+    with closing(LocalStore(folder)) as sums, closing(LocalStore(data_dir)) as store:
+        sizes = {path: size for path, size in list_tree(data_dir).files.items() if path != name}
+        with translate_os_errors(str(folder), doing="list the directory"):
+            files, arrays = combine_sums(sums, store, sizes)
+    _write_manifest(data_dir / name, files, arrays, fsync=fsync)
+
+
+def combine_sums(
+    sums: ReadStore, store: ReadStore, sizes: Mapping[str, int]
+) -> tuple[list[FileSum], list[ManifestArray]]:
+    """Return the entries of a complete checkpoint for its manifest.
+
+    Args:
+        sums: what ``write_sums`` wrote.
+        store: the checkpoint; files without checksums are read back.
+        sizes: name → size of the checkpoint's files.
+
+    Raises:
+        CorruptError: the checksums of a process are damaged.
+        CapacityError, StorageError: the system cannot read.
+    """
     # Combine what the processes recorded, in the order of their numbers.
     files: dict[str, FileSum] = {}
     arrays: list[ManifestArray] = []
-    with translate_os_errors(str(folder), doing="list the directory"):
-        numbers = sorted(int(path.stem) for path in folder.iterdir())
-    with closing(LocalStore(folder)) as sums:
-        for number in numbers:
-            manifest = read_manifest(sums, f"{number}.json")
-            files.update((file.path, file) for file in manifest.files)
-            arrays += manifest.arrays
+    for number in sorted(int(name.removesuffix(".json")) for name in sums.files()):
+        manifest = read_manifest(sums, f"{number}.json")
+        files.update((file.path, file) for file in manifest.files)
+        arrays += manifest.arrays
     # Read the remaining files back.
-    with closing(LocalStore(data_dir)) as store:
-        for path, n_bytes in list_tree(data_dir).files.items():
-            if path not in files and path != name:
-                total = read_sum(store, path, 0, n_bytes)
-                files[path] = FileSum(path, n_bytes, total.crc, total.digest)
-    # Write the manifest, without files that were renamed or removed after they were written.
-    entries = [files[path] for path in sorted(files) if (data_dir / path).exists()]
-    _write_manifest(data_dir / name, entries, arrays, fsync=fsync)
+    for path, n_bytes in sizes.items():
+        if path not in files:
+            total = read_sum(store, path, 0, n_bytes)
+            files[path] = FileSum(path, n_bytes, total.crc, total.digest)
+    # Omit files that were renamed or removed after they were written.
+    return [files[path] for path in sorted(files) if path in sizes], arrays
 
 
 def _write_manifest(

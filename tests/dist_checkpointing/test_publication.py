@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import core.dist_checkpointing._directory.publication as publication
-from core.dist_checkpointing._directory.publication import Publication, data_dir_of
+from core.dist_checkpointing._directory.publication import DirectoryPublication, data_dir_of
 from core.dist_checkpointing._directory.sums import STAGE
 from core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
 from core.errors import CheckpointingException, StorageError, UsageError
@@ -23,7 +23,7 @@ CONFIG = CheckpointingConfig("own", 3, "own_common", 5)
 
 
 def _save(target: Path, text: str = "new", *, overwrite: bool = False) -> None:
-    made = Publication(target, overwrite=overwrite)
+    made = DirectoryPublication(target, overwrite=overwrite)
     _fill(made.data_dir, text)
     made.publish(CONFIG)
 
@@ -47,7 +47,7 @@ def _published(text: str = "new") -> dict[str, str]:
 
 
 def test_what_is_written_appears_with_the_metadata_and_leaves_no_stage(tmp_path):
-    made = Publication(tmp_path)
+    made = DirectoryPublication(tmp_path)
     assert made.data_dir == data_dir_of(tmp_path) and made.data_dir.is_dir()
     _fill(made.data_dir, "new")
     assert os.listdir(tmp_path) == [STAGE] and maybe_load_config(tmp_path) is None
@@ -61,12 +61,12 @@ def test_what_is_written_appears_with_the_metadata_and_leaves_no_stage(tmp_path)
 
 
 def test_an_abandoned_or_dropped_save_leaves_the_directory_as_it_was(tmp_path, caplog):
-    made = Publication(tmp_path)
+    made = DirectoryPublication(tmp_path)
     _fill(made.data_dir, "new")
     made.abandon()
     made.abandon()
     assert os.listdir(tmp_path) == [] and not caplog.records
-    dropped = Publication(tmp_path)
+    dropped = DirectoryPublication(tmp_path)
     _fill(dropped.data_dir, "new")
     del dropped
     gc.collect()
@@ -91,7 +91,7 @@ def test_a_save_that_is_not_finalized_is_reported_when_the_program_ends(tmp_path
 
 
 def test_a_fork_that_ends_does_not_remove_the_stage(tmp_path):
-    made = Publication(tmp_path)
+    made = DirectoryPublication(tmp_path)
     pid = os.fork()
     if not pid:
         made.abandon()
@@ -99,14 +99,14 @@ def test_a_fork_that_ends_does_not_remove_the_stage(tmp_path):
     os.waitpid(pid, 0)
     assert made.data_dir.is_dir()
     with pytest.raises(StorageError, match="another save into this directory"):
-        Publication(tmp_path)
+        DirectoryPublication(tmp_path)
     made.abandon()
 
 
 def test_a_second_save_into_the_directory_is_refused_while_the_first_goes_on(tmp_path):
-    first = Publication(tmp_path)
+    first = DirectoryPublication(tmp_path)
     with pytest.raises(StorageError, match="another save into this directory") as caught:
-        Publication(tmp_path)
+        DirectoryPublication(tmp_path)
     assert caught.value.file == str(tmp_path)
     first.publish(CONFIG)
     assert os.listdir(tmp_path) == ["metadata.json"]
@@ -115,17 +115,17 @@ def test_a_second_save_into_the_directory_is_refused_while_the_first_goes_on(tmp
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_directory_that_is_missing_or_a_file_is_refused(tmp_path, overwrite):
     with pytest.raises(UsageError, match="does not exist"):
-        Publication(tmp_path / "missing", overwrite=overwrite)
+        DirectoryPublication(tmp_path / "missing", overwrite=overwrite)
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is a file, not a directory"):
-        Publication(tmp_path / "file", overwrite=overwrite)
+        DirectoryPublication(tmp_path / "file", overwrite=overwrite)
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_directory_that_is_not_empty_is_refused_and_untouched(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"already contains files \(notes.txt\).*overwrite=True"):
-        Publication(tmp_path)
+        DirectoryPublication(tmp_path)
     assert _content(tmp_path) == {"notes.txt": "mine"} and os.listdir(tmp_path) == ["notes.txt"]
 
 
@@ -138,8 +138,8 @@ def test_a_checkpoint_is_replaced_only_when_told_and_other_files_stay(tmp_path):
     (tmp_path / "dataloader" / "rank0.bin").write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="already contains a checkpoint"):
-        Publication(tmp_path)
-    made = Publication(tmp_path, overwrite=True)
+        DirectoryPublication(tmp_path)
+    made = DirectoryPublication(tmp_path, overwrite=True)
     _fill(made.data_dir, "new")
     assert maybe_load_config(tmp_path) == CONFIG and (tmp_path / "common.pt").read_text() == "old"
     made.publish(CONFIG)
@@ -151,14 +151,14 @@ def test_a_checkpoint_is_replaced_only_when_told_and_other_files_stay(tmp_path):
 
 def test_a_save_that_was_to_replace_a_checkpoint_and_failed_leaves_the_old_one(tmp_path):
     _save(tmp_path, "old")
-    made = Publication(tmp_path, overwrite=True)
+    made = DirectoryPublication(tmp_path, overwrite=True)
     _fill(made.data_dir, "new")
     made.abandon()
     assert _content(tmp_path) == _published("old") and STAGE not in os.listdir(tmp_path)
 
 
 def test_a_name_that_appeared_meanwhile_is_not_overwritten(tmp_path):
-    made = Publication(tmp_path)
+    made = DirectoryPublication(tmp_path)
     _fill(made.data_dir, "new")
     (tmp_path / "w").write_text("theirs")
     with pytest.raises(UsageError, match="w appeared in the directory during the save"):
@@ -207,7 +207,7 @@ def test_a_replacement_killed_between_two_renames_is_undone_by_the_next_save(tmp
     found = maybe_load_config(tmp_path)
     assert found is None or (at == 0 and _content(tmp_path)["common.pt"] == "old")
     with pytest.raises(UsageError, match="already contains a checkpoint"):
-        Publication(tmp_path)
+        DirectoryPublication(tmp_path)
     assert _content(tmp_path) == _published("old") | {"notes.txt": "mine"}
     _save(tmp_path, "next", overwrite=True)
     assert _content(tmp_path) == _published("next") | {"notes.txt": "mine"}
@@ -224,7 +224,7 @@ def test_the_next_save_removes_the_stage_of_a_process_killed_after_its_last_rena
         json.dumps({"entries": ["common.pt", "w", "metadata.json"]})
     )
     with pytest.raises(UsageError, match="already contains a checkpoint"):
-        Publication(tmp_path)
+        DirectoryPublication(tmp_path)
     assert _content(tmp_path) == _published("old") and STAGE not in os.listdir(tmp_path)
 
 
@@ -248,7 +248,7 @@ def test_a_stage_that_is_a_link_is_not_followed(tmp_path):
     target.mkdir()
     (target / STAGE).symlink_to(elsewhere)
     with pytest.raises(CheckpointingException):
-        Publication(target)
+        DirectoryPublication(target)
     assert (elsewhere / "mine").read_text() == "x"
 
 
@@ -262,7 +262,7 @@ def test_a_failed_publication_is_undone(tmp_path, monkeypatch):
         move(source, goal)
 
     monkeypatch.setattr(publication, "rename_new", failing)
-    made = Publication(tmp_path, overwrite=True)
+    made = DirectoryPublication(tmp_path, overwrite=True)
     _fill(made.data_dir, "new")
     with pytest.raises(StorageError, match="cannot publish: input/output error"):
         made.publish(CONFIG)
@@ -270,7 +270,7 @@ def test_a_failed_publication_is_undone(tmp_path, monkeypatch):
 
 
 def test_files_of_a_stage_that_was_removed_and_made_again_are_not_published(tmp_path):
-    made = Publication(tmp_path)
+    made = DirectoryPublication(tmp_path)
     _fill(made.data_dir, "lost")
     shutil.rmtree(made.data_dir.parent)
     made.data_dir.mkdir(parents=True)  # a rank that comes later writes into its path

@@ -428,7 +428,8 @@ def test_reset_turns_to_another_checkpoint(tmp_path: Path, golden: Path):
     reader = CkptStorageReader(golden / GOLD["zarr"][0])
     before = reader.load_id
     assert CkptStorageReader.validate_checkpoint_id(tmp_path)
-    assert not CkptStorageReader.validate_checkpoint_id("s3://bucket/ckpt")
+    assert CkptStorageReader.validate_checkpoint_id("s3://bucket/ckpt")
+    assert not CkptStorageReader.validate_checkpoint_id(tmp_path / "missing")
     path = written(tmp_path, "safetensors")
     state = {"seen": torch.tensor(0)}
     dcp.load(state, checkpoint_id=path, storage_reader=reader, no_dist=True)

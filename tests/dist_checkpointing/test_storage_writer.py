@@ -514,7 +514,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path):
         CkptStorageWriter(tmp_path / "out", "orbax")
     with pytest.raises(TypeError):
         CkptStorageWriter(tmp_path / "out", "dcp", layers=3)
-    assert not CkptStorageWriter.validate_checkpoint_id("gs://bucket/x")
+    assert CkptStorageWriter.validate_checkpoint_id("gs://bucket/x")
+    assert not CkptStorageWriter.validate_checkpoint_id("https://host/x")
+    assert not CkptStorageWriter.validate_checkpoint_id("hdfs://bucket/x")
 
 
 def test_a_region_that_nobody_writes_is_told(tmp_path: Path):

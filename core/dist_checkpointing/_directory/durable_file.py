@@ -1,35 +1,40 @@
-"""Small files of a checkpoint, each written completely to disk, or not at all."""
+"""Small files of a checkpoint, each written completely, or not at all."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 from core.errors import StorageError
 from core.files.folders import sync_folder
+from core.files.remote_path import RemotePath, location_of
 from core.files.store import check_name, translate_os_errors
 from core.files.syscalls import flush
+from core.live.upload import put_object
 
 
 def write_file(
     checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterable[bytes | memoryview]
 ) -> None:
-    """Write or replace a file of a checkpoint atomically, and wait until it is on disk.
+    """Write or replace a file of a checkpoint atomically, and wait until it is stored.
 
     Args:
-        checkpoint_dir: an existing directory.
+        checkpoint_dir: an existing directory, or the URL of a prefix, where nothing is replaced.
         name: path relative to the directory, ``/`` between components; missing folders are created.
         pieces: consecutive parts of the content.
 
     Raises:
+        UsageError: the object exists.
         UnsafeError: the name leads out of the directory.
         StorageError, CapacityError: the directory does not exist, or the file cannot be written; an
             earlier file is then unchanged.
     """
-    root = Path(checkpoint_dir)
+    root = location_of(checkpoint_dir)
     path = root / check_name(name)
+    if isinstance(path, RemotePath):
+        put_object(path, b"".join(pieces))
+        return
     # Do not create the directory: a misspelled path has to be an error.
     with translate_os_errors(str(root), doing="look at"):
         is_dir = root.is_dir()

@@ -15,8 +15,8 @@ directory is not a distributed checkpoint, moves last. A process that is killed 
 hidden staging directory or, between two renames, also entries that ``entries.json`` names. Neither
 is a checkpoint, and the next save undoes both.
 
-Only the coordinator has a Publication. The lock prevents a second coordinator on the same file
-system from saving into the directory.
+Only the coordinator has a DirectoryPublication. The lock prevents a second coordinator on the same
+file system from saving into the directory.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.files.folders import empty_folder, sync_folder, sync_tree
 from core.files.json_object import parse_json_object
+from core.files.remote_path import RemotePath
 from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
 from core.manifest.file import manifest_name
@@ -58,11 +59,16 @@ _FILE_OF_A_KEY = re.compile(r"(\.zarray|zarr\.json|shard_.*\.pt)$")
 
 
 def data_dir_of(checkpoint_dir: Path) -> Path:
-    """Return the directory that strategies write into during a save; the same on every rank."""
-    return checkpoint_dir / STAGE / DATA
+    """Return where strategies write during a save; the same on every rank.
+
+    This is a directory that is renamed in the end, or the URL itself.
+    """
+    return (
+        checkpoint_dir if isinstance(checkpoint_dir, RemotePath) else checkpoint_dir / STAGE / DATA
+    )
 
 
-class Publication:
+class DirectoryPublication:
     """A checkpoint that is being written; on the coordinator.
 
     If the object is garbage-collected, or the program ends, without a call of ``publish`` or
@@ -335,14 +341,28 @@ def _empty(stage_dir: Path) -> None:
     empty_folder(stage_dir)
 
 
+def is_own_name(name: str) -> bool:
+    """Return whether a file at the top of a directory belongs to a distributed checkpoint."""
+    return bool(_OWN_NAME.match(name))
+
+
+def is_file_of_key(name: str) -> bool:
+    """Return whether a file belongs to the directory of a key.
+
+    Args:
+        name: its name, or its path.
+    """
+    return bool(_FILE_OF_A_KEY.match(name.rpartition("/")[2]))
+
+
 def _is_of_checkpoint(path: Path) -> bool:
     """Check if a directory entry belongs to a distributed checkpoint.
 
     This is a file with a known name, or the directory of a key.
     """
     if path.is_symlink() or not path.is_dir():
-        return bool(_OWN_NAME.match(path.name))
-    return any(_FILE_OF_A_KEY.match(file) for _, _, files in os.walk(path) for file in files)
+        return is_own_name(path.name)
+    return any(is_file_of_key(file) for _, _, files in os.walk(path) for file in files)
 
 
 def _drop(checkpoint_dir: Path, stage_dir: Path, lock_fd: int, owner: int) -> None:
@@ -368,8 +388,8 @@ def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:
     Args:
         stage_dir: the staging directory.
         lock_fd: file descriptor of the lock, which is closed.
-        owner: process id of the coordinator. A fork of it, which has a copy of the Publication,
-            does not remove the directory.
+        owner: process id of the coordinator. A fork of it, which has a copy of the
+            DirectoryPublication, does not remove the directory.
     """
     interrupt: KeyboardInterrupt | None = None
     for _ in range(_ATTEMPTS if os.getpid() == owner else 0):

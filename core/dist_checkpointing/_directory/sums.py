@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from core.files.object_listing import find_object
+from core.files.remote_path import RemotePath, location_of
+
 STAGE = ".ckpt-stage"
 DATA = "data"
 SUMS = "sums"
+LOCK = "lock"
+"""Object of a save to a bucket that is running."""
+WANTS_SUMS = "with-manifest"
+"""Object that stands beside ``LOCK`` if the ranks of that save compute checksums."""
 
 
 def sums_dir_of(data_dir: str | Path) -> Path | None:
@@ -17,7 +24,11 @@ def sums_dir_of(data_dir: str | Path) -> Path | None:
     Args:
         data_dir: the ``checkpoint_dir`` that the strategy was called with.
     """
-    data_path = Path(data_dir)
+    data_path = location_of(data_dir)
+    # A bucket has no staging directory: the objects are where they will be.
+    if isinstance(data_path, RemotePath):
+        has_sums = find_object(data_path / STAGE / WANTS_SUMS) is not None
+        return data_path / STAGE / SUMS if has_sums else None
     sums_path = data_path.parent / SUMS
     is_staged = (data_path.name, data_path.parent.name) == (DATA, STAGE)
     return sums_path if is_staged and sums_path.is_dir() else None

@@ -30,7 +30,9 @@ from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
 from core.dist_checkpointing._values.objects import live_object, load_stream
 from core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from core.errors import MissingShardError, UnsupportedError, UsageError
-from core.files.store import LocalStore
+from core.files.source_store import SourceStore, open_store
+from core.files.store import ReadStore
+from core.files.url import find_location
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
 from core.live.load import fill
@@ -115,7 +117,7 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def open_catalog(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalStore]]:
+def open_catalog(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, SourceStore]]:
     """Open the catalog and the files of a checkpoint directory, with tensors in their true shapes.
 
     Args:
@@ -124,7 +126,7 @@ def open_catalog(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalSto
     Raises:
         CheckpointingException: the checkpoint is missing, incomplete, or in an unknown format.
     """
-    with closing(LocalStore(Path(checkpoint_dir))) as store:
+    with closing(open_store(find_location(checkpoint_dir))) as store:
         catalog = sniffed(store).read(store)
         # Zarr readers take a missing chunk for zeros, but Megatron's backend writes every chunk.
         for tensor in unstored(catalog):
@@ -193,7 +195,7 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -
 def fill_tensors(
     pairs: Iterable[tuple[Chunk, torch.Tensor]],
     catalog: Catalog,
-    store: LocalStore,
+    store: ReadStore,
     *,
     checks_crc: bool = True,
 ) -> None:
@@ -291,7 +293,7 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
     return values
 
 
-def _read_object(catalog: Catalog, store: LocalStore, item: Any) -> object:
+def _read_object(catalog: Catalog, store: ReadStore, item: Any) -> object:
     """Read the value of a ShardedObject.
 
     Raises:
@@ -313,7 +315,7 @@ def _read_object(catalog: Catalog, store: LocalStore, item: Any) -> object:
 
 
 def live_value(
-    inert: object, catalog: Catalog, store: LocalStore, *, key: str | None = None
+    inert: object, catalog: Catalog, store: ReadStore, *, key: str | None = None
 ) -> object:
     """Rebuild a live value from an inert value in a catalog, and read the tensors inside.
 

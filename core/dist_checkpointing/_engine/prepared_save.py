@@ -27,6 +27,7 @@ from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._values.objects import stream_of
 from core.errors import UsageError
+from core.files.url import find_location
 from core.formats.format import Format
 from core.formats.mcore.common_state import COMMON_FILE
 from core.formats.mcore.metadata_json import CONFIG
@@ -190,7 +191,7 @@ def prepare_save(
         tensors: the tensors that this rank writes: main replicas with data, on any device.
         objects: the objects that this rank writes if the format stores ShardedObjects as items,
             else ().
-        checkpoint_dir: an existing directory.
+        checkpoint_dir: an existing directory, or the URL of a prefix.
         format: name of a writable format.
         separation_hint, files_per_rank: as in ``core.catalog.facets.WriteOptions``.
         threads: number of copying threads on each rank.
@@ -246,7 +247,7 @@ def prepare_save(
         contributions = previous.contributions
     work = LiveSave(
         format=kind,
-        root=Path(checkpoint_dir),
+        root=find_location(checkpoint_dir),
         number=comm.rank(),
         contributions=contributions,
         streams=streams,

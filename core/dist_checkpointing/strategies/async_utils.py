@@ -22,6 +22,7 @@ from core.dist_checkpointing._background.request import (
     judges_itself,
 )
 from core.dist_checkpointing._background.staging import POOL
+from core.dist_checkpointing._background.thread_caller import InThread, ThreadAsyncCaller
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.torch_error import torch_error
 from core.errors import UsageError
@@ -55,7 +56,8 @@ class AsyncCallsQueue:
     """A queue of the calls that are scheduled, but not finalized.
 
     Args:
-        persistent: execute all calls in one persistent process, instead of one process per call.
+        persistent: execute all calls in one persistent process, instead of one process per call;
+            saves to object stores run in threads in any case.
     """
 
     def __init__(self, persistent: bool = False) -> None:
@@ -79,7 +81,9 @@ class AsyncCallsQueue:
         """
         self.call_idx += 1
         caller: AsyncCaller
-        if not self.persistent:
+        if isinstance(async_request.async_fn, InThread):
+            caller = ThreadAsyncCaller()
+        elif not self.persistent:
             caller = TemporalAsyncCaller()
         else:
             caller = self.persistent_caller = self.persistent_caller or PersistentAsyncCaller()

@@ -45,7 +45,9 @@ from core.dist_checkpointing.strategies.base import (
     require_version,
 )
 from core.errors import CorruptError, MissingShardError, UsageError
-from core.files.store import LocalStore
+from core.files.source_store import open_store
+from core.files.store import ReadStore
+from core.files.url import find_location
 from core.formats.dcp.format import METADATA
 from core.formats.mcore.common_state import COMMON_FILE
 from core.formats.mcore.objects import parts_of_sharded_object
@@ -135,11 +137,11 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             CorruptError, UnsupportedError, UnsafeError, StorageError: the state cannot be loaded,
                 see ``core.dist_checkpointing._values.objects``.
         """
-        root = Path(checkpoint_dir)
+        root = find_location(checkpoint_dir)
         # The newest Megatron versions store the common state as an object in the DCP files.
         if not (root / COMMON_STATE_FNAME).exists() and (root / METADATA).is_file():
             return bridge.load_common(root)
-        with closing(LocalStore(root)) as store:
+        with closing(open_store(root)) as store:
             state = load_file(store, COMMON_STATE_FNAME)
         if not isinstance(state, dict):
             raise CorruptError(
@@ -164,7 +166,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             CorruptError, UnsupportedError, UnsafeError, StorageError: an object cannot be loaded,
                 see ``core.dist_checkpointing._values.objects``.
         """
-        with closing(LocalStore(Path(checkpoint_dir))) as store:
+        with closing(open_store(find_location(checkpoint_dir))) as store:
 
             def load_object(leaf: Any) -> Any:
                 return load_file(store, _find_file(store, _require_sharded_object(leaf)))
@@ -180,7 +182,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         Only the names of the files are read.
         """
         metadata: ShardedStateDict = {}
-        with closing(LocalStore(Path(checkpoint_dir))) as store:
+        with closing(open_store(find_location(checkpoint_dir))) as store:
             for folder, names in _object_files(store):
                 objects = [
                     ShardedObject.empty_from_unique_key(f"{folder}/{name}") for name in names
@@ -233,7 +235,7 @@ def _require_sharded_object(item: Any) -> ShardedObject:
     return item
 
 
-def _find_file(store: LocalStore, item: ShardedObject) -> str:
+def _find_file(store: ReadStore, item: ShardedObject) -> str:
     """Find the file of a ShardedObject, whose name may lack the last number of the shape.
 
     Raises:
@@ -254,7 +256,7 @@ def _find_file(store: LocalStore, item: ShardedObject) -> str:
     )
 
 
-def _object_files(store: LocalStore, under: str = "") -> Iterator[tuple[str, list[str]]]:
+def _object_files(store: ReadStore, under: str = "") -> Iterator[tuple[str, list[str]]]:
     """Yield each folder with ShardedObjects, with the names of its files without suffix."""
     for folder in store.folders(under):
         path = f"{under}/{folder}" if under else folder

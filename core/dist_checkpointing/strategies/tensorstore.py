@@ -40,6 +40,7 @@ from core.dist_checkpointing.strategies.base import (
 from core.dist_checkpointing.strategies.zarr import load_zarr_based_sharded_metadata
 from core.dist_checkpointing.strategies.zarr_types import cast_array
 from core.errors import CorruptError, MissingShardError, UsageError
+from core.files.url import refuse_url
 from core.formats.zarr.metadata2 import ARRAY_FILE
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
                 every rank.
         """
 
+        refuse_url(checkpoint_dir)
+
         def load_all() -> list[torch.Tensor]:
             return [
                 _load_from_array(ten, Path(checkpoint_dir), self.load_directly_on_device)
@@ -107,6 +110,8 @@ def load_tensorstore_metadata(checkpoint_dir: str | Path) -> ShardedStateDict:
         CheckpointingException: TensorStore cannot open an array, or torch does not support its
             dtype.
     """
+
+    refuse_url(checkpoint_dir)
 
     def read_shape_and_dtype(path: str) -> Any:
         array = open_ts_array(Path(path))

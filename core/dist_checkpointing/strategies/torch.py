@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typing_extensions import override
 
+from core.dist_checkpointing._background.thread_caller import InThread
 from core.dist_checkpointing._directory.removal import remove_entries
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import (
@@ -77,6 +78,8 @@ from core.dist_checkpointing.torch_dcp.loaded_plans import contributions_of
 from core.dist_checkpointing.torch_dcp.torch_metadata import read_torch_metadata
 from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
 from core.errors import CheckpointingException, UsageError
+from core.files.remote_path import RemotePath
+from core.files.url import find_location
 from core.formats.registry import format_called
 
 if TYPE_CHECKING:
@@ -207,8 +210,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             CheckpointingException: an entry cannot be saved, or ranks disagree; on every rank.
         """
         prepared = self._prepare(sharded_state_dict, checkpoint_dir)
+        # The client of object stores does not survive the fork of a writer.
+        is_remote = isinstance(prepared.work.root, RemotePath)
         return AsyncRequest(
-            _write,
+            InThread(_write) if is_remote else _write,
             (checkpoint_dir, prepared),
             [partial(_finish, prepared.work)],
             preload_fn=prepared.staged,
@@ -406,7 +411,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         """
         loaded = _run_as_torch(partial(_load, sharded_state_dict, checkpoint_dir))
         # The metadata for torch are read only if a script asks for them.
-        self._loaded_dir, self._global_metadata = Path(checkpoint_dir), None
+        self._loaded_dir, self._global_metadata = find_location(checkpoint_dir), None
         return loaded
 
     @override

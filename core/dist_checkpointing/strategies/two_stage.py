@@ -41,6 +41,7 @@ from core.dist_checkpointing.strategies.tensorstore import (
     load_tensorstore_metadata,
 )
 from core.errors import UsageError
+from core.files.url import refuse_url
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
             CheckpointingException: an array is missing or has another shape, or a rank failed; on
                 every rank.
         """
+        refuse_url(checkpoint_dir)
         # Create the group first: an error in the state dict of one rank must not stop a collective
         # call that all ranks take part in.
         self.maybe_init_gloo_group()

@@ -67,7 +67,8 @@ from core.dist_checkpointing.strategies.zarr_types import (
     torch_to_numpy_dtype_dict,
 )
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.files.url import refuse_url
+from core.files.remote_path import RemotePath
+from core.files.url import find_location
 from core.formats.zarr.grid import ChunkGrid
 
 __all__ = [
@@ -109,28 +110,29 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
 
         Args:
             sharded_state_dict: a tree of ShardedTensors.
-            checkpoint_dir: an existing directory.
+            checkpoint_dir: an existing directory, or the URL of a prefix.
 
         Raises:
             UsageError: a leaf is not a ShardedTensor, or the array of a key already exists.
             UnsupportedError: the key of a tensor is not a valid directory name, zarr does not
-                support its dtype, or the directory is a URL.
+                support its dtype, or ranks have parts of one chunk and the directory is a URL.
             CheckpointingException: shards do not form a complete tensor, or a rank failed; on every
                 rank.
         """
-        refuse_url(checkpoint_dir)
-        checkpoint_dir = Path(checkpoint_dir)
+        location = find_location(checkpoint_dir)
 
         def select_own() -> list[ShardedTensor]:
             tensors = [
                 ten for ten in tensors_of(sharded_state_dict) if is_main_replica(ten.replica_id)
             ]
-            # Chunks of an old array could be taken for those of the new one.
-            for key in {ten.key for ten in tensors}:
-                check_no_array(checkpoint_dir / key, key=key)
+            # Chunks of an old array could be taken for those of the new one. Where a save to an
+            # object store begins, there are none.
+            if not isinstance(location, RemotePath):
+                for key in {ten.key for ten in tensors}:
+                    check_no_array(location / key, key=key)
             return tensors
 
-        prepared = prepare_save(comm.together(select_own), (), checkpoint_dir, format=BACKEND)
+        prepared = prepare_save(comm.together(select_own), (), location, format=BACKEND)
         # Write .zarray after all ranks have written: without it, nobody reads the chunks.
         comm.together(prepared.write)
         comm.together(lambda: prepared.finish() if comm.rank() == 0 else None)
@@ -292,7 +294,7 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
             tensors = tensors_of(sharded_state_dict)
             for tensor in tensors:
                 tensor.init_data("cpu")
-            bridge.load_tensors(tensors, Path(checkpoint_dir))
+            bridge.load_tensors(tensors, checkpoint_dir)
             return [tensor.data for tensor in tensors]
 
         return replace_leaves(sharded_state_dict, comm.together(load_all))
@@ -305,11 +307,16 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
             CheckpointingException: an array cannot be opened, or torch does not support its dtype.
         """
 
+        location = find_location(checkpoint_dir)
+        # zarr opens directories; its arrays in object stores are read by the engine.
+        if isinstance(location, RemotePath):
+            return bridge.sharded_metadata(location, tensors_only=True)
+
         def read_shape_and_dtype(path: str) -> Any:
             array = _open_zarr_array_verbose(Path(path), "r")
             return array.shape, array.dtype
 
-        return load_zarr_based_sharded_metadata(Path(checkpoint_dir), read_shape_and_dtype)
+        return load_zarr_based_sharded_metadata(location, read_shape_and_dtype)
 
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> torch.Tensor:

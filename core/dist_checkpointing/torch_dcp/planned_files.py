@@ -34,8 +34,8 @@ from core.files.store import MemoryStore, translate_os_errors
 from core.formats.dcp.items import BEHIND
 from core.formats.format import Format
 from core.formats.torch.format import load_object
-from core.live.save import finish_file
-from core.live.share import HOLDER, find_share
+from core.live.file_end import finish_file
+from core.live.share import HOLDER, ProcessShare, find_share
 from core.live.sums import complete_arrays
 from core.live.tensors import LiveTensor, live_source
 from core.manifest.file import FileSum, ManifestArray
@@ -77,7 +77,7 @@ def write_part(
     results = []
     # Write the tensors, in batches so that few of them are in host memory at a time.
     for batch in batches(filter(is_tensor, plan.items), lambda item: chunk_of(item).n_bytes):
-        tensors = [_resolve_tensor(item, planner) for item in batch]
+        tensors = [resolve_tensor(item, planner) for item in batch]
         live = [
             bridge.live_tensor(chunk_of(item), data)
             for item, data in zip(batch, tensors, strict=True)
@@ -205,21 +205,12 @@ def write_rest(
             raise CorruptError(
                 f"the file has {written_bytes} bytes after the save, expected {n_bytes}", file=name
             )
-    # Lay out the files again with the other entries, which must not move the tensors, and write the
-    # entries. Their sizes were not known when the ranks' files were laid out.
+    # Write the other entries.
     if streams:
-        objects, arrays, memory = _read_streams(streams, save, is_verbatim=format.name == "dcp")
-        full_layout = lay_out(
-            save, format, dst, objects=objects, arrays=arrays, max_file_bytes=max_file_bytes
+        layout, memory = lay_out_rest(
+            save, layout, streams, format=format, dst=dst, max_file_bytes=max_file_bytes
         )
-        check_same_positions(layout, full_layout)
-        layout = full_layout
-        target = layout.target
-        share = find_share(
-            target,
-            layout.images,
-            {key: [full_box(meta.shape)] for key, meta in target.hidden.items()},
-        )
+        share = share_of_rest(layout)
         plan = make_plan(layout.source, share.target, share.images, compares=False, is_share=True)
         execute(plan, memory, store, CopyOptions(crc=False, digest=False))
     # Write headers and trailers. Metadata files come last, so that an incomplete checkpoint never
@@ -229,7 +220,43 @@ def write_rest(
             finish_file(image, store)
 
 
-def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+def lay_out_rest(
+    save: PlannedSave,
+    layout: SaveLayout,
+    streams: Mapping[str, bytes],
+    *,
+    format: Format,
+    dst: Path,
+    max_file_bytes: int | None,
+) -> tuple[SaveLayout, MemoryStore]:
+    """Lay out the files again, with the other entries, whose sizes were not known before.
+
+    Args:
+        save, layout, streams, format, dst, max_file_bytes: as in ``write_rest``.
+
+    Returns:
+        The layout, with the tensors where they were, and the memory of the other entries.
+
+    Raises:
+        UnsupportedError: an entry is not supported, or moves the tensors.
+        UnsafeError: an entry refers to something that runs code.
+    """
+    objects, arrays, memory = _read_streams(streams, save, is_verbatim=format.name == "dcp")
+    full_layout = lay_out(
+        save, format, dst, objects=objects, arrays=arrays, max_file_bytes=max_file_bytes
+    )
+    check_same_positions(layout, full_layout)
+    return full_layout, memory
+
+
+def share_of_rest(layout: SaveLayout) -> ProcessShare:
+    """Return the arrays that the coordinator fills: those of entries that are not tensors."""
+    target = layout.target
+    boxes = {key: [full_box(meta.shape)] for key, meta in target.hidden.items()}
+    return find_share(target, layout.images, boxes)
+
+
+def resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     """Return the tensor of an item in host memory.
 
     Raises:

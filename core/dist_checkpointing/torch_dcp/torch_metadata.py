@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from core.dist_checkpointing._engine.torch_dtypes import torch_dtype
-from core.files.store import LocalStore
+from core.files.source_store import open_store
+from core.files.url import find_location
 from core.formats.dcp.columns import DcpMetadata
 from core.formats.dcp.format import METADATA, metadata_of
 from core.formats.dcp.plans import PlanRow, read_plans
@@ -47,7 +48,7 @@ def read_torch_metadata(checkpoint_dir: str | Path) -> Metadata:
     Raises:
         CheckpointingException: as ``core.formats.dcp.format.read``.
     """
-    with closing(LocalStore(Path(checkpoint_dir))) as store:
+    with closing(open_store(find_location(checkpoint_dir))) as store:
         columns = metadata_of(store)
         metadata = torch_metadata(columns)
         if "all_local_plans" in columns.extras and store.exists(METADATA):
