@@ -57,12 +57,39 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _TRANSPORT = (
     ("dns error", "the name of its host is unknown"),
     ("Connection refused", "it refused the connection"),
-    ("certificate", "its certificate was refused"),
+    ("InvalidUri", "the endpoint is not a URL"),
+    ("InvalidCertificate", "its certificate is not trusted"),
     ("TimedOut", "it did not answer in time"),
     ("timed out", "it did not answer in time"),
+    ("response body error", "it cut the connection"),
     ("error sending request", "it could not be reached"),
 )
 """Part of a message of the HTTP client → what happened."""
+_METADATA_SERVICES = (
+    "/latest/api/token",
+    "/latest/meta-data",
+    "//169.254.170.",
+    "/computeMetadata/",
+    "/metadata/identity/",
+)
+"""Parts of addresses that give a machine its credentials, asked when there are no others."""
+_PERMISSIONS: Mapping[str, Mapping[str, str]] = {
+    "s3": {"list": "s3:ListBucket", "read": "s3:GetObject", "write": "s3:PutObject"},
+    "gs": {
+        "list": "storage.objects.list",
+        "read": "storage.objects.get",
+        "write": "storage.objects.create",
+    },
+    "az": {
+        "list": "Storage Blob Data Reader",
+        "read": "Storage Blob Data Reader",
+        "write": "Storage Blob Data Contributor",
+    },
+}
+_WITHOUT_PERMISSION = ("AccessDenied", "AuthorizationPermissionMismatch")
+"""The credentials are good, but do not allow the request."""
+_EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+_WRONG_REGION = ("PermanentRedirect", "IllegalLocation", "AuthorizationHeaderMalformed")
 _NETWORK_HINT = "check the endpoint (AWS_ENDPOINT_URL, --storage-option endpoint=URL) and the proxy"
 _HINTS: Mapping[str, str] = {
     "s3": "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE",
@@ -110,6 +137,12 @@ def _client(scheme: str, bucket: str) -> ObjectStore:
         ) from err
     # An endpoint without TLS is used only if the user names one.
     settings: dict[str, Any] = {"client_options": {"allow_http": True}}
+    for name, value in _options.items():
+        if "endpoint" in name.lower() and "://" not in value:
+            raise UsageError(
+                f"--storage-option {name}={value}: not a URL",
+                hint=f"write --storage-option {name}=https://{value}",
+            )
     if scheme not in ("http", "https"):
         settings["config"] = dict(_options)
     if scheme in ("s3", "s3a") and _reads_profile():
@@ -143,11 +176,12 @@ def _reads_profile() -> bool:
 
 
 @contextmanager
-def translate_store_errors(path: Address) -> Iterator[None]:
+def translate_store_errors(path: Address, *, doing: str = "read") -> Iterator[None]:
     """Turn errors of the client into typed errors of the project, in one line each.
 
     Args:
         path: what was asked for.
+        doing: ``list``, ``read`` or ``write``.
 
     Raises:
         MissingShardError: the object does not exist.
@@ -160,12 +194,13 @@ def translate_store_errors(path: Address) -> Iterator[None]:
         raise
     except FileNotFoundError as err:
         raise MissingShardError("the object does not exist", file=str(path)) from err
-    except Exception as err:
-        # obstore's classes derive from Exception alone; others are not errors of a store.
-        if type(err).__module__ != "obstore.exceptions":
+    except BaseException as err:
+        # obstore's classes derive from Exception alone; others are not errors of a store. A panic
+        # of its Rust code derives from BaseException.
+        if type(err).__module__ not in ("obstore.exceptions", "pyo3_runtime"):
             raise
         # Not chained: the client's own text has the query of the URL, which may hold a signature.
-        raise _translated(path, type(err).__name__, str(err)) from None
+        raise _translated(path, type(err).__name__, str(err), doing) from None
 
 
 def put_object(path: Address, data: bytes, *, replace: bool) -> None:
@@ -186,7 +221,7 @@ def put_object(path: Address, data: bytes, *, replace: bool) -> None:
 
     client = client_of(path)
     mode: Any = "overwrite" if replace else "create"
-    with translate_store_errors(path):
+    with translate_store_errors(path, doing="write"):
         try:
             obstore.put(client, path.key, data, mode=mode, use_multipart=False)
         except FileNotFoundError as err:  # the object need not exist: it is the bucket
@@ -204,60 +239,85 @@ def put_object(path: Address, data: bytes, *, replace: bool) -> None:
                 raise FileExistsError(str(path)) from None
 
 
-def _translated(path: Address, name: str, text: str) -> CheckpointingException:
+def _translated(path: Address, name: str, text: str, doing: str) -> CheckpointingException:
     """Return the error for a message of the client.
 
     Args:
         path: what was asked for.
         name: obstore's class.
         text: its message, of many lines.
+        doing: ``list``, ``read`` or ``write``.
     """
-    scheme = {"s3a": "s3", "abfs": "az", "abfss": "az", "http": "https"}.get(
-        path.scheme, path.scheme
-    )
     status, code = _STATUS.search(text), _CODE.search(text)
     answer = f" ({status[1]}{f' {code[1]}' if code else ''})" if status else ""
     if name == "PreconditionError":
         return SourceChangedError(
-            "the object changed while it was being read",
+            "the object changed while it was being read"
+            if doing != "write"
+            else "another process has written the object in the meantime",
             file=str(path),
-            hint="run again when nothing writes to it",
+            hint="run again when nothing else writes to it",
         )
     if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
         return _no_such_bucket(path)
-    if code and code[1] in ("ExpiredToken", "RequestTimeTooSkewed", "InvalidToken"):
-        reason = "clock is wrong" if code[1] == "RequestTimeTooSkewed" else "credentials expired"
-        return StorageError(f"the {reason}{answer}", file=str(path), hint=_HINTS[scheme])
-    if name in ("PermissionDeniedError", "UnauthenticatedError") or (
-        status and status[1] in ("401", "403")
-    ):
-        return StorageError(f"access denied{answer}", file=str(path), hint=_HINTS[scheme])
+    if any(part in text for part in _METADATA_SERVICES):
+        return StorageError(
+            "no credentials found", file=str(path), hint=_HINTS[_canonical_scheme(path)]
+        )
+    what, hint = (
+        _refused(path, name, status[1] if status else "", code[1] if code else "", doing)
+        or (None if status else _unanswered(path, text))
+        or _failed(name, text, status[1] if status else "")
+    )
+    return StorageError(f"{what}{answer}", file=str(path), hint=hint)
+
+
+def _canonical_scheme(path: Address) -> str:
+    """Return ``s3``, ``gs``, ``az`` or ``https``."""
+    return {"s3a": "s3", "abfs": "az", "abfss": "az", "http": "https"}.get(path.scheme, path.scheme)
+
+
+def _refused(
+    path: Address, name: str, status: str, code: str, doing: str
+) -> tuple[str, str | None] | None:
+    """Return message and hint if the store knows neither the user nor the region; else None."""
+    scheme = _canonical_scheme(path)
+    if code == "RequestTimeTooSkewed":
+        return "the clock of this machine is wrong", "set it, for example by NTP"
+    if code in _EXPIRED:
+        return "the credentials have expired", "renew them, and run again"
+    if code in _WRONG_REGION or status in ("301", "307"):
+        return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
+    if code in _WITHOUT_PERMISSION and scheme in _PERMISSIONS:
+        permission = _PERMISSIONS[scheme][doing]
+        return f"no permission to {doing} this", f"the credentials need {permission}"
+    if name in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403"):
+        return "access denied", _HINTS[scheme]
+    return None
+
+
+def _unanswered(path: Address, text: str) -> tuple[str, str | None] | None:
+    """Return message and hint if no store has answered; None if another reason is known."""
+    if "redirect" in text:
+        return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
+    for part, happened in _TRANSPORT:
+        if part in text:
+            return f"no answer from the store: {happened}", _NETWORK_HINT
+    return None
+
+
+def _failed(name: str, text: str, status: str) -> tuple[str, str | None]:
+    """Return message and hint for a request that failed for another reason."""
     if name == "NotSupportedError" and "Range" in text:
-        return StorageError(
+        return (
             "the server does not answer requests for a part of a file",
-            file=str(path),
-            hint="copy the checkpoint to a local disk, or serve it with nginx or an object store",
+            "copy the checkpoint to a local disk, or serve it with nginx or an object store",
         )
-    if not status:
-        for part, happened in _TRANSPORT:
-            if part in text:
-                return StorageError(
-                    f"no answer from the store: {happened}", file=str(path), hint=_NETWORK_HINT
-                )
-    if status and status[1] in ("429", "503"):
-        return StorageError(
-            f"the store is throttling requests{answer}",
-            file=str(path),
-            hint="run again with fewer -j",
-        )
-    if "redirect" in text or (code and code[1] in ("PermanentRedirect", "IllegalLocation")):
-        return StorageError(
-            f"the bucket is in another region{answer}",
-            file=str(path),
-            hint="set AWS_REGION or --storage-option region=NAME",
-        )
-    first = "the request failed" if status else _QUERY.sub("", text.partition("\n")[0].strip())
-    return StorageError(f"{first}{answer}", file=str(path))
+    if status in ("429", "503"):
+        return "the store is throttling requests", "run again with fewer -j"
+    if status:
+        return "the request failed", "run again; if it fails again, ask who runs the store"
+    return _QUERY.sub("", text.partition("\n")[0].strip()), None
 
 
 def _no_such_bucket(path: Address) -> StorageError:

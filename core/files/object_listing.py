@@ -143,13 +143,13 @@ class _TreeListing:
         self.objects: dict[str, StoredFile] = {}
         self.is_complete = False
         self._root = root
-        with translate_store_errors(root):
+        with translate_store_errors(root, doing="list"):
             stream: Any = obstore.list(client_of(root), root.key or None, chunk_size=_PAGE_KEYS)
         self._answers = iter(stream)
 
     def go_on(self) -> None:
         """Ask for the next objects."""
-        with translate_store_errors(self._root):
+        with translate_store_errors(self._root, doing="list"):
             answer: Any = next(self._answers, [])
         skipped = len(self._root.key) + 1 if self._root.key else 0
         self.objects |= {meta["path"][skipped:]: _described(meta) for meta in answer}
@@ -160,7 +160,7 @@ def _ask_for_listing(root: Address) -> Folder:
     """List the objects and the directories right below a prefix, by one request for 1,000."""
     import obstore
 
-    with translate_store_errors(root):
+    with translate_store_errors(root, doing="list"):
         listing: Any = obstore.list_with_delimiter(client_of(root), root.key or None)
     return Folder(
         {meta["path"].rpartition("/")[2]: _described(meta) for meta in listing["objects"]},

@@ -53,7 +53,7 @@ def put_object(path: RemotePath, data: bytes, *, replaces: bool = False) -> None
     from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
     forget_listings()
-    with translate_store_errors(path):
+    with translate_store_errors(path, doing="write"):
         try:
             obstore.put(
                 client_of(path),
@@ -90,7 +90,7 @@ def upload(path: RemotePath, pieces: Iterable[Piece], n_bytes: int) -> None:
     import obstore
 
     part_bytes = max(PART_BYTES, -(-n_bytes // _MAX_PARTS))
-    with translate_store_errors(path):
+    with translate_store_errors(path, doing="write"):
         obstore.put(
             client_of(path),
             path.key,
@@ -112,7 +112,7 @@ def delete_objects(paths: Sequence[RemotePath]) -> None:
     if not paths:
         return
     forget_listings()
-    with translate_store_errors(paths[0]):
+    with translate_store_errors(paths[0], doing="write"):
         obstore.delete(client_of(paths[0]), [path.key for path in paths])
 
 
