@@ -230,7 +230,7 @@ def put_object(path: Address, data: bytes, *, replace: bool) -> None:
             raise StorageError(
                 "the store cannot refuse to replace an object",
                 file=str(path),
-                hint="--force writes without that condition",
+                hint="use one that knows If-None-Match, or write to a local disk",
             ) from err
         except AlreadyExistsError:
             # It may be ours: the answer to the first request was lost, and the client repeated it.

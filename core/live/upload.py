@@ -19,6 +19,7 @@ from core.arrays.checksum import RunSum, crc32, digest_of_blocks
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray
 from core.errors import CheckpointingException, CorruptError, StorageError, UsageError
+from core.files import object_client
 from core.files.object_client import client_of, translate_store_errors
 from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
@@ -49,31 +50,15 @@ def put_object(path: RemotePath, data: bytes, *, replaces: bool = False) -> None
         UsageError: the object exists.
         StorageError: the store refuses or cannot be reached, or has no conditional writes.
     """
-    import obstore
-    from obstore.exceptions import AlreadyExistsError, NotSupportedError
-
     forget_listings()
-    with translate_store_errors(path, doing="write"):
-        try:
-            obstore.put(
-                client_of(path),
-                path.key,
-                data,
-                mode="overwrite" if replaces else "create",
-                use_multipart=False,
-            )
-        except AlreadyExistsError:
-            raise UsageError(
-                "the object already exists",
-                file=str(path),
-                hint="choose another URL, or pass overwrite=True",
-            ) from None
-        except (NotSupportedError, NotImplementedError):
-            raise StorageError(
-                "the store cannot write an object on the condition that it does not exist",
-                file=str(path),
-                hint="save to a local disk and copy the checkpoint",
-            ) from None
+    try:
+        object_client.put_object(path, data, replace=replaces)
+    except FileExistsError:
+        raise UsageError(
+            "the object already exists",
+            file=str(path),
+            hint="choose another URL, or pass overwrite=True",
+        ) from None
 
 
 def upload(path: RemotePath, pieces: Iterable[Piece], n_bytes: int) -> None:
