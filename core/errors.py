@@ -200,6 +200,10 @@ class StorageError(CheckpointingException):
     code = "io"
 
 
+class AccessDeniedError(StorageError):
+    """An object store does not let these credentials list, read or write."""
+
+
 class SourceChangedError(StorageError):
     """A source file changed between planning and the end of the copy."""
 

@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from core.errors import (
+    AccessDeniedError,
     CheckpointingException,
     MissingShardError,
     SourceChangedError,
@@ -88,6 +89,7 @@ _PERMISSIONS: Mapping[str, Mapping[str, str]] = {
 }
 _WITHOUT_PERMISSION = ("AccessDenied", "AuthorizationPermissionMismatch")
 """The credentials are good, but do not allow the request."""
+_DENIED, _NO_PERMISSION = "access denied", "no permission"
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _WRONG_REGION = ("PermanentRedirect", "IllegalLocation", "AuthorizationHeaderMalformed")
 _NETWORK_HINT = "check the endpoint (AWS_ENDPOINT_URL, --storage-option endpoint=URL) and the proxy"
@@ -269,7 +271,9 @@ def _translated(path: Address, name: str, text: str, doing: str) -> Checkpointin
         or (None if status else _unanswered(path, text))
         or _failed(name, text, status[1] if status else "")
     )
-    return StorageError(f"{what}{answer}", file=str(path), hint=hint)
+    is_denied = what == _DENIED or what.startswith(_NO_PERMISSION)
+    kind = AccessDeniedError if is_denied else StorageError
+    return kind(f"{what}{answer}", file=str(path), hint=hint)
 
 
 def _canonical_scheme(path: Address) -> str:
@@ -290,9 +294,9 @@ def _refused(
         return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
     if code in _WITHOUT_PERMISSION and scheme in _PERMISSIONS:
         permission = _PERMISSIONS[scheme][doing]
-        return f"no permission to {doing} this", f"the credentials need {permission}"
+        return f"{_NO_PERMISSION} to {doing} this", f"the credentials need {permission}"
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403"):
-        return "access denied", _HINTS[scheme]
+        return _DENIED, _HINTS[scheme]
     return None
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from core.errors import MissingShardError, StorageError
+from core.errors import AccessDeniedError, MissingShardError, StorageError
 from core.files.object_client import (
     Address,
     client_of,
@@ -80,10 +80,12 @@ class Folder:
 
 
 _Key: TypeAlias = tuple[str, frozenset[tuple[str, str]]]
-"""URL of a prefix, and the options of its store."""
+"""URL of a prefix, or a bucket, and the options of its store."""
 _roots: dict[_Key, tuple[float, Folder]] = {}
 _trees: dict[_Key, tuple[float, dict[str, Folder]]] = {}
 """Prefix → time and result of the last listing."""
+_denied: set[_Key] = set()
+"""Buckets that may be read, but not listed."""
 _begun: dict[_Key, _TreeListing] = {}
 """Prefix → listing of everything below it that was begun."""
 
@@ -93,11 +95,12 @@ def forget_listings() -> None:
     _roots.clear()
     _trees.clear()
     _begun.clear()
+    _denied.clear()
 
 
 def is_listed(path: Address) -> bool:
-    """Return whether a store can list its objects."""
-    return path.scheme not in ("http", "https")
+    """Return whether a store lists its objects: no web server does, nor a bucket that refused."""
+    return path.scheme not in ("http", "https") and (path.bucket, storage_options()) not in _denied
 
 
 def list_root(root: Address) -> Folder:
@@ -109,7 +112,19 @@ def list_root(root: Address) -> Folder:
     age_and_result = _roots.get(key)
     if age_and_result is not None and time.monotonic() - age_and_result[0] < _MAX_AGE_S:
         return age_and_result[1]
-    content = _list_both_ways(root) if is_listed(root) else Folder(_find_usual_files(root))
+    if is_listed(root):
+        try:
+            content = _list_both_ways(root)
+        except AccessDeniedError:
+            # Single objects can be read without the permission to list the bucket.
+            with suppress(AccessDeniedError):
+                if root.key and find_object(root) is not None:
+                    _denied.add((root.bucket, storage_options()))
+            if is_listed(root):
+                raise
+            content = Folder()
+    else:
+        content = Folder(_find_usual_files(root))
     _roots[key] = time.monotonic(), content
     return content
 
@@ -209,6 +224,11 @@ def find_object(path: Address) -> StoredFile | None:
         with translate_store_errors(path):
             return _described(obstore.head(client_of(path), path.key))
     except MissingShardError:
+        return None
+    except AccessDeniedError:
+        # Who may not list is not told either that an object does not exist.
+        if is_listed(path):
+            raise
         return None
 
 

@@ -52,6 +52,17 @@ def test_a_refusal_names_the_reason_and_the_next_step(
             assert secret not in shown.out + shown.err
 
 
+def test_a_single_object_is_read_where_the_bucket_may_not_be_listed(store: FaultyStore) -> None:
+    # S3 answers 403 for what does not exist, too.
+    store.fault_for = lambda operation, key, n_before: (
+        Fault(403, "AccessDenied")
+        if operation == "list" or not key.endswith("model.safetensors")
+        else None
+    )
+    assert main(["inspect", f"s3://runs/{MODEL}/model.safetensors"]) == 0
+    assert main(["validate", "--deep", f"s3://runs/{MODEL}/model.safetensors", "-q"]) == 0
+
+
 MIDWAY = {
     "expired": (Fault(400, "ExpiredToken"), "credentials have expired (400 ExpiredToken)"),
     "changed": (Fault(412, "PreconditionFailed"), "changed while it was being read"),
