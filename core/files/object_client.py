@@ -266,14 +266,14 @@ def _translated(path: Address, name: str, text: str, doing: str) -> Checkpointin
         return StorageError(
             "no credentials found", file=str(path), hint=_HINTS[_canonical_scheme(path)]
         )
-    what, hint = (
+    reason, hint = (
         _refused(path, name, status[1] if status else "", code[1] if code else "", doing)
         or (None if status else _unanswered(path, text))
         or _failed(name, text, status[1] if status else "")
     )
-    is_denied = what == _DENIED or what.startswith(_NO_PERMISSION)
+    is_denied = reason == _DENIED or reason.startswith(_NO_PERMISSION)
     kind = AccessDeniedError if is_denied else StorageError
-    return kind(f"{what}{answer}", file=str(path), hint=hint)
+    return kind(f"{reason}{answer}", file=str(path), hint=hint)
 
 
 def _canonical_scheme(path: Address) -> str:
