@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -51,6 +52,13 @@ class Address(Protocol):
 _options: dict[str, str] = {}
 """Settings of the user for every client of this process; see ``set_storage_options``."""
 
+_RETRIES: Any = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
+"""How long requests are repeated: with growing waits, and not after the time."""
+_IMPATIENT: dict[str, Any] = {
+    "client_options": {"allow_http": True, "timeout": "10s", "connect_timeout": "2s"},
+    "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=6)},
+}
+"""Settings of a client that has no credentials."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _QUERY = re.compile(r"\?\S*")
 """The query of a URL, which may hold a signature."""
@@ -152,13 +160,40 @@ def _client(scheme: str, bucket: str) -> ObjectStore:
 
         settings["credential_provider"] = Boto3CredentialProvider()
     try:
-        return from_url(f"{scheme}://{bucket}", **settings)
+        url = f"{scheme}://{bucket}"
+        is_asked = (
+            scheme in ("s3", "s3a")
+            and "credential_provider" not in settings
+            and not any("skip_signature" in name.lower() for name in _options)
+        )
+        if is_asked and not _has_credentials(url, settings):
+            return from_url(url, **{**settings, **_IMPATIENT})
+        return from_url(url, retry_config=_RETRIES, **settings)
     except UnknownConfigurationKeyError as err:
         names = re.search(r"key: '([^']*)'", str(err))
         raise UsageError(
             f"--storage-option {names[1] if names else ''}: no such option for {scheme}://",
             hint="options are those of obstore: endpoint, region, access_key_id …",
         ) from err
+
+
+def _has_credentials(url: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether credentials of S3 are found within seconds.
+
+    Without any, the client asks the metadata service of the machine, which most machines do not
+    have, and would wait for its answer as long as for that of a busy store.
+    """
+    import obstore
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    impatient: Any = from_url(url, **{**settings, **_IMPATIENT})
+    try:
+        # To sign an address takes credentials, but no request to the store.
+        obstore.sign(impatient, "GET", "any", timedelta(minutes=1))
+    except BaseError as err:
+        return not any(part in str(err) for part in _METADATA_SERVICES)
+    return True
 
 
 def _reads_profile() -> bool:
@@ -219,7 +254,7 @@ def put_object(path: Address, data: bytes, *, replace: bool) -> None:
         StorageError: the store refuses, fails, cannot be reached, or has no conditional writes.
     """
     import obstore
-    from obstore.exceptions import AlreadyExistsError
+    from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
     client = client_of(path)
     mode: Any = "overwrite" if replace else "create"
@@ -228,7 +263,7 @@ def put_object(path: Address, data: bytes, *, replace: bool) -> None:
             obstore.put(client, path.key, data, mode=mode, use_multipart=False)
         except FileNotFoundError as err:  # the object need not exist: it is the bucket
             raise _no_such_bucket(path) from err
-        except NotImplementedError as err:
+        except (NotImplementedError, NotSupportedError) as err:
             raise StorageError(
                 "the store cannot refuse to replace an object",
                 file=str(path),

@@ -137,7 +137,8 @@ def _list_both_ways(root: Address) -> Folder:
     key = str(root), storage_options()
     with ThreadPoolExecutor(1) as thread:
         content = thread.submit(_ask_for_listing, root)
-        # As many answers as the other listing takes, whose errors are reported.
+        # Go on as long as the other listing takes. Its error is raised below; one of this listing
+        # comes again when somebody asks for it.
         with suppress(StorageError):
             tree = _TreeListing(root)
             tree.go_on()

@@ -53,7 +53,7 @@ from core.version import TOOL
 
 @dataclass(frozen=True, slots=True)
 class WrittenShare:
-    """What a process has written.
+    """The result of writing the share of one process.
 
     Args:
         n_bytes: number of bytes of tensors.
@@ -70,7 +70,7 @@ class SaveDestination(Protocol):
 
     @property
     def can_share_files(self) -> bool:
-        """Whether several processes can write parts of one file."""
+        """True if several processes can write parts of one file."""
 
     def write(
         self,

@@ -103,7 +103,7 @@ def delete_objects(paths: Sequence[RemotePath]) -> None:
 
 @dataclass(slots=True)
 class UploadedFiles:
-    """What was uploaded, with checksums.
+    """The files that were uploaded, with their checksums.
 
     Args:
         files: the entries of the files.

@@ -40,6 +40,9 @@ def open_readable_part(
             path, iteration=iteration, samples=samples, missing_chunks=missing_chunks
         )
     except (CorruptError, StorageError) as err:
+        # If the place itself cannot be read, no part of it can.
+        if isinstance(err, StorageError) and err.file == str(path):
+            raise
         failure = err
     checkpoint = _salvage(path, iteration, failure)
     if checkpoint is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckpt_cli.app import main
+from core.files import object_client
 from tests.support.faulty_store import ACCESS_KEY, SECRET, TOKEN, Fault, FaultyStore, faulty_store
 
 MODEL = "hf/llama/safetensors_single"
@@ -24,6 +26,7 @@ def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore
 
 REFUSALS = {
     "no bucket": ("list", 404, "NoSuchBucket", "no such bucket: runs", "check the name"),
+    "signed region": ("list", 400, "AuthorizationHeaderMalformed", "another region", "region=NAME"),
     "region": ("list", 301, "PermanentRedirect", "in another region", "region=NAME"),
     "clock": ("list", 403, "RequestTimeTooSkewed", "the clock of this machine", "NTP"),
     "key": ("list", 403, "InvalidAccessKeyId", "access denied", "AWS_ACCESS_KEY_ID"),
@@ -117,6 +120,19 @@ def test_missing_credentials_are_named(
     # The metadata service of a machine without roles: the server, which has no such object.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{store.port}")
     assert main(["inspect", f"s3://runs/{MODEL}"]) == 6
+    assert "no credentials found" in capsys.readouterr().err
+
+
+def test_a_metadata_service_that_does_not_answer_is_not_waited_for(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    options = {**object_client._IMPATIENT["client_options"], "timeout": "1s"}
+    monkeypatch.setitem(object_client._IMPATIENT, "client_options", options)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert main(["inspect", f"s3://runs/{MODEL}"]) == 6
     assert "no credentials found" in capsys.readouterr().err
 
 

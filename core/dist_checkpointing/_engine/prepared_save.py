@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Change(IntEnum):
-    """What differs between a save and the agreement of an earlier one.
+    """The difference between a save and an earlier one, whose agreement of the ranks it may reuse.
 
     The ranks have to exchange nothing, sizes, or all metadata again.
     """
