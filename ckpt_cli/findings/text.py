@@ -76,7 +76,7 @@ def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str
     )
     lead = screen.styled(f"{mark} {verdict.counts_text}", "bold", color)
     yield screen.plain(f"{lead} in {screen.styled(escaped(validation.path), 'bold')}")
-    yield from facts(screen, _facts(verdict), indent=2)
+    yield from facts(screen, validation_facts(verdict), indent=2)
     # The findings by code. A finding may have another severity than its code.
     groups: dict[tuple[Severity, str], list[Finding]] = {}
     for finding in judgement.counted:
@@ -86,7 +86,7 @@ def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str
         yield from _code_lines(screen, code, severity, findings, limit, path=validation.path)
 
 
-def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
+def validation_facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
     """Yield facts about one validation: what was read and what not, and accepted findings."""
     validation, judgement = verdict.validation, verdict.judgement
     # What was read.

@@ -73,6 +73,8 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
         raise UsageError(
             "inspect reads no tensor data, so one process is enough", hint="use ckpt inspect …"
         )
+    if command[0] == "explore":
+        raise UsageError("explore needs a terminal of its own", hint="use ckpt explore …")
     if command[0] == "launch":
         raise UsageError(
             "launch cannot be launched", hint="use ckpt launch OPTIONS -- COMMAND ARGS"

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.screen.terminal import Screen, screen_of
 from ckpt_cli.workers import current_team as teamwork
 from ckpt_cli.workers.work_state import Amounts, WorkState, bar_text, log_line, state_of
+from core.files.requests.traffic import Traffic, traffic_so_far
 from core.progress import OnProgress, Phase, Progress
 from core.team.protocol import is_lead
 
@@ -45,7 +46,7 @@ _BAR_AFTER_S = 0.3
 _SECONDS_PER_FRAME = 0.2
 _WINDOW_S = 10.0
 """Time over which rates are averaged, in seconds."""
-_LEAST_BAR = 24
+_LEAST_BAR = 20
 """Columns reserved for the phase, the bar and the spaces after them."""
 
 
@@ -110,6 +111,7 @@ class PhaseTracker:
 
     def __init__(self, figures: Callable[[], Amounts] | None = None) -> None:
         self._figures = figures
+        self._traffic_before = traffic_so_far()
         self._latest: Progress | None = None
         self._base: Amounts = ()
         self._lock = Lock()
@@ -133,6 +135,10 @@ class PhaseTracker:
         self._begun_at = monotonic()
         self._begun.append(progress.phase)
         self._latest = progress
+
+    def traffic(self) -> Traffic:
+        """Return the requests to object stores since the work began."""
+        return traffic_so_far() - self._traffic_before
 
     def begun_phases(self) -> list[Phase]:
         """Return the phases that have begun since the last call."""
@@ -194,7 +200,13 @@ def _write_lines(tracker: PhaseTracker, stop: Event, stream: TextIO, *, quiet_s:
         view = tracker.view(is_new=bool(phases))
         if view is not None and (phases or monotonic() >= next_line_at):
             progress = view.progress
-            text = log_line(progress.phase, view.state, progress.unit, elapsed_s=view.elapsed_s)
+            text = log_line(
+                progress.phase,
+                view.state,
+                progress.unit,
+                elapsed_s=view.elapsed_s,
+                traffic=tracker.traffic(),
+            )
             print(text, file=stream, flush=True)
             next_line_at = monotonic() + SECONDS_PER_LINE
         is_over = stop.wait(_SECONDS_PER_FRAME)
@@ -228,7 +240,13 @@ def _draw_bar(tracker: PhaseTracker, stop: Event, stream: TextIO, screen: Screen
                     completed=state.done,
                     total=state.total or None,
                     phase=progress.phase,
-                    words=bar_text(state, progress.unit, words_width, elapsed_s=view.elapsed_s),
+                    words=bar_text(
+                        state,
+                        progress.unit,
+                        words_width,
+                        elapsed_s=view.elapsed_s,
+                        traffic=tracker.traffic(),
+                    ),
                     visible=True,
                     refresh=True,
                 )

@@ -17,14 +17,11 @@ import os
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from core.convert.job import Report
-from core.convert.report.dropped import DroppedReason
 from core.stage.stage import stage_dir_of
 from core.stage.stale import finish_publication
-from core.team.protocol import Figures
 
 _NAME = "published.json"
 
@@ -61,18 +58,8 @@ def recall_report(directory: Path | None = None) -> Report | None:
     if path is None:
         return None
     try:
-        # JSON has neither tuples nor dataclasses: turn its lists into those of the report.
         record = json.loads(path.read_text("utf-8"))
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in record["report"].items()
-        }
-        fields["dropped_reasons"] = tuple(
-            DroppedReason(**reason | {"examples": tuple(reason["examples"])})
-            for reason in fields["dropped_reasons"]
-        )
-        fields["workers"] = tuple(Figures(*figures) for figures in fields["workers"])
-        report = Report(**fields)
+        report = Report.from_dict(record["report"])
         # The record is written before the rename; only the inode proves that the rename happened.
         return report if os.lstat(report.dst).st_ino == record["inode"] else None
     except (OSError, ValueError, TypeError, KeyError):

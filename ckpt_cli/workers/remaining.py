@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from core.files.remote_path import RemotePath
 from core.stage.stage import stage_dir_of
 
 
@@ -26,6 +27,13 @@ class InterruptedOutput:
     def remaining(self) -> str:
         """Return what remains, and how to continue."""
         path = self.path
+        if isinstance(path, RemotePath):
+            if self.keeps_partial:
+                return f"what was sent to {path} is kept (rerun the same command to continue)"
+            return (
+                f"rerun the same command: if {path} was just being replaced, that finishes it, "
+                "else it begins anew (--resume keeps what is sent)"
+            )
         # The disk decides: a signal may arrive right before or after the rename.
         if path is not None and self.inode is not None and _inode_of(path) == self.inode:
             return f"{path} was already complete"

@@ -18,10 +18,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import bytes_text, n_text, seconds_text
+from core.files.requests.traffic import Traffic
 
 if TYPE_CHECKING:
     from core.progress import Phase, Unit
 
+NO_TRAFFIC = Traffic()
 Amounts = Sequence[tuple[int, int]]
 """(done, total) of each worker, by rank."""
 
@@ -82,33 +84,53 @@ def state_of(now: Amounts, before: Amounts, seconds: float) -> WorkState:
     return WorkState(done, total, rate, remaining_s, last if is_notable else None, share)
 
 
-def bar_text(state: WorkState, unit: Unit, width: int, *, elapsed_s: float = 0.0) -> str:
-    """Return what stands right of the bar; the last parts are omitted if they do not fit.
+def bar_text(
+    state: WorkState,
+    unit: Unit,
+    width: int,
+    *,
+    elapsed_s: float = 0.0,
+    traffic: Traffic = NO_TRAFFIC,
+) -> str:
+    """Return what stands right of the bar, in short words or without the last parts if need be.
 
     Args:
         width: columns available for the text.
         elapsed_s: duration of the phase so far.
+        traffic: requests to object stores so far.
     """
-    if not state.total:
-        parts = [*_amount(state, unit), clock(elapsed_s)]
-    else:
-        parts = [f"{state.percent:3d}%", *_amount(state, unit)]
-        if state.rate and unit == "bytes":
-            parts.append(f"{bytes_text(int(state.rate))}/s")
-            if state.remaining_s is not None:
-                parts.append(clock(state.remaining_s))
-        if state.last is not None:
-            parts.append(f"rank {state.last} is last, {100 * state.last_share:.0f}%")
+    for is_short in (False, True):
+        if not state.total:
+            parts = [*_amount(state, unit), clock(elapsed_s)]
+        else:
+            parts = [f"{state.percent:3d}%", *_amount(state, unit, is_short=is_short)]
+            if state.rate and unit == "bytes":
+                parts.append(f"{bytes_text(int(state.rate))}/s")
+                if state.remaining_s is not None:
+                    parts.append(clock(state.remaining_s))
+            if state.last is not None:
+                parts.append(f"rank {state.last} is last, {100 * state.last_share:.0f}%")
+        parts += _requests(traffic, is_short=is_short)
+        if len("  ".join(parts)) <= width or not traffic.n_requests:
+            break
     while len(parts) > 1 and len("  ".join(parts)) > width:
         parts.pop()
     return "  ".join(parts)
 
 
-def log_line(phase: Phase, state: WorkState, unit: Unit, *, elapsed_s: float = 0.0) -> str:
+def log_line(
+    phase: Phase,
+    state: WorkState,
+    unit: Unit,
+    *,
+    elapsed_s: float = 0.0,
+    traffic: Traffic = NO_TRAFFIC,
+) -> str:
     """Return the line of a log; it begins with the phase.
 
     Args:
         elapsed_s: duration of the phase so far.
+        traffic: requests to object stores so far.
     """
     parts = _amount(state, unit)
     if not state.total:
@@ -121,7 +143,24 @@ def log_line(phase: Phase, state: WorkState, unit: Unit, *, elapsed_s: float = 0
                 parts.append(f"{_time(state.remaining_s)} left")
         if state.last is not None:
             parts.append(f"rank {state.last} is last ({100 * state.last_share:.0f} %)")
+    parts += _requests(traffic)
     return f"{phase}: {', '.join(parts)}" if parts else str(phase)
+
+
+def traffic_text(traffic: Traffic) -> str:
+    """Return the number of requests, and how many of them were repeated."""
+    repeated = f" ({traffic.n_retries:,} repeated)" if traffic.n_retries else ""
+    return f"{n_text(traffic.n_requests, 'request')}{repeated}"
+
+
+def _requests(traffic: Traffic, *, is_short: bool = False) -> list[str]:
+    """Return the requests as one text, or none if there are none."""
+    if not traffic.n_requests:
+        return []
+    if not is_short:
+        return [traffic_text(traffic)]
+    retries = f", {traffic.n_retries:,} again" if traffic.n_retries else ""
+    return [f"{traffic.n_requests:,} req{retries}"]
 
 
 def clock(seconds: float) -> str:
@@ -131,13 +170,20 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def _amount(state: WorkState, unit: Unit) -> list[str]:
+def _amount(state: WorkState, unit: Unit, *, is_short: bool = False) -> list[str]:
     """Return the amounts as one text, or none if nothing is known."""
     if unit == "files":
         if state.total:
             return [f"{state.done:,} of {n_text(state.total, 'file')}"]
         return [n_text(state.done, "file")] if state.done else []
-    return [f"{bytes_text(state.done)} of {bytes_text(state.total)}"] if state.total else []
+    if not state.total:
+        return []
+    done, total = bytes_text(state.done), bytes_text(state.total)
+    # 92.1/135 GiB
+    done_unit, total_unit = done.rpartition(" ")[2], total.rpartition(" ")[2]
+    if is_short and done_unit == total_unit:
+        return [f"{done.removesuffix(f' {done_unit}')}/{total}"]
+    return [f"{done} of {total}"]
 
 
 def _time(seconds: float) -> str:

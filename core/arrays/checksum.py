@@ -6,8 +6,8 @@
   string was divided among processes.
 
 ``RunSum`` sums one run of consecutive bytes; ``ArraySum`` joins the runs of one array. A block that
-two runs share (a *seam*) is hashed at the end, from the file. ``ArrayPart`` carries the sums of one
-process to another.
+two runs share (a *seam*) is hashed at the end, from the file; if the file cannot be read back, the
+runs keep their bytes of it. ``ArrayPart`` carries the sums of one process to another.
 
 Source: XXH3 as in xxhash 0.8.
 """
@@ -87,26 +87,38 @@ class RunSum:
         offset: position of the run in the array, in bytes.
         array_bytes: length of the array, whose last block may be short.
         crc, digest: the sums to compute.
+        keeps_edges: keep the bytes before the first and after the last block that is entirely in
+            the run, less than two blocks.
 
     Attributes:
         n_bytes: number of bytes fed so far.
         crc: CRC-32 of the bytes fed so far; 0 if switched off.
         blocks: hashes of the blocks that are entirely in the run, consecutive from ``first_block``.
+        head: the bytes before the first of these blocks; empty without ``keeps_edges``.
+        tail: the bytes after the last of these blocks.
     """
 
     __slots__ = (
         "_array_bytes",
         "_hash",
+        "_keeps_edges",
         "_with_crc",
         "_with_digest",
         "blocks",
         "crc",
+        "head",
         "n_bytes",
         "offset",
+        "tail",
     )
 
-    def __init__(self, offset: int, array_bytes: int, *, crc: bool, digest: bool) -> None:
+    def __init__(
+        self, offset: int, array_bytes: int, *, crc: bool, digest: bool, keeps_edges: bool = False
+    ) -> None:
         self.offset = offset
+        self.head = bytearray()
+        self.tail = bytearray()
+        self._keeps_edges = keeps_edges
         self.n_bytes = 0
         self.crc = 0
         self.blocks: list[bytes] = []
@@ -142,6 +154,8 @@ class RunSum:
             position += len(part)
             # A block that began before the run is a seam, hashed later.
             if block_start < self.offset:
+                if self._keeps_edges:
+                    self.head += part
                 continue
             # A complete block is hashed directly, a partial one is continued by the next call.
             if len(part) == block_bytes:
@@ -153,6 +167,9 @@ class RunSum:
             if in_block + len(part) == block_bytes:
                 self.blocks.append(self._hash.digest())
                 self._hash.reset()
+                self.tail.clear()
+            elif self._keeps_edges:
+                self.tail += part
 
 
 ReadArray = Callable[[int, memoryview], None]
@@ -169,11 +186,13 @@ class ArrayPart:
         blocks: number → hash of all blocks that are entirely in the runs; empty if digests are
             switched off.
         n_unsummed: bytes outside the runs, which were written in scattered parts, without sums.
+        edges: (offset, bytes) of parts of the other blocks, if they cannot be read back.
     """
 
     runs: tuple[tuple[int, int, int], ...]
     blocks: Mapping[int, bytes]
     n_unsummed: int = 0
+    edges: tuple[tuple[int, bytes], ...] = ()
 
 
 class ArraySum:
@@ -191,6 +210,7 @@ class ArraySum:
         "_n_missing",
         "_n_unsummed",
         "_runs",
+        "_seams",
         "_with_crc",
         "_with_digest",
         "n_bytes",
@@ -198,6 +218,7 @@ class ArraySum:
 
     def __init__(self, n_bytes: int, *, crc: bool, digest: bool) -> None:
         self.n_bytes = n_bytes
+        self._seams: dict[int, list[tuple[int, bytes]]] = {}  # block → (offset, bytes) of edges
         self._n_missing = n_bytes
         self._runs: list[tuple[int, int, int]] = []
         self._blocks: dict[int, bytes] = {}
@@ -215,6 +236,20 @@ class ArraySum:
         self._n_missing -= run.n_bytes
         self._runs.append((run.offset, run.n_bytes, run.crc))
         self._blocks.update(enumerate(run.blocks, run.first_block))
+        self._add_edge(run.offset, run.head)
+        self._add_edge(run.offset + run.n_bytes - len(run.tail), run.tail)
+
+    def _add_edge(self, offset: int, edge: bytes | bytearray) -> None:
+        """Add bytes of a block that several runs share; the last of them completes its hash."""
+        if not edge:
+            return
+        number = offset // BLOCK_BYTES
+        edges = self._seams.setdefault(number, [])
+        edges.append((offset, bytes(edge)))
+        n_known = sum(len(data) for _, data in edges)
+        if n_known == min(BLOCK_BYTES, self.n_bytes - number * BLOCK_BYTES):
+            block = b"".join(data for _, data in sorted(self._seams.pop(number)))
+            self._blocks[number] = xxhash.xxh3_128_digest(block)
 
     def add_unsummed(self, n_bytes: int) -> None:
         """Count bytes that were written without sums; ``finish`` will read the array again."""
@@ -240,6 +275,7 @@ class ArraySum:
         # With unsummed bytes the array is read again anyway, so seams are not needed.
         if not self._with_digest or self._n_unsummed:
             return ArrayPart(tuple(runs), blocks, self._n_unsummed)
+        edges = tuple(edge for edges in self._seams.values() for edge in edges)
         # Hash the seams: the blocks that are in a joined run, but in none of its parts.
         for offset, n_bytes, _ in runs:
             end = offset + n_bytes
@@ -247,7 +283,7 @@ class ArraySum:
             stop = -(-end // BLOCK_BYTES) if end == self.n_bytes else end // BLOCK_BYTES
             seams = set(range(-(-offset // BLOCK_BYTES), stop)) - blocks.keys()
             blocks |= {number: self._hash_block(number, read) for number in sorted(seams)}
-        return ArrayPart(tuple(runs), blocks, self._n_unsummed)
+        return ArrayPart(tuple(runs), blocks, self._n_unsummed, edges)
 
     def join(self, part: ArrayPart) -> None:
         """Add the runs that another process has summed."""
@@ -255,6 +291,8 @@ class ArraySum:
         self._n_unsummed += part.n_unsummed
         self._runs += part.runs
         self._blocks.update(part.blocks)
+        for offset, edge in part.edges:
+            self._add_edge(offset, edge)
 
     def finish(self, read: ReadArray) -> tuple[int, bytes]:
         """Return the CRC-32 and digest of the complete array; 0 and b"" if switched off.

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Fragment
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import Extent, StoredArray, stored_bytes_of
 from core.device.device import Device
 from core.errors import CorruptError
-from core.files.ranges.read_ahead import FileRange
-from core.files.source_store import expect_ranges
+from core.files.store import ReadStore
 
 if TYPE_CHECKING:
     from core.catalog.stored import Encoding
-    from core.files.store import ReadStore
+    from core.files.ranges.read_ahead import FileRange
 
 DEFAULT_CACHE_BYTES = 64 << 20
 
 
-class DecodedStore:
+class DecodedStore(ReadStore):
     """A read store that also serves encoded arrays.
 
     Args:
@@ -45,9 +44,12 @@ class DecodedStore:
         device: Device | None = None,
     ) -> None:
         self.device = device
+        self.is_remote = store.is_remote
         self._store = store
         self._cache_bytes = cache_bytes
         self._units: OrderedDict[tuple[str, int], _Unit] = OrderedDict()
+        self._expected: set[str] = set()
+        """Names of the arrays whose encoded bytes are announced."""
         self._n_bytes = 0
         self._lock = threading.Lock()
 
@@ -120,9 +122,27 @@ class DecodedStore:
             buffer[n_done : n_done + n_bytes] = unit[start : start + n_bytes]
             n_done += n_bytes
 
-    def expect(self, ranges: Iterable[FileRange]) -> None:
-        """Announce ranges that will be read soon, each once; decoded arrays are skipped."""
-        expect_ranges(self._store, (item for item in ranges if not isinstance(item[0], _ArrayName)))
+    def expect_ranges(self, ranges: Iterable[FileRange]) -> None:
+        """Announce ranges that will be read soon; of a decoded array, its encoded bytes."""
+        self._store.expect_ranges(self._ranges_of_files(ranges))
+
+    def _ranges_of_files(self, ranges: Iterable[FileRange]) -> Iterator[FileRange]:
+        """Yield ranges of files for ranges of files and of decoded arrays."""
+        for name, start, stop in ranges:
+            if not isinstance(name, _ArrayName):
+                yield name, start, stop
+                continue
+            encoding, extent = _encoding_of(name.array), name.array.extent
+            n_bytes = stored_bytes_of(encoding)
+            # An encoding with several units reads by itself what it needs.
+            if n_bytes is None or encoding.unit_bytes < name.array.n_bytes:
+                continue
+            # The unit is read once, however many ranges of it are announced.
+            with self._lock:
+                is_new = name not in self._expected and (name, 0) not in self._units
+                self._expected.add(name)
+            if is_new:
+                yield extent.file, extent.offset, extent.offset + n_bytes
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of several spans of a file or of a decoded array."""
@@ -151,6 +171,7 @@ class DecodedStore:
             data = unit.data
             if data is not None:
                 return data
+            self._expected.discard(name)
             try:
                 data = memoryview(self._decode(name.array, number)).toreadonly().cast("B")
             except BaseException:
@@ -202,6 +223,11 @@ class DecodedStore:
             data = self._units.pop(oldest).data
             assert data is not None
             self._n_bytes -= len(data)
+
+
+def is_decoded(file: str) -> bool:
+    """Return whether a name is that of a decoded array."""
+    return isinstance(file, _ArrayName)
 
 
 def device_of(store: ReadStore) -> Device | None:

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from core.catalog.file_image import FileImage
 from core.errors import MissingShardError, TruncatedError
+from core.files.store import ReadStore
 
 
-class PlannedStore:
-    """The files of a plan as a ``core.files.store.ReadStore``.
+class PlannedStore(ReadStore):
+    """The files of a plan, to be read.
 
     Args:
         images: the files to write; the literals of a file are computed when it is first read.
@@ -23,6 +24,7 @@ class PlannedStore:
     """
 
     label = "the destination"
+    entry: str | None = None
 
     def __init__(
         self, images: Iterable[FileImage], *, prefix: str = "", entry: str | None = None

@@ -295,8 +295,11 @@ CHECKS: tuple[Callable[..., None], ...] = (
 """All checks; each takes a format, a new directory, and optionally a ``Sample``."""
 
 
-class _CountingStore:
+class _CountingStore(ReadStore):
     """A store that counts the bytes that are fetched from it."""
+
+    entry: str | None = None
+    label = ""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store

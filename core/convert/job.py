@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 from core.convert.report.dropped import DroppedReason
 from core.device.device import Device
@@ -179,6 +181,11 @@ class Job:
         """True to stack layers, False to unstack them, None to keep them as they are."""
         return True if self.stack_layers else None if self.unstack_layers is None else False
 
+    @property
+    def own_memory_bytes(self) -> int:
+        """The part of ``memory_bytes`` that the engine counts and divides."""
+        return self.memory_bytes - self.beside_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -226,6 +233,23 @@ class Report:
     dropped_reasons: tuple[DroppedReason, ...] = ()
     next: str = ""
     workers: tuple[Figures, ...] = ()
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        """Build a report from its fields in JSON, of ``as_dict`` or with the workers."""
+        lists = ("files", "notes", "dropped")
+        reasons = (
+            DroppedReason(reason["reason"], reason["n_entries"], tuple(reason["examples"]))
+            for reason in content["dropped_reasons"]
+        )
+        return cls(
+            **{
+                **content,
+                **{name: tuple(content[name]) for name in lists},
+                "dropped_reasons": tuple(reasons),
+                "workers": tuple(Figures(*figures) for figures in content.get("workers", ())),
+            }
+        )
 
     def as_dict(self) -> dict[str, object]:
         """Build the JSON object of the report, without the workers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,8 +47,7 @@ from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
 from core.errors import UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
-from core.files.source_store import limit_reading
-from core.files.url import refuse_url
+from core.files.url import find_location, refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of
 from core.formats.huggingface.tokenizer import has_tokenizer, with_tokenizer
@@ -215,9 +214,13 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     Raises:
         CheckpointingException: the job cannot be done; nothing has been written.
     """
-    for path in (job.dst, job.config, job.rules, job.tokenizer):
+    for path in (job.config, job.rules, job.tokenizer):
         if path is not None:
             refuse_url(path)
+    if job.dst is not None:
+        job = replace(job, dst=find_location(job.dst))
+    if isinstance(job.dst, RemotePath):
+        _check_bucket(job, job.dst)
     source = open_checkpoint(
         job.src,
         iteration=job.iteration,
@@ -240,6 +243,37 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     finally:
         gc.unfreeze()
         source.store.close()
+
+
+def _check_bucket(job: Job, dst: RemotePath) -> None:
+    """Raise if a job cannot write to a URL.
+
+    Raises:
+        UsageError: it is that of a web server, or the job needs a file system.
+    """
+    if dst.scheme in ("http", "https"):
+        raise UsageError(
+            "a web server cannot be written to",
+            file=f"{dst.scheme}://{dst.bucket}",  # its path may end with a signature
+            hint="write to a local directory, or to s3://, gs:// or az://",
+        )
+    if not dst.key:
+        raise UsageError(
+            "the destination is a whole bucket", file=str(dst), hint=f"name a prefix: {dst}/NAME"
+        )
+    if job.metadata_only:
+        raise UsageError(
+            "--metadata-only makes hard links, which an object store does not have",
+            file=str(dst),
+            hint="omit it, or write to the file system of the source",
+        )
+    if job.verify and job.force:
+        raise UsageError(
+            "--verify cannot be combined with --force for a URL: objects can be read back only "
+            "when they have replaced the old ones",
+            file=str(dst),
+            hint="write to another URL, or run ckpt validate --against SRC afterwards",
+        )
 
 
 def _prepare(job: Job, source: Checkpoint) -> Prepared:
@@ -306,7 +340,8 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
         threads=job.threads,
         memory_bytes=job.memory_bytes,
         beside_bytes=job.beside_bytes
-        + limit_reading(source.store, job.memory_bytes, threads=job.threads),
+        + source.store.limit_reading(job.own_memory_bytes, threads=job.threads)
+        + _sending_bytes(job, dst, images),
         compares=job.replicas == "error",
     )
     if plan.n_ignored:
@@ -339,6 +374,15 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
         ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
+
+
+def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:
+    """Return the memory that sending to an object store takes; 0 for a local destination."""
+    if not isinstance(dst, RemotePath):
+        return 0
+    from core.stage.bucket.stage import sending_bytes
+
+    return sending_bytes(images, job.own_memory_bytes)
 
 
 def _written_topology(job: Job, catalog: Catalog, format: Format) -> Topology | None:

@@ -10,7 +10,6 @@ does the same with several workers.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,12 +27,12 @@ from core.convert.stage import (
     identity_text,
     report_of,
     stage_of,
-    written_path,
 )
 from core.convert.stored_plan.file import identity_of
 from core.convert.verify import verify
 from core.copy.options import CopyOptions
 from core.copy.run import execute
+from core.files.remote_path import RemotePath
 from core.megatron.reshard.reshard import load_rules
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.stage.existing import check_replaceable
@@ -71,7 +70,8 @@ def run(
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
 
         # Choose the staging directory: a new one, or that of an interrupted run of the same job.
-        identity = identity_of(plan, source.store, options=identity_text(job)) if job.resume else ""
+        is_known = job.resume or isinstance(prepared.dst, RemotePath)
+        identity = identity_of(plan, source.store, options=identity_text(job)) if is_known else ""
         stage = stage_of(prepared, identity=identity)
 
         # Compute fingerprints of the copied bytes on the way, which saves reading them back.
@@ -87,7 +87,11 @@ def run(
             )
 
         with stage, watching as watch:
+            if stage.published is not None:  # an interrupted run had only to publish
+                return Report.from_dict(stage.published)
+
             # Copy the tensors, then write everything else; the manifest comes last.
+            literals = stage.begin_literals(prepared.images, plan.places)
             options = CopyOptions(
                 crc=job.crc,
                 digest=job.digest,
@@ -95,14 +99,16 @@ def run(
                 journal=stage.journal,
                 watch=watch,
                 device=job.device,
+                on_array=None if literals is None else literals.array_done,
             )
             result = execute(plan, source.store, stage.store, options)
-            files = finish_data(prepared, stage, result)
+            files = finish_data(prepared, stage, result, literals)
             fingerprints = WrittenFingerprints()
             if watch is not None:
+                stage.make_readable(progress=progress)
                 fingerprints = WrittenFingerprints(
                     *watch.finish(
-                        written_path(prepared, stage),
+                        stage.written_path,
                         threads=job.threads,
                         memory_bytes=job.memory_bytes,
                         progress=progress,
@@ -113,13 +119,12 @@ def run(
             # Check the result before it becomes visible.
             n_verified = 0
             if job.verify:
-                if job.fsync:  # then the bytes come from the disk, not from the page cache
-                    stage.store.sync_all(progress)
+                stage.make_readable(from_disk=True, progress=progress)
                 begin_phase(progress, Phase.VERIFYING)
                 n_verified = verify(
                     plan,
                     source.store,
-                    written_path(prepared, stage),
+                    stage.written_path,
                     rules=load_rules(job.rules, unknown=job.unknown),
                     memory_bytes=job.memory_bytes,
                     progress=progress,
@@ -136,8 +141,8 @@ def run(
             # Publish. The caller gets report and inode first: a launch that is restarted from here
             # on recognises by the inode that its destination is already published.
             if publishing is not None:
-                publishing(report(), os.lstat(written_path(prepared, stage)).st_ino)
-            stage.commit(progress=progress)
+                publishing(report(), stage.inode)
+            stage.commit(report().as_dict(), progress=progress)
         return report()
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.convert.job import Job, Report
+from core.files.remote_path import RemotePath
 from core.manifest.of_copy import FileSum, finish_files, manifest_name, write_manifest
+from core.opening.open import TRACKER
 from core.stage.stage import Stage
 from core.team.protocol import Figures
 from core.version import TOOL, __version__
@@ -17,11 +18,14 @@ from core.version import TOOL, __version__
 if TYPE_CHECKING:
     from core.convert.prepare import Prepared
     from core.copy.run import CopyResult
+    from core.files.store import WriteStore
     from core.fingerprint.definition import Fingerprint
+    from core.stage.bucket.literals import EarlyLiterals
+    from core.stage.bucket.stage import BucketStage
 
 
-def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> Stage:
-    """Build the staging directory of a job, which is created when it is entered.
+def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> Stage | BucketStage:
+    """Build the staging area of a job, which is created when it is entered.
 
     Args:
         prepared: the prepared job.
@@ -30,6 +34,8 @@ def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> S
         is_shared: several workers write into the directory.
     """
     job = prepared.job
+    if isinstance(prepared.dst, RemotePath):
+        return _bucket_stage_of(prepared, prepared.dst, identity=identity)
     return Stage(
         prepared.dst,
         is_file=prepared.is_file,
@@ -43,9 +49,23 @@ def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> S
     )
 
 
-def written_path(prepared: Prepared, stage: Stage) -> Path:
-    """Return the path of the destination in the staging directory, before it is published."""
-    return stage.data_dir / prepared.dst.name if prepared.is_file else stage.data_dir
+def _bucket_stage_of(prepared: Prepared, dst: RemotePath, *, identity: str) -> BucketStage:
+    from core.stage.bucket.stage import BucketStage, Objects, sending_threads
+
+    job = prepared.job
+    metadata = [image.path for image in prepared.images if image.is_metadata]
+    manifest = manifest_name(dst.name if prepared.is_file else None)
+    trackers = [name for name in metadata if name == TRACKER]
+    return BucketStage(
+        dst,
+        Objects([name for name in metadata if name != TRACKER], [manifest, *trackers]),
+        is_file=prepared.is_file,
+        resume=job.resume,
+        force=job.force,
+        identity=identity,
+        keep=(prepared.source.path,),
+        n_threads=sending_threads(prepared.images, job.own_memory_bytes),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +81,19 @@ class WrittenFingerprints:
     n_read_back: int = 0
 
 
-def finish_data(prepared: Prepared, stage: Stage, result: CopyResult) -> list[FileSum]:
+def finish_data(
+    prepared: Prepared,
+    stage: Stage | BucketStage,
+    result: CopyResult,
+    literals: EarlyLiterals | None = None,
+) -> list[FileSum]:
     """Write everything except tensors and manifest, and create the hard links.
 
     Args:
         prepared: the prepared job.
         stage: its staging directory.
         result: the result of the copy; all tensors are written.
+        literals: what has written the bytes around tensors already, if anything has.
 
     Returns:
         The checksums of all files.
@@ -77,8 +103,10 @@ def finish_data(prepared: Prepared, stage: Stage, result: CopyResult) -> list[Fi
         StorageError: another write fails.
         UnsupportedError: the file system has no hard links to the source's files.
     """
-    files = finish_files(prepared.plan, result, stage.store, crc=prepared.job.crc)
+    written = None if literals is None else literals.written
+    files = finish_files(prepared.plan, result, stage.store, crc=prepared.job.crc, written=written)
     for path, name, size in prepared.links:
+        assert isinstance(stage, Stage), "hard links are refused for object stores"
         stage.store.link(path, prepared.source.store.path(name))
         files.append(FileSum(path, size, None))  # no checksum: the data was not read
     return files
@@ -86,7 +114,7 @@ def finish_data(prepared: Prepared, stage: Stage, result: CopyResult) -> list[Fi
 
 def finish_manifest(
     prepared: Prepared,
-    stage: Stage,
+    stage: Stage | BucketStage,
     result: CopyResult,
     files: list[FileSum],
     fingerprints: WrittenFingerprints,
@@ -104,21 +132,26 @@ def finish_manifest(
         CapacityError: the disk is full.
         StorageError: another write fails.
     """
-    write_manifest(
-        stage.store,
-        manifest_name(prepared.dst.name if prepared.is_file else None),
-        prepared.plan,
-        result,
-        files,
-        tool=TOOL,
-        crc=prepared.job.crc,
-        fingerprints=fingerprints.fingerprints,
-    )
+    name = manifest_name(prepared.dst.name if prepared.is_file else None)
+
+    def write(store: WriteStore) -> None:
+        write_manifest(
+            store,
+            name,
+            prepared.plan,
+            result,
+            files,
+            tool=TOOL,
+            crc=prepared.job.crc,
+            fingerprints=fingerprints.fingerprints,
+        )
+
+    stage.write_manifest(name, write)
 
 
 def report_of(
     prepared: Prepared,
-    stage: Stage,
+    stage: Stage | BucketStage,
     result: CopyResult,
     fingerprints: WrittenFingerprints,
     *,
@@ -148,7 +181,7 @@ def report_of(
         n_tensors=prepared.n_tensors,
         bytes_read=result.read_bytes,
         bytes_written=prepared.plan.file_bytes,
-        bytes_resumed=result.resumed_bytes,
+        bytes_resumed=result.resumed_bytes + stage.resumed_bytes,
         bytes_verified=n_verified,
         n_copies=prepared.plan.n_copies,
         n_fingerprints=len(fingerprints.fingerprints or ()),

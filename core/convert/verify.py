@@ -24,6 +24,7 @@ from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.files.source_store import SourceStore
+from core.files.store import LocalStore, TargetStore
 from core.files.syscalls import drop_from_cache
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import Rules, unshard
@@ -109,7 +110,7 @@ def plan_comparison(
     checkpoint = open_checkpoint(written)
     store = checkpoint.store
     try:
-        for name in store.files():
+        for name in store.files() if isinstance(store, LocalStore) else ():
             forget_cached(store.path(name))
 
         # Bring the destination under the plan's keys; rank files hold shards under other names.
@@ -238,7 +239,7 @@ def _describe_files(catalog: Catalog, store: ReadStore) -> list[FileImage]:
     ]
 
 
-class ComparingStage:
+class ComparingStage(TargetStore):
     """A target store that compares bytes with those in its files instead of writing them."""
 
     def __init__(self, store: ReadStore) -> None:
@@ -268,9 +269,6 @@ class ComparingStage:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Read bytes of the file."""
         self._store.read_into(name, offset, buffer)
-
-    def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """Do nothing: no bytes were written."""
 
 
 def _plan_array(array: StoredArray) -> PlannedArray:

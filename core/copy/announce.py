@@ -9,8 +9,8 @@ from math import prod
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import byte_span
+from core.catalog.decoded import is_decoded
 from core.files.ranges.read_ahead import FileRange
-from core.files.source_store import expect_ranges
 from core.files.store import ReadStore
 from core.plan.addresses import Source
 from core.plan.items import Comparison, Item, ItemNumber, Move
@@ -35,11 +35,11 @@ def announce(
     batches = _batches(items, is_done)
     batch = next(batches, None)
     if batch is not None:
-        expect_ranges(store, batch[1])
+        store.expect_ranges(batch[1])
     while batch is not None:
         following = next(batches, None)
         if following is not None:
-            expect_ranges(store, following[1])
+            store.expect_ranges(following[1])
         yield from batch[0]
         batch = following
 
@@ -90,6 +90,7 @@ def _ranges_of_bands(
     """
     bands = list(bands)
     ranges: list[FileRange] = []
+    decoded: list[FileRange] = []
     n_bytes = 0
     for box, source in sources:
         if source.file is None:
@@ -100,9 +101,12 @@ def _ranges_of_bands(
                 continue
             delta = [a - b for a, b in zip(common.offset, box.offset, strict=True)]
             start = source.at(delta)
-            ranges.append(
-                (source.file, start, start + byte_span(common.shape, size, source.strides))
-            )
+            stop = start + byte_span(common.shape, size, source.strides)
+            # Of an encoded array, all is read for any part of it.
+            if is_decoded(source.file):
+                decoded.append((source.file, start, stop))
+                continue
+            ranges.append((source.file, start, stop))
             n_bytes += prod(common.shape) * size
 
     # Parts of one array may fill each other's gaps; gaps that are left would be for nothing.
@@ -114,4 +118,4 @@ def _ranges_of_bands(
         else:
             merged.append((file, start, stop))
     n_spanned = sum(stop - start for _, start, stop in merged)
-    return merged if n_bytes >= _LEAST_SHARE * n_spanned else []
+    return decoded + (merged if n_bytes >= _LEAST_SHARE * n_spanned else [])

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import threading
 from array import array as columns
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from core.arrays.checksum import ArrayPart, ArraySum, ReadArray, RunSum, crc32_combine, digest_of
 from core.errors import CorruptError
 from core.plan.addresses import RecordCrc
 
 if TYPE_CHECKING:
+    from core.files.store import TargetStore
     from core.plan.positions import Places
-
-
-class Readable(Protocol):
-    """A store that the ledger reads back from, to hash blocks that two items share."""
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of a file from ``offset`` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +109,38 @@ class LedgerState:
     open: dict[int, ArrayPart]
     checked: tuple[CheckedRun, ...]
 
+    @property
+    def unsummed_arrays(self) -> list[int]:
+        """Numbers of the arrays with bytes that no checksum covers."""
+        return [number for number, part in self.open.items() if part.n_unsummed]
+
 
 class Ledger:
     """The checksums of all arrays of a copy, from the runs of its items; safe for threads.
 
     Args:
         places: file positions of the target arrays.
-        stage: the files that are written.
+        stage: the files that are written; blocks that two items share are read back from it.
         crc, digest: compute CRC-32s, and content digests.
+        on_array: called with the number and the CRC-32 of each array that has been written
+            completely, from any thread.
 
     Attributes:
         crcs: CRC-32 by array number.
         digests: 16 bytes per array number.
     """
 
-    def __init__(self, places: Places, stage: Readable, *, crc: bool, digest: bool) -> None:
+    def __init__(
+        self,
+        places: Places,
+        stage: TargetStore,
+        *,
+        crc: bool,
+        digest: bool,
+        on_array: Callable[[int, int], None] | None = None,
+    ) -> None:
         self._places = places
+        self._on_array = on_array
         self._stage = stage
         self._crc = crc
         self._digest = digest
@@ -179,6 +189,12 @@ class Ledger:
             self.crcs[number] = crc
             if digest:
                 self.digests[16 * number : 16 * number + 16] = digest
+        places = self._places
+        self._stage.release(
+            places.file_of(number), places.offset_of(number), places.bytes_of(number)
+        )
+        if self._on_array is not None:
+            self._on_array(number, crc)
 
     def _reader(self, number: int) -> ReadArray:
         """Bind a function that reads an array back from the staging directory."""
@@ -216,6 +232,8 @@ class Ledger:
                 self.digests[16 * number : 16 * number + 16] = state.digests[
                     16 * row : 16 * row + 16
                 ]
+            if self._on_array is not None:
+                self._on_array(number, state.crcs[row])
         # Arrays that several workers write are complete when the last part is added.
         for number, part in state.open.items():
             with self._lock:

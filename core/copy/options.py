@@ -56,6 +56,8 @@ class CopyOptions:
         watch: observes the bytes that this run writes, but not those of an earlier run.
         device: used for casts, comparisons and quantized encodings where it is faster; None does
             all work on the CPU.
+        on_array: called with the number and the CRC-32 of each array that has been written
+            completely, from any thread.
         before_item: called before each item, also before those that write nothing; its exceptions
             end the copy.
     """
@@ -68,4 +70,5 @@ class CopyOptions:
     journal: Journal | None = None
     watch: WriteObserver | None = None
     device: Device | None = None
+    on_array: Callable[[int, int], None] | None = None
     before_item: Callable[[], None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from core.arrays.cast import Cast
 from core.arrays.checksum import RunSum, crc32
@@ -11,7 +11,7 @@ from core.arrays.dtypes import itemsize
 from core.copy.ledger import CheckedRun, ItemRecord, WrittenRun
 from core.device.cast import cast_on
 from core.device.device import Device
-from core.files.store import WriteStore
+from core.files.store import TargetStore
 from core.plan.addresses import RecordCrc
 
 if TYPE_CHECKING:
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
 _SETTLED_BYTES = 8 << 20
 """Finished bytes of an array after which the stage may start to write them to the disk."""
-
-
-class TargetStore(WriteStore, Protocol):
-    """The target of a copy: a write store that can be read back."""
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``."""
-
-    def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """Take note that a range will not change any more, so that it may go to the disk now."""
 
 
 class Output:
@@ -104,6 +94,9 @@ class Output:
         """Account for zero elements of the target; the new files are zero already."""
         places = [(array, (index + delta) * self._size) for array, index in destinations]
         self._feed(places, zeros)
+        for array, offset in places:
+            file = self._places.file_of(array)
+            self._stage.zero(file, self._places.offset_of(array) + offset, len(zeros))
         if self._options.watch is not None:
             for array, offset in places:
                 self._options.watch.pass_over(array, offset, len(zeros))
@@ -194,7 +187,11 @@ class Output:
                 run = new.get((offset, size))
                 if run is None:
                     run = new[offset, size] = RunSum(
-                        offset, size, crc=self._options.crc, digest=self._options.digest
+                        offset,
+                        size,
+                        crc=self._options.crc,
+                        digest=self._options.digest,
+                        keeps_edges=not self._stage.is_readable,
                     )
                 self._open[array] = run
                 self._settled[array] = offset

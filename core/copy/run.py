@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from array import array as columns
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,12 +20,10 @@ from core.catalog.stored import StoredArray
 from core.copy.announce import announce
 from core.copy.ledger import Ledger
 from core.copy.options import CopyOptions
-from core.copy.output import TargetStore
 from core.copy.worker import CopyWorker, band_bytes_of
 from core.device.device import DEQUANTIZE, QUANTIZE, Device
-from core.files.source_store import is_remote
-from core.files.store import ReadStore
-from core.plan.items import Item, ItemNumber, Portion, items_of_portion
+from core.files.store import ReadStore, TargetStore
+from core.plan.items import Interleave, Item, ItemNumber, Portion, items_of_portion
 from core.plan.positions import Places
 from core.team.threads import ThreadGroup
 
@@ -170,10 +168,15 @@ class CopyRun:
         self._source_store = DecodedStore(
             source_store, cache_bytes=plan.cache_bytes, device=quantizing
         )
-        self._store = source_store
         self._stage_store = stage_store
         self._band_bytes = band_bytes_of(options.buffer_bytes or plan.buffer_bytes)
-        self._ledger = Ledger(plan.places, stage_store, crc=options.crc, digest=options.digest)
+        self._ledger = Ledger(
+            plan.places,
+            stage_store,
+            crc=options.crc,
+            digest=options.digest,
+            on_array=options.on_array,
+        )
         self._items = self._all_items()
         self._lock = threading.Lock()
         self._threads = ThreadGroup("copy")
@@ -183,24 +186,39 @@ class CopyRun:
 
     def _all_items(self) -> Iterator[tuple[ItemNumber, Item]]:
         items = (
-            item
-            for portion in self._plan.portions()
-            for item in items_of_portion(
-                portion,
-                places=self._plan.places,
-                bind=self._bind,
-                band_bytes=self._band_bytes,
-                item_bytes=self._options.item_bytes,
-            )
+            item for portion in self._plan.portions() for item in self._items_of_portion(portion)
         )
-        if not is_remote(self._store):
+        if not self._source_store.is_remote:
             return items
         journal = self._options.journal
         return announce(
             items,
-            self._store,
+            self._source_store,
             is_done=lambda n: journal is not None and journal.done(n) is not None,
         )
+
+    def _items_of_portion(self, portion: Portion) -> Iterable[tuple[ItemNumber, Item]]:
+        places, stage = self._plan.places, self._stage_store
+        items = items_of_portion(
+            portion,
+            places=places,
+            bind=self._bind,
+            band_bytes=self._band_bytes,
+            item_bytes=self._options.item_bytes,
+        )
+        if stage.is_readable:
+            return items
+        # Arrays that are put together from pieces may have to be read back for their checksums.
+        numbered = list(items)
+        pieced = {
+            link.destination.array
+            for _, item in numbered
+            if isinstance(item, Interleave)
+            for link in item.links
+        }
+        for array in pieced:
+            stage.hold(places.file_of(array), places.offset_of(array), places.bytes_of(array))
+        return numbered
 
     def _bind(self, array: StoredArray) -> StoredArray:
         return self._source_store.placed(self._plan.bind(self._source_store, array))

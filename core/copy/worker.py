@@ -10,7 +10,7 @@ from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import StridedLayout, dense_layout, is_dense, read_box
 from core.copy.interleave import Interleaver
-from core.copy.output import Output, TargetStore
+from core.copy.output import Output
 from core.device.compare import is_equal
 from core.device.device import COMPARE, Device, cast_work, does
 from core.device.lane import PIECE_BYTES, host_buffer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from core.arrays.box import Box
     from core.copy.ledger import ItemRecord, Ledger
     from core.copy.options import CopyOptions
-    from core.files.store import ReadStore
+    from core.files.store import ReadStore, TargetStore
     from core.plan.positions import Places
 
 CHUNK_BYTES = BLOCK_BYTES

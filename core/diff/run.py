@@ -40,7 +40,6 @@ from core.diff.share import SharedComparison
 from core.diff.sides import Side, sides_of
 from core.diff.tensor_pass import BAND_BYTES, Advance, ComparedTensor, TensorWork
 from core.errors import CapacityError, UsageError, in_checkpoint
-from core.files.source_store import limit_reading
 from core.inspect.summary import bare_key
 from core.manifest.fingerprint_share import open_on_all_ranks
 from core.megatron.optimizer.form import role_of
@@ -189,8 +188,8 @@ class _Comparison:
         )
         runtime_bytes = RUNTIME_BYTES + team.runtime_bytes
         for side in (a, b):
-            runtime_bytes += limit_reading(
-                side.source.store, job.memory_bytes // 2, threads=job.threads
+            runtime_bytes += side.source.store.limit_reading(
+                (job.memory_bytes - team.runtime_bytes) // 2, threads=job.threads
             )
         memory = _cache_bytes(job, a.catalog, b.catalog, runtime_bytes=runtime_bytes)
         self._reader_a = BoxReader(a.catalog, a.source.store, cache_bytes=memory)

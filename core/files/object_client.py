@@ -11,11 +11,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from core.errors import (
     AccessDeniedError,
@@ -25,9 +26,16 @@ from core.errors import (
     StorageError,
     UsageError,
 )
+from core.files.requests.failure import CODE, METADATA_SERVICES, STATUS
+from core.files.requests.limiter import RequestLimiter
+from core.files.requests.repeat import with_retries
+from core.files.requests.retry_after import ask_retry_after
+from core.files.requests.waiting import call_interruptibly
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
 
 
 class Address(Protocol):
@@ -52,38 +60,48 @@ class Address(Protocol):
 _options: dict[str, str] = {}
 """Settings of the user for every client of this process; see ``set_storage_options``."""
 
+MOST_REQUESTS = 64
+"""Number of requests to a bucket that may be in flight, unless ``limit_requests`` says fewer."""
+_most_requests = MOST_REQUESTS
+_making = threading.Lock()
+"""Held while a client or a limiter is looked up, of which a bucket has one, and while obstore is
+imported: two threads that import parts of it at the same time may see it unfinished.
+"""
 _RETRIES: Any = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
-"""How long requests are repeated: with growing waits, and not after the time."""
+"""How long the client repeats requests: with growing waits, and not after the time."""
+_NO_RETRIES: Any = {"max_retries": 0}
+"""For requests that ``send_request`` repeats."""
 _IMPATIENT: dict[str, Any] = {
     "client_options": {"allow_http": True, "timeout": "10s", "connect_timeout": "2s"},
     "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=6)},
 }
 """Settings of a client that has no credentials."""
-_STATUS = re.compile(r"status code: (\d{3})")
 _QUERY = re.compile(r"\?\S*")
 """The query of a URL, which may hold a signature."""
-_CODE = re.compile(r"<Code>(\w+)</Code>")
 _TRANSPORT = (
     ("dns error", "the name of its host is unknown"),
+    ("Failed to resolve", "the name of its host is unknown"),
     ("Connection refused", "it refused the connection"),
     ("InvalidUri", "the endpoint is not a URL"),
     ("InvalidCertificate", "its certificate is not trusted"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted"),
     ("TimedOut", "it did not answer in time"),
     ("timed out", "it did not answer in time"),
+    ("timeout on endpoint", "it did not answer in time"),
     ("response body error", "it cut the connection"),
+    ("Connection was closed", "it cut the connection"),
     ("error sending request", "it could not be reached"),
+    ("Could not connect", "it could not be reached"),
 )
-"""Part of a message of the HTTP client → what happened."""
-_METADATA_SERVICES = (
-    "/latest/api/token",
-    "/latest/meta-data",
-    "//169.254.170.",
-    "/computeMetadata/",
-    "/metadata/identity/",
-)
-"""Parts of addresses that give a machine its credentials, asked when there are no others."""
+"""Part of a message of an HTTP client → what happened."""
 _PERMISSIONS: Mapping[str, Mapping[str, str]] = {
-    "s3": {"list": "s3:ListBucket", "read": "s3:GetObject", "write": "s3:PutObject"},
+    "s3": {
+        "list": "s3:ListBucket",
+        "list uploads": "s3:ListBucketMultipartUploads",
+        "list parts": "s3:ListMultipartUploadParts",
+        "read": "s3:GetObject",
+        "write": "s3:PutObject",
+    },
     "gs": {
         "list": "storage.objects.list",
         "read": "storage.objects.get",
@@ -118,6 +136,19 @@ def set_storage_options(options: Mapping[str, str]) -> None:
     _options.clear()
     _options.update(options)
     _client.cache_clear()
+    _limiter.cache_clear()
+    _settings.cache_clear()
+
+
+def limit_requests(most: int | None) -> None:
+    """Set how many requests to a bucket may be in flight.
+
+    Args:
+        most: the number; None for ``MOST_REQUESTS``.
+    """
+    global _most_requests
+    _most_requests = MOST_REQUESTS if most is None else most
+    _limiter.cache_clear()
 
 
 def storage_options() -> frozenset[tuple[str, str]]:
@@ -128,23 +159,98 @@ def storage_options() -> frozenset[tuple[str, str]]:
 def client_of(path: Address) -> ObjectStore:
     """Return the client of a path's bucket; the same one for every path of the bucket.
 
+    It repeats requests itself, which nobody limits, counts or can interrupt: it is for streams.
+    Everything else is for ``send_request``.
+
     Raises:
         UsageError: obstore is not installed, or an option is unknown.
         StorageError: the store cannot be used with these settings.
     """
-    with translate_store_errors(path):
-        return _client(path.scheme, path.bucket)
+    with translate_store_errors(path), _making:
+        return _client(path.scheme, path.bucket, is_repeating=True)
+
+
+def send_request(
+    path: Address, send: Callable[[Any], T], *, doing: str = "read", n_bytes: int = 0
+) -> T:
+    """Send a request to a path's bucket when its limiter allows it; repeat it while that helps.
+
+    Args:
+        path: what is asked for.
+        send: sends the request once, by the client that it is given, and returns the answer with
+            all its data. It may run in another thread.
+        doing: ``list``, ``read`` or ``write``.
+        n_bytes: bytes of data that the request moves.
+
+    Raises:
+        UsageError: obstore is not installed, or an option is unknown.
+        CheckpointingException: see ``translate_store_errors``.
+    """
+    with translate_store_errors(path, doing=doing):
+        return _send(path, send, n_bytes)
+
+
+def _send(path: Address, send: Callable[[Any], T], n_bytes: int) -> T:
+    """Do what ``send_request`` does, but raise the client's own errors."""
+    client = _sender_of(path)
+    return with_retries(
+        limiter_of(path),
+        lambda: send(client),
+        n_bytes=n_bytes,
+        ask_retry_after=partial(ask_retry_after, client, str(path), path.key),
+    )
+
+
+def _sender_of(path: Address) -> Any:
+    """Return the client that repeats nothing."""
+    with _making:
+        return _client(path.scheme, path.bucket, is_repeating=False)
+
+
+def limiter_of(path: Address) -> RequestLimiter:
+    """Return the limiter of a path's bucket; the same one for every path of the bucket."""
+    with _making:
+        return _limiter(path.scheme, path.bucket)
 
 
 @cache
-def _client(scheme: str, bucket: str) -> ObjectStore:
+def _limiter(scheme: str, bucket: str) -> RequestLimiter:
+    return RequestLimiter(_most_requests)
+
+
+@cache
+def _client(scheme: str, bucket: str, *, is_repeating: bool) -> ObjectStore:
     try:
+        # First the package: its native part lists its modules before they are complete, so that
+        # another thread would find them empty.
+        import obstore  # noqa: F401
         from obstore.exceptions import UnknownConfigurationKeyError
         from obstore.store import from_url
     except ImportError as err:
         raise UsageError(
             f"{scheme}:// needs obstore", hint="install it: pip install obstore"
         ) from err
+    try:
+        settings = {
+            "retry_config": _RETRIES if is_repeating else _NO_RETRIES,
+            **_settings(scheme, bucket),
+        }
+        return from_url(f"{scheme}://{bucket}", **settings)
+    except UnknownConfigurationKeyError as err:
+        names = re.search(r"key: '([^']*)'", str(err))
+        raise UsageError(
+            f"--storage-option {names[1] if names else ''}: no such option for {scheme}://",
+            hint="options are those of obstore: endpoint, region, access_key_id …",
+        ) from err
+
+
+@cache
+def _settings(scheme: str, bucket: str) -> dict[str, Any]:
+    """Return the settings of a bucket's clients.
+
+    Raises:
+        UsageError: an endpoint is not a URL.
+    """
     # An endpoint without TLS is used only if the user names one.
     settings: dict[str, Any] = {"client_options": {"allow_http": True}}
     for name, value in _options.items():
@@ -159,26 +265,18 @@ def _client(scheme: str, bucket: str) -> ObjectStore:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         settings["credential_provider"] = Boto3CredentialProvider()
-    try:
-        url = f"{scheme}://{bucket}"
-        is_asked = (
-            scheme in ("s3", "s3a")
-            and "credential_provider" not in settings
-            and not any("skip_signature" in name.lower() for name in _options)
-        )
-        if is_asked and not _has_credentials(url, settings):
-            return from_url(url, **{**settings, **_IMPATIENT})
-        return from_url(url, retry_config=_RETRIES, **settings)
-    except UnknownConfigurationKeyError as err:
-        names = re.search(r"key: '([^']*)'", str(err))
-        raise UsageError(
-            f"--storage-option {names[1] if names else ''}: no such option for {scheme}://",
-            hint="options are those of obstore: endpoint, region, access_key_id …",
-        ) from err
+    is_asked = (
+        scheme in ("s3", "s3a")
+        and "credential_provider" not in settings
+        and not any("skip_signature" in name.lower() for name in _options)
+    )
+    if is_asked and not _has_credentials(f"{scheme}://{bucket}", settings):
+        return {**settings, **_IMPATIENT}
+    return settings
 
 
 def _has_credentials(url: str, settings: Mapping[str, Any]) -> bool:
-    """Return whether credentials of S3 are found within seconds.
+    """Return whether credentials of S3 are found within seconds, or none are wanted.
 
     Without any, the client asks the metadata service of the machine, which most machines do not
     have, and would wait for its answer as long as for that of a busy store.
@@ -190,9 +288,18 @@ def _has_credentials(url: str, settings: Mapping[str, Any]) -> bool:
     impatient: Any = from_url(url, **{**settings, **_IMPATIENT})
     try:
         # To sign an address takes credentials, but no request to the store.
-        obstore.sign(impatient, "GET", "any", timedelta(minutes=1))
+        call_interruptibly(lambda: obstore.sign(impatient, "GET", "any", timedelta(minutes=1)))
+        return True
     except BaseError as err:
-        return not any(part in str(err) for part in _METADATA_SERVICES)
+        if not any(part in str(err) for part in METADATA_SERVICES):
+            return True
+    # The environment may say that requests are not signed. A client does not tell; but its
+    # requests then reach the store without any credentials.
+    once: Any = from_url(url, **{**settings, **_IMPATIENT, "retry_config": {"max_retries": 0}})
+    try:
+        call_interruptibly(lambda: obstore.head(once, "any"))
+    except (BaseError, FileNotFoundError) as err:
+        return not any(part in str(err) for part in METADATA_SERVICES)
     return True
 
 
@@ -253,31 +360,32 @@ def put_object(path: Address, data: bytes, *, replace: bool) -> None:
         FileExistsError: another object has this name, and ``replace`` is false.
         StorageError: the store refuses, fails, cannot be reached, or has no conditional writes.
     """
-    import obstore
-    from obstore.exceptions import AlreadyExistsError, NotSupportedError
-
-    client = client_of(path)
     mode: Any = "overwrite" if replace else "create"
+
+    def put(client: Any) -> None:
+        client.put(path.key, data, mode=mode, use_multipart=False)
+
     with translate_store_errors(path, doing="write"):
+        _sender_of(path)  # raises if obstore is not installed
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+
         try:
-            obstore.put(client, path.key, data, mode=mode, use_multipart=False)
+            _send(path, put, len(data))
         except FileNotFoundError as err:  # the object need not exist: it is the bucket
-            raise _no_such_bucket(path) from err
+            raise no_such_bucket(path) from err
         except (NotImplementedError, NotSupportedError) as err:
-            raise StorageError(
-                "the store cannot refuse to replace an object",
-                file=str(path),
-                hint="use one that knows If-None-Match, or write to a local disk",
-            ) from err
+            raise no_conditional_writes(path) from err
         except AlreadyExistsError:
             # It may be ours: the answer to the first request was lost, and the client repeated it.
-            is_written = bytes(obstore.get(client, path.key).bytes()) == data
+            is_written = data == _send(
+                path, lambda client: bytes(client.get(path.key).bytes()), len(data)
+            )
             if not is_written:
                 raise FileExistsError(str(path)) from None
 
 
 def _translated(path: Address, name: str, text: str, doing: str) -> CheckpointingException:
-    """Return the error for a message of the client.
+    """Return the error for a message of obstore.
 
     Args:
         path: what was asked for.
@@ -285,9 +393,34 @@ def _translated(path: Address, name: str, text: str, doing: str) -> Checkpointin
         text: its message, of many lines.
         doing: ``list``, ``read`` or ``write``.
     """
-    status, code = _STATUS.search(text), _CODE.search(text)
-    answer = f" ({status[1]}{f' {code[1]}' if code else ''})" if status else ""
-    if name == "PreconditionError":
+    status, code = STATUS.search(text), CODE.search(text)
+    if any(part in text for part in METADATA_SERVICES) and name != "PreconditionError":
+        return no_credentials(path)
+    return store_error(
+        path,
+        kind=name,
+        status=status[1] if status else "",
+        code=code[1] if code else "",
+        text=text,
+        doing=doing,
+    )
+
+
+def store_error(
+    path: Address, *, kind: str, status: str, code: str, text: str, doing: str
+) -> CheckpointingException:
+    """Return the error for a request that failed, in the words of all clients.
+
+    Args:
+        path: what was asked for.
+        kind: class of the client's error, in obstore's names (``PreconditionError`` …).
+        status: status of the answer, "" without an answer.
+        code: the store's own code (``NoSuchBucket`` …), "" without one.
+        text: message of the client, shown only where there is neither answer nor known reason.
+        doing: ``list``, ``read`` or ``write``; of S3 also ``list uploads`` and ``list parts``.
+    """
+    answer = f" ({status}{f' {code}' if code else ''})" if status else ""
+    if kind == "PreconditionError":
         return SourceChangedError(
             "the object changed while it was being read"
             if doing != "write"
@@ -295,20 +428,32 @@ def _translated(path: Address, name: str, text: str, doing: str) -> Checkpointin
             file=str(path),
             hint="run again when nothing else writes to it",
         )
-    if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
-        return _no_such_bucket(path)
-    if any(part in text for part in _METADATA_SERVICES):
-        return StorageError(
-            "no credentials found", file=str(path), hint=_HINTS[_canonical_scheme(path)]
-        )
+    if code in ("NoSuchBucket", "ContainerNotFound"):
+        return no_such_bucket(path)
     reason, hint = (
-        _refused(path, name, status[1] if status else "", code[1] if code else "", doing)
+        _refused(path, kind, status, code, doing)
         or (None if status else _unanswered(path, text))
-        or _failed(name, text, status[1] if status else "")
+        or _failed(kind, text, status)
     )
     is_denied = reason == _DENIED or reason.startswith(_NO_PERMISSION)
-    kind = AccessDeniedError if is_denied else StorageError
-    return kind(f"{reason}{answer}", file=str(path), hint=hint)
+    error = AccessDeniedError if is_denied else StorageError
+    return error(f"{reason}{answer}", file=str(path), hint=hint)
+
+
+def no_credentials(path: Address) -> StorageError:
+    """Return the error for credentials that were found nowhere."""
+    return StorageError(
+        "no credentials found", file=str(path), hint=_HINTS[_canonical_scheme(path)]
+    )
+
+
+def no_conditional_writes(path: Address) -> StorageError:
+    """Return the error for a store that would replace an object that must not be replaced."""
+    return StorageError(
+        "the store cannot refuse to replace an object",
+        file=str(path),
+        hint="use one that knows If-None-Match, or write to a local disk",
+    )
 
 
 def _canonical_scheme(path: Address) -> str:
@@ -329,7 +474,8 @@ def _refused(
         return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
     if code in _WITHOUT_PERMISSION and scheme in _PERMISSIONS:
         permission = _PERMISSIONS[scheme][doing]
-        return f"{_NO_PERMISSION} to {doing} this", f"the credentials need {permission}"
+        verb = doing.partition(" ")[0]
+        return f"{_NO_PERMISSION} to {verb} this", f"the credentials need {permission}"
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403"):
         return _DENIED, _HINTS[scheme]
     return None
@@ -359,7 +505,8 @@ def _failed(name: str, text: str, status: str) -> tuple[str, str | None]:
     return _QUERY.sub("", text.partition("\n")[0].strip()), None
 
 
-def _no_such_bucket(path: Address) -> StorageError:
+def no_such_bucket(path: Address) -> StorageError:
+    """Return the error for a bucket that does not exist."""
     return StorageError(
         f"no such bucket: {path.bucket}",
         file=str(path),

@@ -13,8 +13,8 @@ from pathlib import Path, PosixPath
 from typing import NoReturn, Self
 from urllib.parse import unquote
 
-from core.errors import UsageError
-from core.files.object_listing import find_object, is_listed, list_root
+from core.errors import AccessDeniedError, UsageError
+from core.files.object_listing import find_object, is_listed, is_refused, list_root
 from core.files.store import override
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
@@ -83,7 +83,14 @@ class RemotePath(PosixPath):
             return False
         if is_listed(self):
             return self.name in list_root(self.parent).objects
-        return find_object(self) is not None
+        is_found = find_object(self) is not None
+        if not is_found and self.scheme in ("http", "https") and is_refused(self):
+            raise AccessDeniedError(
+                "access denied, or no such object",
+                file=str(self),
+                hint="check the spelling of the URL, and whether it needs a login",
+            )
+        return is_found
 
     @override
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
@@ -106,11 +113,37 @@ def location_of(path: str | PathLike[str]) -> Path:
 
     ``file://`` URLs are local. URLs are also recognised after ``pathlib`` has reduced their ``//``
     to ``/``; a local path that looks like one is written ``./s3:/…``.
+
+    Raises:
+        UsageError: an address of a web server has a query or a password, which messages would show.
     """
     if isinstance(path, RemotePath):
         return path
     text = fspath(path)
-    if _URL.fullmatch(text):
+    url = _URL.fullmatch(text)
+    if url is not None:
+        _refuse_secrets(url[1], url[2])
         return RemotePath(text)
     local = _FILE_URL.fullmatch(text)
     return Path(path) if local is None else Path("/" + unquote(local[1]))
+
+
+def _refuse_secrets(scheme: str, rest: str) -> None:
+    """Raise if an address of a web server has parts that no message may show.
+
+    Args:
+        rest: what follows ``https://``.
+
+    Raises:
+        UsageError: it has a password, or a query, which may be a signature.
+    """
+    host, slash, key = rest.partition("/")
+    name, has_query, query = key.partition("?")
+    has_password = "@" in host
+    if scheme.lower() in ("http", "https") and (has_password or (has_query and "=" in query)):
+        raise UsageError(
+            f"URLs of web servers with a {'password' if has_password else 'query'} are refused",
+            file=f"{scheme}://{host.rpartition('@')[2]}{slash}{name}",
+            hint="messages would show it; use s3://, gs:// or az:// with credentials in the "
+            "environment, or download the file",
+        )

@@ -8,16 +8,15 @@ that the object is still the one that was listed (``If-Match``).
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from core.errors import MissingShardError, SourceChangedError, TruncatedError
-from core.files.object_client import client_of, translate_store_errors
+from core.files.object_client import send_request, storage_options
 from core.files.object_listing import (
     N_REQUESTS,
     N_SMALL_REQUESTS,
+    SMALL_OBJECTS,
     Folder,
     StoredFile,
     find_object,
@@ -30,14 +29,21 @@ from core.files.ranges.kept_pages import KeptPages
 from core.files.ranges.memory import MAX_PART_BYTES, divide_memory
 from core.files.ranges.read_ahead import MERGE_BYTES, FileRange, ReadAhead
 from core.files.remote_path import RemotePath
+from core.files.requests.daemon_threads import DaemonThreads
+from core.files.requests.waiting import map_in
 from core.files.store import ReadStore, check_name, override
 
 PAGE_BYTES = 68 << 10
 """Metadata is read in many small pieces: at least so many bytes are asked for, and kept. The
 directory of a zip is looked for in its last 64.1 KiB.
 """
-_ENDS: Mapping[str, tuple[int, ...]] = {"pt": (0, -1), "safetensors": (0,)}
-"""Suffix → where files have their metadata: in the first page, in the last."""
+_ZIPS = ("pt", "bin", "pth", "ckpt")
+"""Suffixes of files that have their metadata in the first page and in the last."""
+_HEADED = (*_ZIPS, "safetensors")
+_TINY = ("zarray", "zarr.json")
+"""Files that consist of metadata; who reads one reads them all."""
+_MAX_WHOLE_BYTES = 1 << 20
+"""Length up to which announced ranges are kept as pages, and other metadata is fetched whole."""
 
 
 class RemoteStore(ReadStore):
@@ -52,6 +58,7 @@ class RemoteStore(ReadStore):
         on_open: called with 1 when an object is read that has not been read before.
     """
 
+    is_remote = True
     entry: str | None = None
     on_open: Callable[[int], None] | None = None
 
@@ -71,17 +78,15 @@ class RemoteStore(ReadStore):
         self._missing: set[str] = set()
         """Names of objects that do not exist, of stores without listings."""
         self._opened: dict[str, None] = {}
-        self._upcoming: deque[str] = deque()
-        """Objects whose metadata will be read; see ``expect_headers``."""
-        self._headers: dict[str, list[Future[bytes]]] = {}
-        """Name → pages that were requested before anybody read the object."""
-        self._n_headed = 0
-        """Number of objects whose metadata was read without notice."""
+        self._announced: set[str] = set()
+        """Objects whose metadata was announced; see ``expect_headers``."""
+        self._kinds: set[str] = set()
+        """Suffixes of objects whose metadata was read without being announced."""
         memory = divide_memory(None, n_requests=N_REQUESTS)
         self._pages = KeptPages(memory.kept_bytes)
         self._ahead = ReadAhead(self._fetch, self._pool, memory)
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: DaemonThreads | None = None
         self._long_reads = threading.BoundedSemaphore(N_REQUESTS)
         """Requests for parts of long ranges; those for pages and what is read ahead are bounded by
         their memory.
@@ -184,7 +189,10 @@ class RemoteStore(ReadStore):
                 copy(buffer[start : start + n_bytes], data)
 
         starts = range(0, len(buffer), part_bytes)
-        list(self._pool().map(fill, starts) if len(starts) > 1 else map(fill, starts))
+        if len(starts) == 1:
+            fill(0)
+        else:
+            map_in(self._pool(), fill, starts)
 
     @override
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -219,7 +227,10 @@ class RemoteStore(ReadStore):
         for number in [group[0] for group in groups if spans[group[0]][1] > MAX_PART_BYTES]:
             parts[number] = self.read(name, *spans[number])
         short = [group for group in groups if spans[group[0]][1] <= MAX_PART_BYTES]
-        list(self._pool().map(read_group, short) if len(short) > 1 else map(read_group, short))
+        if len(short) == 1:
+            read_group(short[0])
+        else:
+            map_in(self._pool(), read_group, short)
         return parts
 
     @override
@@ -234,22 +245,17 @@ class RemoteStore(ReadStore):
             buffer[:] = whole[position : position + len(buffer)]
             position += len(buffer)
 
-    def expect(self, ranges: Iterable[FileRange]) -> None:
-        """Take note of ranges that will be read soon, each once."""
+    @override
+    def expect_ranges(self, ranges: Iterable[FileRange]) -> None:
         self._ahead.expect(ranges)
 
-    def expect_headers(self, names: Sequence[str]) -> None:
-        """Take note of objects whose metadata will be read next, in this order."""
-        with self._lock:
-            self._upcoming = deque(names)
-        self._start_headers()
+    @override
+    def expect_headers(self, names: Iterable[str]) -> None:
+        spans = (span for name in names for span in self._metadata_spans(name))
+        self._ahead.expect(spans)
 
-    def limit_memory(self, limit_bytes: int, *, threads: int) -> int:
-        """Adapt to a process's memory limit, and return how much of it reading takes.
-
-        Args:
-            threads: number of threads that read.
-        """
+    @override
+    def limit_reading(self, limit_bytes: int, *, threads: int) -> int:
         memory = divide_memory(limit_bytes, n_requests=N_REQUESTS)
         self._pages.limit(memory.kept_bytes)
         self._ahead.memory = memory
@@ -283,18 +289,17 @@ class RemoteStore(ReadStore):
         """Forget what was read; later reads ask again."""
         self._pages.clear()
         self._ahead.clear()
+        self._announced.clear()
         with self._lock:
-            self._upcoming.clear()
-            self._headers.clear()
             if self._threads is not None:
-                self._threads.shutdown(wait=False)
+                self._threads.shutdown()
                 self._threads = None
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _pool(self) -> DaemonThreads:
         """Return the threads that wait for answers."""
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(N_SMALL_REQUESTS, "ckpt-store")
+                self._threads = DaemonThreads(N_SMALL_REQUESTS, "ckpt-store")
             return self._threads
 
     def _object(self, name: str) -> StoredFile:
@@ -367,94 +372,70 @@ class RemoteStore(ReadStore):
     def _read_page(self, name: str, entry: StoredFile, offset: int, n_bytes: int) -> bytes:
         """Return a range from what was read before; read it, and what follows it, if it is new."""
         kept = self._pages.find(name, offset, n_bytes)
-        if kept is None or name in self._headers:
-            self._await_headers(name)
-            kept = self._pages.find(name, offset, n_bytes)
         if kept is not None:
             return bytes(kept)
-        # At the end of an object, read its last page.
-        start = min(offset, max(0, entry.size - PAGE_BYTES))
-        length = min(entry.size - start, max(n_bytes + offset - start, PAGE_BYTES))
-        return self._keep(name, start, length)[offset - start : offset - start + n_bytes]
+        if self._ahead.find(name, offset) is None:
+            self._announce_metadata(name)
+        part = self._ahead.find(name, offset)
+        if part is None:
+            # At the end of an object, read its last page.
+            start = min(offset, max(0, entry.size - PAGE_BYTES))
+            stop = max(offset + n_bytes, min(start + PAGE_BYTES, entry.size))
+            page = bytes(self._fetch(name, start, stop - start))
+        elif part[1] - part[0] <= _MAX_WHOLE_BYTES:
+            # What was announced as one page becomes one.
+            start, stop = part[0], max(part[1], offset + n_bytes)
+            page = self._read_ahead(name, start, stop)
+        else:
+            return self._read_ahead(name, offset, offset + n_bytes)
+        self._pages.keep(name, start, page)
+        return page[offset - start : offset - start + n_bytes]
 
-    def _keep(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """Read a page, and keep it."""
-        page = bytes(self._fetch(name, offset, n_bytes))
-        self._pages.keep(name, offset, page)
-        return page
+    def _read_ahead(self, name: str, start: int, stop: int) -> bytes:
+        """Return a range of which some was announced."""
+        data = bytearray(stop - start)
 
-    def _await_headers(self, name: str) -> None:
-        """Wait for the pages of an object that were requested before; request those of the next.
+        def read_rest(first: int, view: memoryview) -> None:
+            view[:] = self._fetch(name, first, len(view))
 
-        Metadata of an object that nobody announced is requested now: both ends at the same time.
-        Who reads two of them will read the others, too.
+        self._ahead.read_into(name, start, memoryview(data), read_rest)
+        return bytes(data)
+
+    def _announce_metadata(self, name: str) -> None:
+        """Announce the metadata of an object that nobody announced: both ends at the same time.
+
+        Who reads two such objects will read the others, too.
         """
-        with self._lock:
-            is_new = name not in self._headers and name not in self._pages
-            is_headed = is_new and self._ends_of(name) != ()
-            if name in self._upcoming:
-                self._upcoming.remove(name)
-            elif is_headed:
-                self._n_headed += 1
-                if self._n_headed > 1 and not self._upcoming:
-                    self._upcoming.extend(self._siblings(name))
-            is_awaited = is_headed or name in self._headers
-        if is_headed:
-            self._start_pages(name)
-        self._start_headers()
-        if not is_awaited:
+        kind = _kind_of(name)
+        if self.entry is not None or kind not in (*_HEADED, *_TINY) or name in self._announced:
             return
         with self._lock:
-            futures = self._headers.pop(name, [])
-        for future in futures:
-            # Who needs the page asks for it again, and gets the error.
-            future.exception()
-        self._start_headers()
+            is_first = kind not in self._kinds and kind not in _TINY
+            self._kinds.add(kind)
+        names = [name]
+        if not is_first:
+            names += sorted(
+                f"{folder}/{last}" if folder else last
+                for folder, content in self._folders.items()
+                for last in content.objects
+                if _kind_of(last) == kind
+            )
+        self.expect_headers(names)
 
-    def _start_headers(self) -> None:
-        """Request the metadata of the next objects, as far as there is memory for pages."""
-        most = max(1, self._pages.max_bytes // (4 * PAGE_BYTES))
-        while True:
-            with self._lock:
-                if not self._upcoming or len(self._headers) >= most:
-                    return
-                name = self._upcoming.popleft()
-                if name in self._pages:
-                    continue
-                self._headers[name] = []
-            self._start_pages(name)
-
-    def _start_pages(self, name: str) -> None:
-        """Request the pages of an object that hold its metadata."""
+    def _metadata_spans(self, name: str) -> list[FileRange]:
+        """Return the ranges of an object that hold its metadata, unless they were announced."""
         entry = self._find(name)
-        if entry is None:
-            return
+        is_announced = name in self._announced or self._ahead.find(name, 0) is not None
+        if entry is None or entry.size == 0 or is_announced:
+            return []
+        self._announced.add(name)
+        kind = _kind_of(name)
         last = max(0, entry.size - PAGE_BYTES)
-        starts = {0 if end == 0 else last for end in self._ends_of(name)}
         # One request for an object that is hardly longer than the two pages.
-        is_short = len(starts) > 1 and last <= PAGE_BYTES + MERGE_BYTES
-        spans = (
-            [(0, entry.size)]
-            if is_short
-            else [(start, min(PAGE_BYTES, entry.size - start)) for start in starts]
-        )
-        futures = [self._pool().submit(self._keep, name, *span) for span in spans if span[1]]
-        with self._lock:
-            self._headers[name] = futures
-
-    def _ends_of(self, name: str) -> tuple[int, ...]:
-        return () if self.entry is not None else _ENDS.get(name.rpartition(".")[2], ())
-
-    def _siblings(self, name: str) -> list[str]:
-        """Return the files of the same suffix that have not been read."""
-        suffix = name.rpartition(".")[2]
-        names = (
-            f"{folder}/{last}" if folder else last
-            for folder, content in self._folders.items()
-            for last in content.objects
-            if last.endswith(f".{suffix}")
-        )
-        return sorted(other for other in names if other != name and other not in self._pages)
+        if kind in _ZIPS and last > PAGE_BYTES + MERGE_BYTES:
+            return [(name, 0, PAGE_BYTES), (name, last, entry.size)]
+        is_whole = kind in _ZIPS or (kind not in _HEADED and entry.size <= _MAX_WHOLE_BYTES)
+        return [(name, 0, entry.size if is_whole else min(PAGE_BYTES, entry.size))]
 
     def _fetch(self, name: str, offset: int, n_bytes: int) -> memoryview:
         """Read a range, except for what kept pages hold of it."""
@@ -484,17 +465,32 @@ class RemoteStore(ReadStore):
 
     def _get(self, name: str, entry: StoredFile, offset: int, n_bytes: int) -> memoryview:
         """Read a range of an object in one request."""
-        import obstore
-
         path = self.path(name)
+        e_tag = self.e_tag(name)
+        # An ETag stands for the content: of a small object, it need not be read again.
+        label = f"{path} {e_tag} {sorted(storage_options())}"
+        is_shared = n_bytes == entry.size <= _MAX_WHOLE_BYTES and e_tag is not None
+        if is_shared and (kept := SMALL_OBJECTS.find(label, 0, n_bytes)) is not None:
+            return kept
         options: Any = {"range": (offset, offset + n_bytes)}
-        if entry.e_tag is not None and not entry.e_tag.startswith("W/"):
-            options["if_match"] = entry.e_tag
-        with translate_store_errors(path):
-            data = memoryview(obstore.get(client_of(path), path.key, options=options).bytes())
+        if e_tag is not None:
+            options["if_match"] = e_tag
+        data = send_request(
+            path,
+            lambda client: memoryview(client.get(path.key, options=options).bytes()),
+            n_bytes=n_bytes,
+        )
         if len(data) != n_bytes:
             raise _too_short(name, offset + len(data), offset, n_bytes)
+        if is_shared:
+            SMALL_OBJECTS.keep(label, 0, bytes(data))
         return data
+
+
+def _kind_of(name: str) -> str:
+    """Return the suffix of a file, or its name if that alone tells its kind."""
+    last = name.rpartition("/")[2]
+    return last if last in _TINY else last.rpartition(".")[2]
 
 
 def _too_short(name: str, end: int, offset: int, n_bytes: int) -> TruncatedError:

@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +30,8 @@ from core.errors import (
 
 if TYPE_CHECKING:
     from typing_extensions import override as override
+
+    from core.files.ranges.read_ahead import FileRange
 else:
 
     def override(method):
@@ -46,7 +48,15 @@ _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP, errno.EN
 
 
 class ReadStore(Protocol):
-    """Read access to a directory of files."""
+    """Read access to a directory of files.
+
+    Attributes:
+        is_remote: whether every read is a request, so that few and long ones are better. Who knows
+            what will be read announces it, so that it arrives in few requests, several at a time;
+            only remote stores take notice.
+    """
+
+    is_remote: bool = False
 
     @property
     def label(self) -> str:
@@ -83,6 +93,22 @@ class ReadStore(Protocol):
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
         """Fill consecutive buffers of ``n_bytes`` in total, from ``offset`` on."""
 
+    def expect_ranges(self, ranges: Iterable[FileRange]) -> None:
+        """Announce ranges that will be read soon, each once."""
+        return
+
+    def expect_headers(self, names: Iterable[str]) -> None:
+        """Announce files whose metadata will be read next, in this order."""
+        return
+
+    def limit_reading(self, limit_bytes: int, *, threads: int) -> int:
+        """Adapt to a process's memory limit, and return how much of it reading takes.
+
+        Args:
+            threads: number of threads that read.
+        """
+        return 0
+
 
 class WriteStore(Protocol):
     """Write access to a directory of files; no file is visible to others before the commit."""
@@ -95,6 +121,36 @@ class WriteStore(Protocol):
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at ``offset``."""
+
+
+class TargetStore(WriteStore, Protocol):
+    """The target of a copy, which can be read back while it is written.
+
+    Attributes:
+        is_readable: every byte that was written can be read back; otherwise only those of a held
+            range can.
+    """
+
+    is_readable: bool = True
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with bytes that were written, from ``offset`` on."""
+
+    def zero(self, name: str, offset: int, n_bytes: int) -> None:
+        """Take note that a range of a new file stays zero."""
+        return
+
+    def settle(self, name: str, offset: int, n_bytes: int) -> None:
+        """Take note that a range will not change any more, so that it may go to the disk now."""
+        return
+
+    def hold(self, name: str, offset: int, n_bytes: int) -> None:
+        """Keep a range readable until it is released; called before it is written to."""
+        return
+
+    def release(self, name: str, offset: int, n_bytes: int) -> None:
+        """Take note that a range will not be read back any more."""
+        return
 
 
 def check_name(name: object, *, found_in: str | None = None) -> str:
@@ -548,7 +604,7 @@ class _UsedDescriptor:
         self.n_users = 0
 
 
-class MemoryStore(ReadStore, WriteStore):
+class MemoryStore(ReadStore, TargetStore):
     """Files in memory, for tests and for live tensors; can be read and written.
 
     Args:
@@ -627,9 +683,6 @@ class MemoryStore(ReadStore, WriteStore):
     @override
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         self._content(name)[offset : offset + len(data)] = data
-
-    def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """Do nothing: files in memory are never written to a disk."""
 
     def _content(self, name: str) -> bytearray | memoryview:
         """Return the content of a file, in place."""

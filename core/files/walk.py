@@ -62,7 +62,8 @@ class _Listing:
     """Content of one directory.
 
     Args:
-        identity: device and inode of the directory; None if it was not listed, see ``irregular``.
+        identity: device and inode of the directory; None if it was not listed, see ``irregular``;
+            (0, 0) for a prefix of an object store, to which no links lead.
         files, irregular: as in ``Tree``.
         subfolders: relative paths of the directories to list next.
     """
@@ -84,12 +85,11 @@ def list_tree(
         depth: number of directory levels to list; None for ``MAX_DEPTH``.
         without: relative paths of directories and files to skip.
     """
-    if isinstance(root, RemotePath):
-        return _list_remote(root, entry=entry, depth=depth, without=without)
+    store = RemoteStore(root) if isinstance(root, RemotePath) else None
     tree = Tree()
     # One file only.
     if entry is not None:
-        size_or_kind = _size_or_kind(root / entry)
+        size_or_kind = _size_or_kind(root / entry) if store is None else store.size(entry)
         if isinstance(size_or_kind, int):
             tree.files[entry] = size_or_kind
         else:
@@ -101,7 +101,9 @@ def list_tree(
     waiting = [""]
     while waiting:
         folder = waiting.pop()
-        listing = _list_folder(root, folder, visited)
+        listing = (
+            _list_folder(root, folder, visited) if store is None else _list_prefix(store, folder)
+        )
         tree.files.update(listing.files)
         tree.irregular.update(listing.irregular)
         if listing.identity is None:
@@ -116,26 +118,14 @@ def list_tree(
     return tree
 
 
-def _list_remote(
-    root: RemotePath, *, entry: str | None, depth: int | None, without: Collection[str]
-) -> Tree:
-    """List the objects below a URL; arguments as for ``list_tree``."""
-    store = RemoteStore(root)
-    if entry is not None:
-        return Tree({entry: store.size(entry)})
-    tree = Tree()
-    waiting = [""]
-    while waiting:
-        folder = waiting.pop()
-        prefix = f"{folder}/" if folder else ""
-        tree.files.update((prefix + name, size) for name, size in store.sizes(folder).items())
-        if folder:
-            tree.folders.append(folder)
-        if depth is None or folder.count("/") + bool(folder) < depth:
-            inner = [prefix + name for name in store.folders(folder)]
-            waiting += (path for path in reversed(inner) if path not in without)
-    tree.files = {path: size for path, size in sorted(tree.files.items()) if path not in without}
-    return tree
+def _list_prefix(store: RemoteStore, folder: str) -> _Listing:
+    """List one directory of an object store."""
+    prefix = f"{folder}/" if folder else ""
+    return _Listing(
+        (0, 0),
+        files={prefix + name: size for name, size in store.sizes(folder).items()},
+        subfolders=[prefix + name for name in store.folders(folder)],
+    )
 
 
 def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Listing:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from core.convert.prepare import Prepared
 from core.errors import UsageError
+from core.files.remote_path import RemotePath
 from core.stage.existing import check_replaceable
 from core.stage.replacement import check_may_replace
 
@@ -24,11 +24,13 @@ class ExistingDestination:
 
 def existing_destination(prepared: Prepared) -> ExistingDestination | None:
     """Return what exists at the destination of a job; None if nothing does."""
-    if not os.path.lexists(prepared.dst):
+    dst = prepared.dst
+    if not (dst.exists() or dst.is_symlink()):
         return None
     try:
         check_replaceable(prepared.dst, [image.path for image in prepared.images])
-        check_may_replace(prepared.dst, is_file=prepared.is_file, keep=(prepared.source.path,))
+        if not isinstance(dst, RemotePath):
+            check_may_replace(dst, is_file=prepared.is_file, keep=(prepared.source.path,))
     except UsageError as err:
         return ExistingDestination(err)
     return ExistingDestination()

@@ -11,6 +11,7 @@ from core.convert.stage import identity_text, stage_of
 from core.convert.stored_plan.file import identity_of
 from core.errors import CapacityError, CheckpointingException
 from core.files.folders import SYNC_THREADS, nearest_folder
+from core.files.remote_path import RemotePath
 from core.files.store import list_files_below
 from core.forecast.destination import ExistingDestination, existing_destination
 from core.forecast.disk_rates import (
@@ -21,6 +22,7 @@ from core.forecast.disk_rates import (
     measure_writing,
 )
 from core.stage.journal import recorded_bytes
+from core.stage.stage import Stage
 
 _SUM_SAMPLE_BYTES = 8 << 20
 
@@ -33,6 +35,7 @@ class Forecast:
         needed_bytes: bytes that the run has still to write.
         existing: what has the name of the destination already; None if nothing does.
         free_bytes: free space for the destination; what an interrupted run has written is free.
+            None for an object store.
         shortage: the error with which the run would end, if that is too little.
         resumed_bytes: bytes of the destination that an interrupted run of the same job has written.
         reading, writing: measured speed of the disks; None if there was nothing to measure, or it
@@ -41,7 +44,7 @@ class Forecast:
         unknown: why the time is not known; None if it is.
     """
 
-    free_bytes: int
+    free_bytes: int | None = None
     needed_bytes: int = 0
     existing: ExistingDestination | None = None
     shortage: CapacityError | None = None
@@ -85,10 +88,13 @@ def _forecast_run(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
     """Compare with the free space and estimate the time; without the state of the destination."""
     # What an interrupted run has written; the identity must not cover the files measured below.
     job, store = prepared.job, prepared.source.store
+    if isinstance(prepared.dst, RemotePath):
+        return Forecast(unknown="the speed of an object store is not measured")
     identity = ""
     if job.resume:
         identity = identity_of(prepared.plan, store, options=identity_text(job))
     stage = stage_of(prepared, identity=identity)
+    assert isinstance(stage, Stage), "local destinations have a staging directory"
     n_resumed = 0
     if job.resume and stage.stage_dir.is_dir():
         n_resumed = min(

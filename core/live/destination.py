@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,15 +27,16 @@ from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import UnsupportedError
 from core.files.folders import sync_folders
+from core.files.multipart.stream import PART_BYTES, Piece
 from core.files.object_listing import N_REQUESTS
 from core.files.remote_path import RemotePath
+from core.files.requests.daemon_threads import DaemonThreads
+from core.files.requests.waiting import map_in
 from core.files.store import ReadStore, override
 from core.live.file_end import finish_file
 from core.live.share import ProcessShare, has_one_holder
 from core.live.sums import complete_arrays, complete_files
 from core.live.upload import (
-    PART_BYTES,
-    Piece,
     UploadedFiles,
     bytes_of_literals,
     put_object,
@@ -229,8 +229,9 @@ class BucketDestination(SaveDestination):
         def put(image: FileImage) -> None:
             put_object(self.root / image.path, bytes_of_literals(image))
 
-        with ThreadPoolExecutor(N_REQUESTS) as pool:
-            list(pool.map(put, [image for image in rest if not image.is_metadata]))
+        threads = DaemonThreads(N_REQUESTS, "ckpt-put")
+        map_in(threads, put, [image for image in rest if not image.is_metadata])
+        threads.shutdown()
         for image in rest:
             if image.is_metadata:
                 put(image)

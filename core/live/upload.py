@@ -1,7 +1,7 @@
 """Write objects of a store: small ones by one request, files from memory by parts.
 
 A file of a checkpoint is uploaded in the order of its bytes, while they are read from the memory of
-the process. Nothing of it is kept: at most ``N_PARTS`` parts of a file are in flight. An upload
+the process. Nothing of it is kept: a few parts of a file are in flight. An upload
 that fails is aborted, and the objects that were finished before are deleted.
 """
 
@@ -20,20 +20,12 @@ from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray
 from core.errors import CheckpointingException, CorruptError, StorageError, UsageError
 from core.files import object_client
-from core.files.object_client import client_of, translate_store_errors
-from core.files.object_listing import forget_listings
+from core.files.multipart.stream import PART_BYTES, Piece, upload_stream
+from core.files.object_listing import delete_objects, forget_listings
 from core.files.remote_path import RemotePath
 from core.manifest.file import FileSum
 from core.team.threads import ThreadGroup
 
-PART_BYTES = 8 << 20
-"""Number of bytes of a part, unless the file would have more than ``_MAX_PARTS``."""
-N_PARTS = 4
-"""Number of parts of a file that are sent at the same time."""
-_MAX_PARTS = 10_000
-"""Largest number of parts that S3 accepts."""
-
-Piece: TypeAlias = bytes | bytearray | memoryview
 PiecesOf: TypeAlias = Callable[[PlannedArray], Iterator[Piece]]
 """Returns the bytes of an array, dense in C order, in pieces; may be called twice for an array."""
 
@@ -59,46 +51,6 @@ def put_object(path: RemotePath, data: bytes, *, replaces: bool = False) -> None
             file=str(path),
             hint="choose another URL, or pass overwrite=True",
         ) from None
-
-
-def upload(path: RemotePath, pieces: Iterable[Piece], n_bytes: int) -> None:
-    """Write an object by parts, several at the same time; an error of ``pieces`` aborts it.
-
-    Args:
-        path: URL of the object.
-        pieces: the content in order.
-        n_bytes: its length.
-
-    Raises:
-        StorageError: the store refuses, or cannot be reached.
-    """
-    import obstore
-
-    part_bytes = max(PART_BYTES, -(-n_bytes // _MAX_PARTS))
-    with translate_store_errors(path, doing="write"):
-        obstore.put(
-            client_of(path),
-            path.key,
-            iter(pieces),
-            use_multipart=n_bytes > part_bytes,
-            chunk_size=part_bytes,
-            max_concurrency=N_PARTS,
-        )
-
-
-def delete_objects(paths: Sequence[RemotePath]) -> None:
-    """Delete objects of one bucket; those that do not exist are skipped.
-
-    Raises:
-        StorageError: the store refuses, or cannot be reached.
-    """
-    import obstore
-
-    if not paths:
-        return
-    forget_listings()
-    with translate_store_errors(paths[0], doing="write"):
-        obstore.delete(client_of(paths[0]), [path.key for path in paths])
 
 
 @dataclass(slots=True)
@@ -162,7 +114,7 @@ def upload_files(
                 crc = crc32(piece, crc)
                 yield piece
 
-        upload(root / image.path, checked(), image.size)
+        upload_stream(root / image.path, checked(), image.size)
         return FileSum(image.path, image.size, crc)
 
     def crc_of(name: str) -> int:

@@ -16,7 +16,7 @@ from core.catalog.file_image import FileImage, PlacedArray
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.device import FINGERPRINT, Device
-from core.files.store import ReadStore
+from core.files.store import ReadStore, TargetStore
 from core.fingerprint.definition import LANES, Fingerprint, Form, add_lanes, form_of, format_lanes
 from core.fingerprint.kernel import Products, fastest_products
 from core.fingerprint.sums import FormSum
@@ -86,7 +86,7 @@ def read_fingerprints(
     return sink.fingerprints()
 
 
-class _SummingStore:
+class _SummingStore(TargetStore):
     """A destination of a copy that keeps only sums; file n is tensor n, dense."""
 
     def __init__(self, metas: Sequence[TensorMeta], products: Products) -> None:
@@ -110,9 +110,6 @@ class _SummingStore:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Raise, since only checksums read back, and this copy computes none."""
         raise NotImplementedError
-
-    def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """Do nothing: there are no files."""
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return key → fingerprint, after the copy is complete."""

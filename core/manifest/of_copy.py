@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array as columns
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from core.arrays.checksum import ALGORITHM, crc32, crc32_combine, crc32_of_zeros
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def finish_files(
-    plan: Plan, result: CopyResult, store: WriteStore, *, crc: bool = True
+    plan: Plan,
+    result: CopyResult,
+    store: WriteStore,
+    *,
+    crc: bool = True,
+    written: Sequence[FileRanges] | None = None,
 ) -> list[FileSum]:
     """Write the literals of all file images, metadata files last.
 
@@ -34,6 +39,7 @@ def finish_files(
         result: checksums of the arrays, which the literals may contain.
         store: the staging directory, where the files exist.
         crc: return CRC-32s of entire files; they are combined from those in ``result``.
+        written: the literals of each file, if they have been written already.
 
     Returns:
         The files, in the order of the images.
@@ -51,10 +57,10 @@ def finish_files(
     order = sorted(range(len(plan.images)), key=lambda n: plan.images[n].is_metadata)
     for number in order:
         image = plan.images[number]
-        ranges = FileRanges()
+        ranges = FileRanges() if written is None else written[number]
         for n in range(first[number], first[number + 1]):
             ranges.add_sum(plan.places.offset_of(n), plan.places.bytes_of(n), result.crcs[n])
-        for offset, data in image.literals(result.crc_of):
+        for offset, data in image.literals(result.crc_of) if written is None else ():
             if data:
                 store.write(image.path, offset, data)
                 ranges.add(offset, data)

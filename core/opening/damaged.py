@@ -6,7 +6,7 @@ converts such a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +25,12 @@ from core.pickle.reader import gc_paused, noting_uses
 
 
 def open_readable_part(
-    path: Path, *, iteration: int | None = None, samples: bool = False, missing_chunks: str = FILL
+    path: Path,
+    *,
+    iteration: int | None = None,
+    samples: bool = False,
+    missing_chunks: str = FILL,
+    on_open: Callable[[int], None] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint``, a damaged one without what cannot be read.
 
@@ -37,7 +42,11 @@ def open_readable_part(
     """
     try:
         return open_checkpoint(
-            path, iteration=iteration, samples=samples, missing_chunks=missing_chunks
+            path,
+            iteration=iteration,
+            samples=samples,
+            missing_chunks=missing_chunks,
+            on_open=on_open,
         )
     except (CorruptError, StorageError) as err:
         # If the place itself cannot be read, no part of it can.

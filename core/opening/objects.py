@@ -9,7 +9,7 @@ inert pickle or is set aside; for every other target the user has to pass ``drop
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import state_of
 from core.catalog.stored import StoredArray
 from core.errors import UnsafeError, UnsupportedError
+from core.files.ranges.read_ahead import FileRange
 from core.files.store import ReadStore
 from core.formats.torch.nested_names import uses_in, with_nested
 from core.megatron.extras.common_state import OPTIMIZER
@@ -29,6 +30,9 @@ from core.pickle.names import dangerous_uses
 from core.pickle.nesting import REMOVED, LeafEntry, entries, join_path, map_leaves
 from core.pickle.reader import judge
 from core.pickle.uses import Use
+
+_MAX_AHEAD_BYTES = 1 << 20
+"""Length up to which the stream of an object is fetched ahead; longer ones may hold tensors."""
 
 
 class Loader(Protocol):
@@ -56,6 +60,7 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     raw = [item for item in catalog.objects.values() if item.raw_key is not None]
     if not raw:
         return catalog
+    expect_streams(store, catalog, (item.raw_key for item in raw))
     objects = dict(catalog.objects)
     arrays: dict[str, StoredArray] = {}
     for item in raw:
@@ -69,6 +74,26 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     streams = {item.raw_key for item in raw}
     hidden = {key: meta for key, meta in catalog.hidden.items() if key not in streams}
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
+
+
+def expect_streams(store: ReadStore, catalog: Catalog, raw_keys: Iterable[str | None]) -> None:
+    """Announce that the streams of objects will be read, except for long ones.
+
+    Args:
+        raw_keys: keys of the streams; None where an object has none.
+    """
+
+    def ranges() -> Iterator[FileRange]:
+        for key in raw_keys:
+            stream = None if key is None else catalog.fragments(key)[0].array
+            if stream is None or stream.extent.encoding is not None:
+                continue
+            if stream.n_bytes <= _MAX_AHEAD_BYTES:
+                file, start = stream.extent.file, stream.extent.offset
+                yield file, start, start + stream.n_bytes
+
+    # A generator: only a remote store looks for the streams.
+    store.expect_ranges(ranges())
 
 
 def refuse_hidden(

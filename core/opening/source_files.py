@@ -90,7 +90,10 @@ def documents_above(source: Checkpoint) -> dict[str, bytes]:
         }
         # Without config.json these are the files of another tool.
         is_model = CONFIG in files and sum(files.values()) <= _MAX_DOCUMENT_BYTES
-        return {name: store.read(name, 0, size) for name, size in files.items()} if is_model else {}
+        if not is_model:
+            return {}
+        store.expect_headers(files)
+        return {name: store.read(name, 0, size) for name, size in files.items()}
     finally:
         store.close()
 

@@ -139,7 +139,7 @@ class TensorReader:
             if source.file is not None and is_dense(shape, self._size, source.strides):
                 n_bytes = prod(shape) * self._size
                 ranges.append((source.file, source.start, source.start + n_bytes))
-        self._store.expect(ranges)
+        self._store.expect_ranges(ranges)
 
     def read(self, box: Box, out: memoryview, raw: memoryview) -> None:
         """Fill a buffer with the elements of a box in C order.

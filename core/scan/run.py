@@ -28,7 +28,6 @@ from core.catalog.stored import StoredArray
 from core.device.device import Device
 from core.device.lane import host_buffer, uploaded_once
 from core.errors import CheckpointingException, MissingShardError
-from core.files.source_store import expect_ranges, limit_reading
 from core.files.store import list_files_below
 from core.files.syscalls import allowed_cores
 from core.scan.observer import FileObserver, Observer
@@ -153,7 +152,7 @@ def scan(
             wanted=wanted,
             stated_in=stated_in,
             memory_bytes=memory_bytes
-            - limit_reading(store, memory_bytes, threads=threads or len(allowed_cores())),
+            - store.limit_reading(memory_bytes, threads=threads or len(allowed_cores())),
             progress=progress,
             team=team,
             device=device,
@@ -500,7 +499,7 @@ class ScanRun:
         file, name = item.file, item.file.plan.file
         sums = SegmentSums(file.plan, item.start, item.ranges, self._wanted)
         feeder = _SegmentFeeder(file, item.ranges)
-        expect_ranges(self._store, [(name, item.start, item.stop)])
+        self._store.expect_ranges([(name, item.start, item.stop)])
         for start, stop in file.plan.windows(item.start, item.stop):
             if self._threads.is_stopped():
                 return

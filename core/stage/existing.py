@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from core.errors import CheckpointingException, UsageError
-from core.files.store import LocalStore
+from core.files.source_store import open_store
 from core.formats.registry import sniffed
 from core.manifest.of_copy import manifest_name
 from core.opening.iterations import ITERATION_DIR
@@ -25,7 +24,7 @@ def check_replaceable(dst: Path, paths: Iterable[str]) -> None:
         UsageError: the destination is not a checkpoint, or contains other iterations that would be
             lost.
     """
-    if not os.path.lexists(dst) or (dst.is_dir() and not any(dst.iterdir())):
+    if not (dst.exists() or dst.is_symlink()) or (dst.is_dir() and not any(dst.iterdir())):
         return
     if not _holds_checkpoint(dst):
         raise UsageError(
@@ -58,7 +57,7 @@ def _holds_checkpoint(path: Path) -> bool:
     else:
         if (path / manifest_name()).is_file() or _iterations_in(path):
             return True
-        store = LocalStore(path)
+        store = open_store(path)
     try:
         sniffed(store)
     except CheckpointingException:
@@ -72,6 +71,6 @@ def _iterations_in(root: Path) -> list[str]:
     """Return the names of the subdirectories that are named like iterations."""
     return [
         name
-        for name in LocalStore(root).folders()
+        for name in open_store(root).folders()
         if ITERATION_DIR.match(name) or name == "release"
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from core.errors import StorageError, TruncatedError, UnsupportedError
 from core.files.folders import SYNC_THREADS, sync_file, sync_folders
-from core.files.store import MAX_IO_BYTES, check_name, translate_os_errors
+from core.files.store import MAX_IO_BYTES, TargetStore, check_name, translate_os_errors
 from core.files.syscalls import allocate, flush, start_writeback
 from core.progress import OnProgress, Phase, count_steps
 
@@ -21,7 +21,7 @@ MAX_OPEN_FILES = 128
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class StageStore:
+class StageStore(TargetStore):
     """A directory that is being written, from any number of threads.
 
     Args:

@@ -20,11 +20,11 @@ it and adds a note. Before that it restores what a replacement had moved aside
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.files.folders import (
@@ -44,6 +44,12 @@ from core.stage.replacement import check_may_replace, put_back, replace_dir, rep
 from core.stage.stale import clear_finished, remove_stage
 from core.stage.workers_lock import NAME as WORKERS_LOCK
 from core.stage.workers_lock import WorkersLock, claim_stage
+
+if TYPE_CHECKING:
+    from core.catalog.file_image import FileImage
+    from core.files.store import WriteStore
+    from core.plan.positions import Places
+    from core.stage.bucket.literals import EarlyLiterals
 
 _PATIENCE = 3
 """Attempts to clean up, each of which Ctrl-C may interrupt."""
@@ -108,6 +114,7 @@ class Stage:
         self.data_dir = self.stage_dir / "data"
         self.notes: list[str] = []
         self.journal: FileJournal | None = None
+        self.published: Mapping[str, Any] | None = None
         self._resume = resume
         self._force = force
         self._fsync = fsync
@@ -274,10 +281,55 @@ class Stage:
                 hint="free some space, or write to another disk",
             )
 
-    def commit(self, *, progress: OnProgress | None = None) -> None:
+    def begin_literals(self, images: Sequence[FileImage], places: Places) -> EarlyLiterals | None:
+        """Return None: the bytes around arrays are written when the arrays are complete."""
+        return None
+
+    def write_manifest(self, name: str, write: Callable[[WriteStore], None]) -> None:
+        """Write the manifest.
+
+        Args:
+            name: its name.
+            write: writes it to a store.
+        """
+        write(self.store)
+
+    def make_readable(self, *, from_disk: bool = False, progress: OnProgress | None = None) -> None:
+        """Make the written files readable.
+
+        Args:
+            from_disk: they will be read from the disk rather than from the page cache, if the
+                destination has to be on the disk.
+            progress: called with the files that have been synced.
+
+        Raises:
+            StorageError: the system could not write them.
+        """
+        if from_disk and self._fsync:
+            self.store.sync_all(progress)
+
+    @property
+    def resumed_bytes(self) -> int:
+        """0: the journal counts the bytes that an earlier run has written."""
+        return 0
+
+    @property
+    def written_path(self) -> Path:
+        """Path of the destination before it is published."""
+        return self.data_dir / self.dst.name if self.is_file else self.data_dir
+
+    @property
+    def inode(self) -> int:
+        """Inode that the destination will have."""
+        return os.lstat(self.written_path).st_ino
+
+    def commit(
+        self, report: Mapping[str, Any] | None = None, *, progress: OnProgress | None = None
+    ) -> None:
         """Publish the destination.
 
         Args:
+            report: not used; see ``core.stage.bucket.stage``.
             progress: called with the files that have been synced, and before the rename.
 
         Raises:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from core.files.requests.waiting import stop_waiting_when
+
 _WAIT_SECONDS = 0.5
 """Timeout of one join; without a timeout, the calling thread would not handle signals."""
 _PATIENCE = 3
@@ -41,6 +43,7 @@ class ThreadGroup:
         """
 
         def guarded() -> None:
+            stop_waiting_when(self.is_stopped)
             try:
                 work()
             except BaseException as err:

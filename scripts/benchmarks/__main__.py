@@ -12,6 +12,7 @@ BENCHES = {
     "diff": "diff beside torch.equal over two loaded checkpoints",
     "reading": "core.open beside safetensors' safe_open",
     "fingerprint": "fingerprints beside checksums",
+    "explore": "ckpt explore of 100,000 tensors: time to the names, pauses of the screen",
     "scale": "plans and inspections of checkpoints of real models' sizes, as sparse files",
     "api": "core.dist_checkpointing beside torch's and megatron-core's own",
     "launch": "several workers beside several threads",

@@ -1,40 +1,36 @@
 """scripts/bench stores: checkpoints in an object store, against a server on this machine.
 
-The server (``store_server``) is a process of its own that logs every request. All ratios are of
+The server (``tests.support.s3``) is a process of its own that logs every request. All ratios are of
 runs in turn against it.
 
 * Bytes: what the server sent, over what the plan needs at least.
 * Reading: seconds of obstore's own get, 16 objects at a time, over those of ``core.open`` and every
   tensor. Below it, for comparison, the same over a get of ranges whose bytes are thrown away.
 * Memory: peak RSS of a reshard from the store, at a small and a large size.
-* Inspecting 1,024 rank files: requests; and depth, the number of times that nothing was in flight
-  before more was asked for (or, if it is more, the longest chain of requests for one file, in the
-  median, after those for the listing), with a server that waits 20 ms.
+* Inspecting 1,024 rank files: requests; and depth, the longest chain of requests of which none
+  overlap, with a server that waits 500 ms: less, and the chain would count what the processors
+  can do, not what waits for what.
 * torch.distributed.checkpoint through fsspec and s3fs, in an environment of its own (``--s3fs
   PYTHON``: an interpreter that has torch and s3fs).
-* Writing: a reshard from the store to the store, beside obstore's get and multipart put, and beside
-  download, reshard and upload. Skipped while ``ckpt`` refuses a URL as destination.
+* Writing: a reshard from files to the store, beside obstore's multipart put of as many bytes; and
+  one from the store to the store, beside the slower of obstore's get and put, and beside download,
+  reshard and upload. Those of ``ckpt`` count from the start of the process to its end.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.benchmarks.measure import (
     Case,
-    CommandError,
     Page,
     Run,
     ckpt,
@@ -44,11 +40,13 @@ from scripts.benchmarks.measure import (
     run_page,
     warm,
 )
+from tests.support.s3.client import S3Server, started_server
+from tests.support.s3.server import LoggedRequest
 
 GIB, MIB = 1 << 30, 1 << 20
 BYTES, READING, RSS_BYTES, DEPTH = 1.02, 0.9, 256e6, 3
 WRITING, RESHARD, THREE_STEPS = 0.9, 0.8, 3.0
-DELAY_S = 0.02
+DELAY_S = 0.5
 BUCKET = "bench"
 CONVERSIONS = {
     "reshard TP4 → TP2": ("megatron-tp4", ("reshard", "--tp-new", "2")),
@@ -58,69 +56,13 @@ CONVERSIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request as the server logged it."""
-
-    begun: float
-    ended: float
-    kind: str
-    key: str
-    n_received: int
-    n_sent: int
-
-
-def chain(requests: Sequence[Request]) -> int:
+def chain(requests: Sequence[LoggedRequest]) -> int:
     """Return the length of the longest chain of requests of which none overlap."""
     length, end = 0, float("-inf")
     for request in sorted(requests, key=lambda request: request.ended):
         if request.begun >= end:
             length, end = length + 1, request.ended
     return length
-
-
-def depth(requests: Sequence[Request]) -> int:
-    """Return how many requests had to wait for others, one after another; see the page's text."""
-    n_waves, end = 0, float("-inf")
-    for request in sorted(requests, key=lambda request: request.begun):
-        if request.begun >= end:
-            n_waves += 1
-        end = max(end, request.ended)
-    lists = [request for request in requests if request.kind == "LIST"]
-    by_key: dict[str, list[Request]] = {}
-    for request in requests:
-        if request.kind != "LIST":
-            by_key.setdefault(request.key, []).append(request)
-    # In the median: some requests wait only because all slots are taken.
-    of_files = [chain(group) for group in by_key.values()] or [0]
-    return max(n_waves, chain(lists) + statistics.median_low(of_files))
-
-
-class Server:
-    """The server, while it runs.
-
-    Args:
-        root: directory of the buckets.
-        delay_s: seconds that it waits before each answer.
-    """
-
-    def __init__(self, root: Path, delay_s: float = 0.0) -> None:
-        command = [sys.executable, "-m", "scripts.benchmarks.store_server", str(root)]
-        self._process = subprocess.Popen(
-            [*command, "--delay", str(delay_s)], stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
-
-    def take_log(self) -> list[Request]:
-        """Return the requests since the last call."""
-        with urllib.request.urlopen(f"{self.url}/__log") as answer:
-            return [Request(*entry) for entry in json.load(answer)]
-
-    def stop(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.wait()
 
 
 class Bench:
@@ -133,36 +75,35 @@ class Bench:
         self.written = page.scratch_dir / "written"
 
     @contextmanager
-    def server(self, delay_s: float = 0.0) -> Iterator[Server]:
-        """Start a server and point the environment of what is measured at it."""
-        (self.root / BUCKET).mkdir(parents=True, exist_ok=True)
-        server = Server(self.root, delay_s)
-        os.environ |= {
-            "AWS_ACCESS_KEY_ID": "bench",
-            "AWS_SECRET_ACCESS_KEY": "bench",
-            "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": server.url,
-        }
-        try:
+    def server(self, delay_s: float = 0.0) -> Iterator[S3Server]:
+        """Start a server, and point the environment of what is measured at it."""
+        with started_server(
+            data_dir=self.page.scratch_dir, delay_s=delay_s, has_opaque_tags=True
+        ) as server:
+            server.create_bucket(BUCKET)
+            os.environ |= server.environment()
             yield server
-        finally:
-            server.stop()
 
-    def source(self, kind: str, n_bytes: int) -> str:
+    def source(self, server: S3Server, kind: str, n_bytes: int) -> str:
         """Return the URL of a checkpoint, which is made at its first use."""
+        folder = self.folder(kind, n_bytes)
+        server.mount(BUCKET, folder, f"{folder.name}/")
+        return f"s3://{BUCKET}/{folder.name}"
+
+    def folder(self, kind: str, n_bytes: int) -> Path:
+        """Return the directory of a checkpoint, which is made at its first use."""
         name = f"{kind}-{n_bytes >> 20}"
-        folder = self.root / BUCKET / name
+        folder = self.root / name
         if not folder.exists():
             print(f"making {name}", file=sys.stderr, flush=True)
             if kind == "torch_dist":
-                self.source("megatron-tp4", n_bytes)
-                ranks = folder.with_name(f"megatron-tp4-{n_bytes >> 20}")
+                ranks = self.folder("megatron-tp4", n_bytes)
                 run(ckpt("convert", ranks, folder, "--to", "torch_dist", "-q"))
             else:
                 maker = [sys.executable, "-m", "scripts.benchmarks.sources", kind, folder]
                 run([*maker, "--bytes", str(n_bytes)])
         warm(folder)
-        return f"s3://{BUCKET}/{name}"
+        return folder
 
     def skip(self, name: str, reason: str) -> None:
         """Say why rows are not measured."""
@@ -176,7 +117,9 @@ class Bench:
             if not self.page.wants(name):
                 continue
             with self.page.tolerant(name), self.server() as server:
-                command = ckpt(verb, self.source(kind, self.options.size), self.written, *words)
+                command = ckpt(
+                    verb, self.source(server, kind, self.options.size), self.written, *words
+                )
                 plan = json.loads(run([*command, "--dry-run", "--json"]).stdout)
                 server.take_log()
                 done = run([*command, "-q"])
@@ -194,8 +137,8 @@ class Bench:
         name = "reading, × obstore's get"
         if not self.page.wants(name):
             return
-        with self.page.tolerant(name), self.server():
-            url = self.source("safetensors", self.options.size)
+        with self.page.tolerant(name), self.server() as server:
+            url = self.source(server, "safetensors", self.options.size)
             ways: dict[str, list[dict[str, float]]] = {"core": [], "objects": [], "ranges": []}
             for number in range(self.options.runs):
                 # In turn, another one first each time.
@@ -222,8 +165,8 @@ class Bench:
             name = f"peak RSS, reshard of {n_bytes / GIB:g} GiB"
             if not self.page.wants(name):
                 continue
-            with self.page.tolerant(name), self.server():
-                url = self.source("megatron-tp4", n_bytes)
+            with self.page.tolerant(name), self.server() as server:
+                url = self.source(server, "megatron-tp4", n_bytes)
                 done = run(ckpt("reshard", url, self.written, "--tp-new", "2", "-q"))
                 remove(self.written)
                 reach = RSS_BYTES / 1e6
@@ -238,18 +181,18 @@ class Bench:
             if not self.page.wants(name):
                 continue
             with self.page.tolerant(name), self.server(DELAY_S) as server:
-                url = self.source(f"ranks-{self.options.ranks}", MIB)
+                url = self.source(server, f"ranks-{self.options.ranks}", MIB)
                 server.take_log()
                 done = run(ckpt("inspect", f"{url}/iter_0000100", *more))
                 requests = server.take_log()
                 kinds = ", ".join(
-                    f"{n} {kind}" for kind, n in Counter(item.kind for item in requests).items()
+                    f"{n} {kind}"
+                    for kind, n in Counter(item.operation for item in requests).items()
                 )
                 n_sent = sum(request.n_sent for request in requests)
                 self.page.add(
-                    Case(f"{name}: depth", DEPTH, None, [done], value=depth(requests), unit="deep"),
+                    Case(f"{name}: depth", DEPTH, None, [done], value=chain(requests), unit="deep"),
                     Case(f"{name}: {kinds}", value=len(requests), unit="requests"),
-                    Case(f"{name}: longest chain", value=chain(requests), unit="requests"),
                     Case(f"{name}: bytes", value=n_sent / MIB, unit="MiB"),
                 )
 
@@ -261,8 +204,8 @@ class Bench:
         if self.options.s3fs is None:
             self.skip(name, "no interpreter with torch and s3fs: --s3fs PYTHON")
             return
-        with self.page.tolerant(name), self.server():
-            url = self.source("dcp-1", self.options.size)
+        with self.page.tolerant(name), self.server() as server:
+            url = self.source(server, "dcp-1", self.options.size)
             pairs = [
                 (read("dcp", url, python=self.options.s3fs), read("core", url))
                 for _ in range(self.options.runs)
@@ -277,43 +220,43 @@ class Bench:
         name = "writing, reshard TP8 → TP4 in the store"
         if not self.page.wants(name):
             return
-        with self.page.tolerant(name), self.server():
-            src = self.source("megatron-tp8", self.options.size)
+        with self.page.tolerant(name), self.server() as server:
+            src = self.source(server, "megatron-tp8", self.options.size)
             dst = f"s3://{BUCKET}/written"
             words = ("--tp-new", "4", "-q")
-            try:
-                run(ckpt("reshard", src, dst, *words, "--dry-run"))
-            except CommandError as err:
-                self.skip(name, str(err).partition("error: ")[2].partition("\n")[0] or str(err))
-                return
-            self._write(name, src, dst, words)
+            self._write(server, name, src, dst, words)
 
-    def _write(self, name: str, src: str, dst: str, words: tuple[str, ...]) -> None:
-        """Measure a reshard in the store, obstore's get and put, and the three steps by hand."""
-        in_store, by_hand, gets, puts = [], [], [], []
+    def _write(
+        self, server: S3Server, name: str, src: str, dst: str, words: tuple[str, ...]
+    ) -> None:
+        """Measure reshards to the store, obstore's get and put, and the three steps by hand."""
+        in_store, to_store, by_hand, gets, puts = [], [], [], [], []
+        local = self.folder("megatron-tp8", self.options.size)
         for _ in range(self.options.runs):
-            in_store.append(run(ckpt("reshard", src, dst, *words)))
-            shutil.rmtree(self.root / BUCKET / "written")
+            for sources, runs in ((src, in_store), (local, to_store)):
+                runs.append(run(ckpt("reshard", sources, dst, *words)))
+                server.delete(BUCKET, "written")
             gets.append(read("objects", src)["seconds"])
             # As many bytes as the reshard writes, in one object.
             n_bytes = self.options.size
             puts.append(read("put", f"s3://{BUCKET}/put", str(n_bytes))["seconds"])
-            (self.root / BUCKET / "put").unlink()
-            by_hand.append(self._three_steps(src, words))
+            server.delete(BUCKET, "put")
+            by_hand.append(self._three_steps(server, src, words))
         slower = [max(pair) for pair in zip(gets, puts, strict=True)]
-        for label, reach, others in (
-            (f"{name}, × the slower of get and put", RESHARD, slower),
-            (f"{name}, × obstore's multipart put", None, puts),
-            (f"{name}, × download, reshard, upload", THREE_STEPS, by_hand),
+        from_files = "writing, reshard TP8 → TP4 from files"
+        for label, reach, ours, others in (
+            (f"{from_files}, × obstore's multipart put", WRITING, to_store, puts),
+            (f"{name}, × the slower of get and put", RESHARD, in_store, slower),
+            (f"{name}, × download, reshard, upload", THREE_STEPS, in_store, by_hand),
         ):
-            ratios = [other / ours.wall_s for other, ours in zip(others, in_store, strict=True)]
-            case = Case(label, reach, None, in_store, value=statistics.median(ratios))
+            ratios = [other / done.wall_s for other, done in zip(others, ours, strict=True)]
+            case = Case(label, reach, None, ours, value=statistics.median(ratios))
             case.unit, case.is_lower_better = "× its speed", False
             self.page.add(case)
         peak = max(done.rss_bytes for done in in_store)
         self.page.add(Case(f"{name}, peak RSS", RSS_BYTES / 1e6, value=peak / 1e6, unit="MB"))
 
-    def _three_steps(self, src: str, words: tuple[str, ...]) -> float:
+    def _three_steps(self, server: S3Server, src: str, words: tuple[str, ...]) -> float:
         """Return the seconds of download, reshard and upload, each complete before the next."""
         script = (
             "import sys, obstore, pathlib\n"
@@ -340,7 +283,8 @@ class Bench:
         run(ckpt("reshard", local, self.written, *words))
         run([sys.executable, "-c", script, "put", "uploaded", self.written])
         seconds = time.perf_counter() - begun
-        for path in (local, self.written, self.root / BUCKET / "uploaded"):
+        server.delete(BUCKET, "uploaded")
+        for path in (local, self.written):
             remove(path)
         return seconds
 

@@ -262,6 +262,8 @@ PLAIN_TREES = st.recursive(
     ),
     max_leaves=20,
 )
+FIELDS = st.text().filter(lambda name: not hasattr(argparse.Namespace(), name))
+"""Names that an object does not have anyway, such as ``__dict__``, which cannot be any value."""
 OTHERS = (
     st.binary()
     | st.complex_numbers(allow_nan=False)
@@ -272,7 +274,7 @@ TREES = st.recursive(
     lambda below: (
         st.lists(below, max_size=4)
         | st.dictionaries(KEYS, below, max_size=4).map(collections.OrderedDict)
-        | st.dictionaries(st.text(), below, max_size=3).map(
+        | st.dictionaries(FIELDS, below, max_size=3).map(
             lambda fields: argparse.Namespace(**fields)
         )
         | st.lists(below, max_size=4).map(tuple)

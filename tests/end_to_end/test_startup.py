@@ -34,6 +34,7 @@ def imported_by(*arguments: str, repo_dir: Path, exit_code: int = 0) -> set[str]
         ["--help"],
         ["--version"],
         ["inspect", "--help"],
+        ["explore", "--help"],
         ["convert", "--help"],
         ["reshard", "--help"],
         ["validate", "--help"],
@@ -41,7 +42,7 @@ def imported_by(*arguments: str, repo_dir: Path, exit_code: int = 0) -> set[str]
     ids=" ".join,
 )
 def test_help_imports_nothing_heavy(arguments: list[str], repo_dir: Path) -> None:
-    assert imported_by(*arguments, repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
+    assert imported_by(*arguments, repo_dir=repo_dir) & (HEAVY | {"rich", "textual"}) == set()
 
 
 def test_a_usage_error_imports_nothing_heavy(repo_dir: Path) -> None:

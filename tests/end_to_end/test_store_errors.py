@@ -2,48 +2,68 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
+import re
+import shutil
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt_cli.app import main
 from core.files import object_client
-from tests.support.faulty_store import ACCESS_KEY, SECRET, TOKEN, Fault, FaultyStore, faulty_store
+from core.files.object_listing import forget_listings
+from core.files.remote_path import location_of
+from core.files.requests import failure
+from core.files.requests.traffic import traffic_so_far
+from tests.support.certificates import self_signed
+from tests.support.object_stores import mounted_store
+from tests.support.s3.client import ACCESS_KEY, SECRET, TOKEN, S3Server
+from tests.support.s3.rules import EXPIRED, SLOW_DOWN, Rule
 
 MODEL = "hf/llama/safetensors_single"
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are repeated at once."""
+    monkeypatch.setattr(failure, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(failure, "_LONGEST_WAIT_S", 0.01)
+
+
 @pytest.fixture
-def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
+def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """Returns a store of tests/golden whose answers a test can replace."""
-    with faulty_store(golden, monkeypatch) as store:
+    with mounted_store(golden, monkeypatch) as store:
         yield store
 
 
 REFUSALS = {
-    "no bucket": ("list", 404, "NoSuchBucket", "no such bucket: runs", "check the name"),
-    "signed region": ("list", 400, "AuthorizationHeaderMalformed", "another region", "region=NAME"),
-    "region": ("list", 301, "PermanentRedirect", "in another region", "region=NAME"),
-    "clock": ("list", 403, "RequestTimeTooSkewed", "the clock of this machine", "NTP"),
-    "key": ("list", 403, "InvalidAccessKeyId", "access denied", "AWS_ACCESS_KEY_ID"),
-    "no listing": ("list", 403, "AccessDenied", "no permission to list", "s3:ListBucket"),
-    "no reading": ("get", 403, "AccessDenied", "no permission to read", "s3:GetObject"),
-    "failure": ("get", 501, "NotImplemented", "the request failed (501", "run again"),
+    "no bucket": ("ListObjectsV2", 404, "NoSuchBucket", "no such bucket: runs", "check the name"),
+    "signed region": (
+        "ListObjectsV2",
+        400,
+        "AuthorizationHeaderMalformed",
+        "another region",
+        "region=NAME",
+    ),
+    "region": ("ListObjectsV2", 301, "PermanentRedirect", "in another region", "region=NAME"),
+    "clock": ("ListObjectsV2", 403, "RequestTimeTooSkewed", "the clock of this machine", "NTP"),
+    "key": ("ListObjectsV2", 403, "InvalidAccessKeyId", "access denied", "AWS_ACCESS_KEY_ID"),
+    "no listing": ("ListObjectsV2", 403, "AccessDenied", "no permission to list", "s3:ListBucket"),
+    "no reading": ("GetObject", 403, "AccessDenied", "no permission to read", "s3:GetObject"),
+    "failure": ("GetObject", 501, "NotImplemented", "the request failed (501", "run again"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refusal_names_the_reason_and_the_next_step(
-    store: FaultyStore, name: str, capsys: pytest.CaptureFixture[str]
+    store: S3Server, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused, status, code, message, hint = REFUSALS[name]
-    store.fault_for = lambda operation, key, n_before: (
-        Fault(status, code) if operation == refused else None
-    )
+    store.set_rules(Rule(operation=refused, status=status, code=code, times=None))
     for options in ([], ["--debug"]):
         assert main(["inspect", f"s3://runs/{MODEL}", *options]) == 6
         shown = capsys.readouterr()
@@ -55,44 +75,49 @@ def test_a_refusal_names_the_reason_and_the_next_step(
             assert secret not in shown.out + shown.err
 
 
-def test_a_single_object_is_read_where_the_bucket_may_not_be_listed(store: FaultyStore) -> None:
+def test_a_single_object_is_read_where_the_bucket_may_not_be_listed(store: S3Server) -> None:
     # S3 answers 403 for what does not exist, too.
-    store.fault_for = lambda operation, key, n_before: (
-        Fault(403, "AccessDenied")
-        if operation == "list" or not key.endswith("model.safetensors")
-        else None
+    denied = Rule(status=403, code="AccessDenied", times=None)
+    store.set_rules(
+        replace(denied, operation="ListObjectsV2"),
+        replace(denied, key=r"^(?!.*model\.safetensors$)"),
     )
     assert main(["inspect", f"s3://runs/{MODEL}/model.safetensors"]) == 0
     assert main(["validate", "--deep", f"s3://runs/{MODEL}/model.safetensors", "-q"]) == 0
 
 
 MIDWAY = {
-    "expired": (Fault(400, "ExpiredToken"), "credentials have expired (400 ExpiredToken)"),
-    "changed": (Fault(412, "PreconditionFailed"), "changed while it was being read"),
-    "throttled": (Fault(503, "SlowDown"), "throttling requests (503 SlowDown)"),
-    "cut": (Fault(0), "it cut the connection"),
+    "expired": (
+        Rule(status=400, code="ExpiredToken"),
+        "credentials have expired (400 ExpiredToken)",
+    ),
+    "changed": (Rule(status=412, code="PreconditionFailed"), "changed while it was being read"),
+    "throttled": (Rule(status=503, code="SlowDown"), "throttling requests (503 SlowDown)"),
+    "cut": (Rule("truncate"), "it cut the connection"),
 }
 
 
 @pytest.mark.parametrize("name", MIDWAY)
 def test_a_copy_that_fails_in_the_middle_leaves_nothing(
-    store: FaultyStore, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    store: S3Server, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fault, message = MIDWAY[name]
+    rule, message = MIDWAY[name]
     # The first two requests for content are those for the metadata.
-    store.fault_for = lambda operation, key, n_before: (
-        fault if operation == "get" and n_before >= 2 else None
-    )
+    store.set_rules(replace(rule, operation="GetObject", first=3, times=None))
     assert main(["convert", f"s3://runs/{MODEL}", str(tmp_path / "out"), "--to", "dcp"]) == 6
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", [Fault(500, "InternalError"), Fault(503, "SlowDown"), Fault(0)])
+@pytest.mark.parametrize(
+    "rule", [Rule(status=500), SLOW_DOWN, Rule("cut"), Rule("truncate", operation="GetObject")]
+)
 def test_a_failure_that_passes_is_not_seen(
-    store: FaultyStore, golden: Path, tmp_path: Path, fault: Fault
+    store: S3Server, golden: Path, tmp_path: Path, rule: Rule
 ) -> None:
-    store.fault_for = lambda operation, key, n_before: fault if n_before < 2 else None
+    operations = ("ListObjectsV2", "HeadObject", "GetObject")
+    is_of = [name for name in operations if re.fullmatch(rule.operation, name)]
+    store.set_rules(*(replace(rule, operation=name, times=2) for name in is_of))
     options = ["--to", "dcp", "-q"]
     assert main(["convert", f"s3://runs/{MODEL}", str(tmp_path / "a"), *options]) == 0
     assert main(["convert", str(golden / MODEL), str(tmp_path / "b"), *options]) == 0
@@ -106,25 +131,38 @@ def test_a_certificate_that_is_not_trusted_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     certificate = self_signed(tmp_path / "server.pem")
-    with faulty_store(golden, monkeypatch, certificate=certificate) as store:
+    with mounted_store(golden, monkeypatch, certificate=certificate) as store:
         assert main(["inspect", f"s3://runs/{MODEL}"]) == 6
+        assert store.take_log() == []
     assert "its certificate is not trusted" in capsys.readouterr().err
-    assert store.asked == []
 
 
 def test_missing_credentials_are_named(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
-    # The metadata service of a machine without roles: the server, which has no such object.
+    # The metadata service of a machine without roles.
+    store.set_rules(Rule(key="^(api|meta-data)/", status=404, code="NotFound", times=None))
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{store.port}")
     assert main(["inspect", f"s3://runs/{MODEL}"]) == 6
     assert "no credentials found" in capsys.readouterr().err
 
 
+def test_unsigned_requests_by_the_environment_are_as_patient_as_signed_ones(
+    store: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{store.port}")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    assert main(["inspect", f"s3://runs/{MODEL}"]) == 0
+    client: Any = object_client.client_of(location_of("s3://runs"))  # type: ignore[arg-type]
+    assert "timeout" not in client.client_options
+
+
 def test_a_metadata_service_that_does_not_answer_is_not_waited_for(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
@@ -145,41 +183,128 @@ def test_an_endpoint_without_a_scheme_is_a_usage_error(
 
 
 def test_an_endpoint_in_the_environment_that_is_no_url_is_named(
-    monkeypatch: pytest.MonkeyPatch, store: FaultyStore, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, store: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"127.0.0.1:{store.port}")
     assert main(["inspect", "s3://runs/a"]) == 6
     assert "the endpoint is not a URL" in capsys.readouterr().err
 
 
-def self_signed(path: Path) -> Path:
-    """Write a certificate of 127.0.0.1 that signs itself, and its key, to a file."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
+def test_an_unknown_host_is_named(
+    monkeypatch: pytest.MonkeyPatch, store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid")
+    assert main(["inspect", f"s3://runs/{MODEL}"]) == 6
+    assert "the name of its host is unknown" in capsys.readouterr().err
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
-            critical=False,
-        )
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    path.write_bytes(
-        key.private_bytes(
-            pem, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
-        )
-        + certificate.public_bytes(pem)
-    )
-    return path
+
+def test_a_server_that_refuses_head_is_read_by_get(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"{store.url}/runs/{MODEL}/model.safetensors"
+    store.set_rules(Rule(status=403, operation="HeadObject", code="AccessDenied", times=None))
+    assert main(["inspect", url]) == 0
+    forget_listings()
+    store.set_rules(Rule(status=403, code="AccessDenied", times=None))
+    assert main(["inspect", url]) == 6
+    assert "access denied, or no such object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("https://host/a/model.safetensors?X-Amz-Signature=hidden", "with a query are refused"),
+        ("https://me:hidden@host/a", "with a password are refused"),
+    ],
+)
+def test_addresses_with_secrets_are_refused_and_not_shown(
+    url: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["inspect", url], ["convert", url, str(tmp_path / "out"), "--to", "dcp"]):
+        assert main([*words, "--debug"]) == 2
+        shown = capsys.readouterr()
+        assert told in shown.err
+        assert "host/a" in shown.err
+        assert "hidden" not in shown.out + shown.err
+
+
+def test_the_query_of_an_address_is_in_no_message(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Azure's signature is part of every address, and the client's messages have the address.
+    store.set_rules(Rule(status=409, code="Odd", times=None))
+    options = [f"endpoint={store.url}", "account_name=a", "sas_token=sv=1&sp=r&sig=hidden"]
+    words = [word for option in options for word in ("--storage-option", option)]
+    assert main(["inspect", "az://c/x", "--debug", *words]) == 6
+    shown = capsys.readouterr()
+    assert "the request failed (409 Odd)" in shown.err
+    assert "hidden" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("status", [429, 503, 500, 408])
+def test_requests_that_are_repeated_are_counted(
+    store: S3Server, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.set_rules(Rule(status=status, code="Later", operation="GetObject", times=3))
+    before = traffic_so_far()
+    assert main(["inspect", f"s3://runs/{MODEL}"]) == 0
+    traffic = traffic_so_far() - before
+    log = [entry for entry in store.take_log() if "X-Amz-Signature" not in entry.query]
+    assert traffic.n_requests == len(log)
+    # One of the three may be the question how long to wait.
+    n_failed = sum(entry.status == status for entry in log)
+    assert traffic.n_retries == n_failed >= 2
+
+
+@pytest.mark.parametrize("name", ["s3", "https"])
+def test_a_store_that_asks_for_a_pause_gets_it(store: S3Server, name: str) -> None:
+    asks = Rule(status=503, code="SlowDown", headers={"Retry-After": "1"}, times=4)
+    store.set_rules(replace(asks, operation="GetObject"))
+    root = "s3://runs" if name == "s3" else f"{store.url}/runs"
+    assert main(["inspect", f"{root}/{MODEL}/model.safetensors"]) == 0
+    refused = [entry for entry in store.take_log() if entry.status == 503]
+    answered = [entry.begun for entry in refused]
+    # Each refusal, and the question that follows it, precede a pause of a second.
+    assert len(refused) == 4
+    assert answered[2] - answered[1] >= 1.0
+
+
+def test_a_store_that_asks_for_too_long_a_pause_is_given_up(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asks = Rule(status=429, code="Later", headers={"Retry-After": "3600"}, times=None)
+    store.set_rules(replace(asks, operation="GetObject"))
+    assert main(["inspect", f"s3://runs/{MODEL}/model.safetensors"]) == 6
+    assert "asks to wait 3,600 s" in capsys.readouterr().err
+
+
+def test_a_token_that_expires_in_the_middle_is_named(
+    store: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.set_rules(replace(EXPIRED, operation="GetObject", first=3, times=None))
+    assert main(["convert", f"s3://runs/{MODEL}", str(tmp_path / "out"), "--to", "dcp"]) == 6
+    told = capsys.readouterr().err
+    assert "credentials have expired (403 ExpiredToken)" in told
+    assert "renew them" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_body_that_is_shorter_than_the_range_is_found(
+    store: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The answer is complete as HTTP has it.
+    store.set_rules(Rule(fault="length", operation="GetObject", first=3, times=None))
+    assert main(["convert", f"s3://runs/{MODEL}", str(tmp_path / "out"), "--to", "dcp"]) == 3
+    assert "bytes too early" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bit_that_flips_on_the_way_is_found_by_the_checksum(
+    store: S3Server, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(golden / MODEL, tmp_path / "a")
+    assert main(["manifest", "-q", str(tmp_path / "a")]) == 0
+    store.mount("listed", tmp_path / "a")
+    store.set_rules(Rule(fault="flip", operation="GetObject", key="safetensors$", times=None))
+    assert main(["validate", "--deep", "s3://listed"]) == 1
+    assert "checksum" in capsys.readouterr().out

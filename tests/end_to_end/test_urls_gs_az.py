@@ -121,3 +121,31 @@ def test_a_manifest_is_written_to_azure(
     assert "the manifest already exists" in capsys.readouterr().err
     assert main(["manifest", "az://runs/listed", "--force", "-q"]) == 0
     assert main(["validate", "--deep", "az://runs/listed", "-q"]) == 0
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_written_to_azure_equals_what_is_written_to_a_directory(
+    store: tuple[str, Upload],
+    golden: Path,
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if store[0] == "gs":
+        pytest.skip("fake-gcs-server does not take objects by the XML API")
+    # Parts so short that an object has several.
+    monkeypatch.setattr("core.files.multipart.stream.PART_BYTES", 1 << 20)
+    options, url = SOURCES[name], f"az://runs/out/{name}"
+    assert main(["convert", f"az://runs/{name}", url, *options, "-q", "--verify"]) == 0
+    assert main(["convert", url, str(tmp_path / "a"), "--to", "safetensors", "-q"]) == 0
+    assert main(["convert", str(golden / name), str(tmp_path / "c"), *options, "-q"]) == 0
+    assert (
+        main(["convert", str(tmp_path / "c"), str(tmp_path / "b"), "-q", "--to", "safetensors"])
+        == 0
+    )
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert main(["convert", f"az://runs/{name}", url, *options, "-q"]) == 2
+    assert "the destination exists" in capsys.readouterr().err
+    assert main(["convert", f"az://runs/{name}", url, *options, "-q", "--force"]) == 0
+    assert main(["validate", "--deep", url, "-q"]) in (0, 1)

@@ -27,19 +27,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ckpt_cli.app import main as main_of_ckpt
 from tests.faults.case import Case, Cases, sampled
 from tests.faults.saved import SAVE, SavedTarget, preload_saving
+from tests.faults.store_cases import StoreCases
+from tests.faults.store_target import STORE_KINDS, StoreKind, StoreTarget, preload_store_clients
 from tests.faults.target import KINDS, WORKERS_KINDS, Kind, Target
 from tests.faults.worker_cases import WorkerCases
 
-ALL = (*WORKERS_KINDS, SAVE)
+ALL = (*WORKERS_KINDS, SAVE, *STORE_KINDS)
 MODES = {
     "new": (*KINDS, SAVE),
     "force": (*KINDS, SAVE),
     "workers": WORKERS_KINDS,
     "workers-force": WORKERS_KINDS,
+    "s3": STORE_KINDS,
 }
 """What is written in which: a new destination or one in place of an old one, by one process or by
-several.
+several; or read from, or written to, an object store, with faults at its requests.
 """
+STORE_SAMPLE = 4
+"""Number of cases of each fault in mode s3, unless ``--all`` or ``--sample`` asks for others."""
 Counts = Counter[tuple[str, str]]
 """Of cases, by target and fault."""
 
@@ -58,6 +63,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--sample", type=int, metavar="N", help="only N cases of each target, fault and mode"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="all requests in mode s3 (default there: --sample 4)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
@@ -92,28 +100,51 @@ def main() -> int:
     return 1 if failed.total() else 0
 
 
-def of_kind(options: argparse.Namespace, work: tuple[Kind, str, Path]) -> tuple[Counts, Counts]:
+def of_kind(
+    options: argparse.Namespace, work: tuple[Kind | StoreKind, str, Path]
+) -> tuple[Counts, Counts]:
     """Runs the cases of one target in one mode; how many were tried, and how many failed, by target
     and fault.
     """
     kind, mode, work_dir = work
     work_dir.mkdir()
     force = mode.endswith("force")
+    if isinstance(kind, StoreKind):
+        return of_store_kind(options, kind, work_dir)
     if kind == SAVE:
         found = list(Cases(SavedTarget(work_dir, force=force)).all())
     else:
         target = Target(kind, options.golden, work_dir, force=force)
         found = list((WorkerCases(target) if mode.startswith("workers") else Cases(target)).all())
+    return of_cases(options, found, kind.name, mode, options.sample)
+
+
+def of_store_kind(
+    options: argparse.Namespace, kind: StoreKind, work_dir: Path
+) -> tuple[Counts, Counts]:
+    """Runs the cases of one target with an object store, as ``of_kind``."""
+    target = StoreTarget(kind, options.golden, work_dir)
+    try:
+        sample = None if options.all else (options.sample or STORE_SAMPLE)
+        return of_cases(options, [*StoreCases(target).all()], kind.name, "s3", sample)
+    finally:
+        target.stop()
+
+
+def of_cases(
+    options: argparse.Namespace, found: list[Case], kind: str, mode: str, sample: int | None
+) -> tuple[Counts, Counts]:
+    """Runs those of the cases that were asked for; what ``of_kind`` returns."""
     if options.faults:
         found = [case for case in found if any(text in case.fault for text in options.faults)]
-    if options.sample is not None:
-        found = sampled(found, options.sample, seed=options.seed)
+    if sample is not None:
+        found = sampled(found, sample, seed=options.seed)
     tried, failed = Counter(), Counter()
-    print(f"{kind.name}, {mode}: {len(found)} cases", file=sys.stderr, flush=True)
+    print(f"{kind}, {mode}: {len(found)} cases", file=sys.stderr, flush=True)
     for case in found:
-        tried[kind.name, case.fault] += 1
-        if report(case, f"{kind.name}, {mode}"):
-            failed[kind.name, case.fault] += 1
+        tried[kind, case.fault] += 1
+        if report(case, f"{kind}, {mode}"):
+            failed[kind, case.fault] += 1
     return tried, failed
 
 
@@ -145,12 +176,17 @@ def print_table(tried: Counter[tuple[str, str]], failed: Counter[tuple[str, str]
     print(f"| all | {' | '.join(sums)} | {failed.total()} |")
 
 
-def preload(kinds: Sequence[Kind], golden_dir: Path, work_dir: Path) -> None:
+def preload(kinds: Sequence[Kind | StoreKind], golden_dir: Path, work_dir: Path) -> None:
     """Imports what the forks would import one by one, by doing everything once."""
     for kind in kinds:
         if kind == SAVE:
             preload_saving(work_dir / "preloaded" / "save")
             continue
+        if isinstance(kind, StoreKind):
+            preload_store_clients()
+            if not kind.source:
+                preload_saving(work_dir / "preloaded" / kind.name)
+                continue
         verb, *rest = kind.arguments
         dst = work_dir / "preloaded" / kind.name / kind.dst
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

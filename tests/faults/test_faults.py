@@ -19,8 +19,11 @@ RUNS = {
     "new": ("new", BOTH),
     "force": ("force", [kind.name for kind in (*KINDS, SAVE)]),
     "workers": ("workers", ("torch", "zarr", "verified")),
+    "s3": ("s3", ("s3 → directory", "reshard in s3", "save to s3")),
 }
 """What a process tries that has imported everything once: a mode and targets."""
+IN_S3 = ("SIGKILL", "500", "503 SlowDown", "slow", "cut")
+"""Faults of requests that are tried here; the script tries more."""
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -32,6 +35,7 @@ def test_nothing_is_lost_whatever_happens(
         [
             *(sys.executable, "-m", "tests.faults.main", "--golden", golden, "--work", tmp_path),
             *("--targets", *targets, "--modes", mode, "--sample", "1", "--jobs", "1"),
+            *(("--faults", *IN_S3) if mode == "s3" else ()),
         ],
         capture_output=True,
         text=True,

@@ -1,12 +1,13 @@
-"""Servers that stand for object stores, on the loopback interface: moto's S3, and a web server."""
+"""Servers that stand for object stores, on the loopback interface: moto's S3, and our own.
+
+Our own (``tests.support.s3``) is fast, can be told to fail, and logs its requests; moto's knows
+more of S3.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from core.files.object_client import set_storage_options
 from core.files.object_listing import forget_listings
+from tests.support.s3.client import S3Server, started_server
+from tests.support.s3.server import LoggedRequest
 
 
 @contextmanager
@@ -47,85 +50,41 @@ def upload(client: Any, folder: Path, bucket: str, prefix: str) -> None:
             client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
 
 
-@dataclass
-class WebServer:
-    """A web server of a directory, with ranges, ETags and ``If-Match``.
+@contextmanager
+def mounted_store(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, certificate: Path | None = None
+) -> Iterator[S3Server]:
+    """Serve a directory as the bucket ``runs``, and point the environment at the server.
 
     Args:
-        url: address of the directory.
-        asked: (method, path, range) of every request.
-        failing: path → statuses to answer with, first; one is used up per request.
-        has_ranges: whether requests for a part are answered with that part.
+        certificate: file with a certificate and its key, for TLS; None for plain HTTP.
     """
-
-    url: str
-    asked: list[tuple[str, str, str | None]] = field(default_factory=list)
-    failing: dict[str, list[int]] = field(default_factory=dict)
-    has_ranges: bool = True
+    with started_server(certificate=certificate) as server:
+        server.mount("runs", folder)
+        for name in ("AWS_PROFILE", "HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        set_storage_options({})
+        forget_listings()
+        yield server
 
 
 @contextmanager
-def web_server(folder: Path) -> Iterator[WebServer]:
-    """Serve a directory."""
+def web_server(folder: Path) -> Iterator[S3Server]:
+    """Serve a directory as ``/files`` to whoever asks as of a web server: nothing is listed."""
+    with started_server() as server:
+        server.mount("files", folder)
+        set_storage_options({})
+        forget_listings()
+        yield server
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self.respond(is_head=True)
-
-        def do_GET(self) -> None:
-            self.respond(is_head=False)
-
-        def respond(self, *, is_head: bool) -> None:
-            span = self.headers.get("Range")
-            described.asked.append((self.command, self.path, span))
-            path = folder / self.path.lstrip("/")
-            failures = described.failing.get(self.path)
-            if failures:
-                self.finish_with(failures.pop(0), b"")
-                return
-            if not path.is_file():
-                self.finish_with(404, b"")
-                return
-            data = path.read_bytes()
-            tag = f'"{hash(data) & (2**63 - 1):x}"'
-            if self.headers.get("If-Match", tag) != tag:
-                self.finish_with(412, b"")
-            elif span and described.has_ranges:
-                first, _, last = span.removeprefix("bytes=").partition("-")
-                start, end = int(first), min(int(last) + 1, len(data))
-                extra = {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"}
-                self.finish_with(206, data[start:end], {"ETag": tag, **extra})
-            else:
-                self.finish_with(200, data, {"ETag": tag}, is_head=is_head)
-
-        def finish_with(
-            self,
-            status: int,
-            data: bytes,
-            headers: dict[str, str] | None = None,
-            *,
-            is_head: bool = False,
-        ) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            for name, value in (headers or {}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            if not is_head:
-                self.wfile.write(data)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    described = WebServer(f"http://127.0.0.1:{server.server_port}")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    set_storage_options({})
-    forget_listings()
-    try:
-        yield described
-    finally:
-        server.shutdown()
-        server.server_close()
+def spans_of(log: Sequence[LoggedRequest]) -> list[tuple[str, int, int]]:
+    """Return (key, first byte, byte after the last) of every request for a range."""
+    spans = []
+    for entry in log:
+        if entry.span:
+            first, _, last = entry.span.removeprefix("bytes=").partition("-")
+            spans.append((entry.key, int(first), int(last) + 1))
+    return spans

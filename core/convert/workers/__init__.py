@@ -2,5 +2,5 @@
 
 Start at ``run``; ``share`` copies one worker's share of the stored plan.
 Imports: convert, convert.stored_plan, copy, core, device, errors, files, fingerprint, manifest,
-megatron.reshard, plan, stage, team.
+megatron.reshard, plan, stage, stage.bucket, team.
 """

@@ -16,7 +16,6 @@ journals.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -36,7 +35,6 @@ from core.convert.stage import (
     identity_text,
     report_of,
     stage_of,
-    written_path,
 )
 from core.convert.stored_plan.division import Division, divide_by_hosts, divide_work
 from core.convert.stored_plan.file import WrittenPlan, file_digest, finish_plan, write_plan
@@ -48,19 +46,24 @@ from core.device.device import Device
 from core.errors import WorkerError
 from core.files.folders import sync_folders
 from core.files.network_mounts import file_system_of, is_coherent
-from core.files.store import LocalStore, translate_os_errors
+from core.files.remote_path import RemotePath
+from core.files.source_store import SourceStore, open_store
+from core.files.store import translate_os_errors
 from core.megatron.reshard.reshard import load_rules
 from core.plan.items import ITEM_BYTES
 from core.progress import OnProgress, Phase, begin_phase
+from core.stage.bucket.shared import join_shares, put_file
 from core.stage.existing import check_replaceable
 from core.stage.journal import BATCH_BYTES
+from core.stage.stage import Stage
 from core.team.protocol import Figures, Team, broadcast_result, gather_results, is_lead
 
 if TYPE_CHECKING:
     from core.fingerprint.definition import Fingerprint
     from core.manifest.of_copy import FileSum
     from core.plan.plan import Plan
-    from core.stage.stage import Stage
+    from core.stage.bucket.literals import EarlyLiterals
+    from core.stage.bucket.stage import BucketStage
 
 T = TypeVar("T")
 _SPOOLED_BYTES = 32 << 20
@@ -111,6 +114,8 @@ def run_shared(
         # Copy: the lead writes the plan, all copy their shares, the lead joins the checksums.
         lead = _Lead(job, team, stack, sizes, progress) if is_lead(team) else None
         order = broadcast_result(team, _by(lead, lambda lead: lead.begin()))
+        if isinstance(order, Report):
+            return order
         begin_phase(progress, Phase.COPYING)
         results = _run_shares(order, team, job.device, lambda share: share.copy())
         broadcast_result(team, _by(lead, lambda lead: lead.join(results or ())))
@@ -120,11 +125,12 @@ def run_shared(
         if job.fingerprint:
             from core.manifest.fingerprint_share import fingerprints_of_directory
 
+            broadcast_result(team, _by(lead, lambda lead: lead.make_readable()))
             fingerprints = fingerprints_of_directory(
                 order.written,
                 rules=load_rules(job.rules, unknown=job.unknown),
                 threads=job.threads,
-                memory_bytes=job.memory_bytes - job.beside_bytes,
+                memory_bytes=job.memory_bytes,
                 progress=progress,
                 team=team,
                 device=job.device,
@@ -153,10 +159,10 @@ def run_shared(
 
 
 @contextmanager
-def _written(order: WorkOrder) -> Iterator[LocalStore]:
+def _written(order: WorkOrder) -> Iterator[SourceStore]:
     """Open the files to compare, and close them after the block."""
     assert order.target is not None
-    store = LocalStore(order.target)
+    store = open_store(order.target)
     try:
         yield store
     finally:
@@ -217,7 +223,8 @@ class _Lead:
         self._progress = progress
         self._begun = time.monotonic()
         self._prepared: Prepared
-        self._stage: Stage
+        self._stage: Stage | BucketStage
+        self._literals: EarlyLiterals | None = None
         self._result: CopyResult
         self._figures: tuple[Figures, ...] = ()
         self._n_verified = 0
@@ -226,8 +233,12 @@ class _Lead:
         self._files: list[FileSum] = []
         self._fingerprints = WrittenFingerprints()
 
-    def begin(self) -> WorkOrder:
-        """Prepare the job, create all files in the staging directory, and write the plan."""
+    def begin(self) -> WorkOrder | Report:
+        """Prepare the job, create all files in the staging area, and write the plan.
+
+        Returns:
+            The order; or the report of an earlier launch, if its publication was only finished now.
+        """
         job = self._job
         prepared = self._prepared = self._stack.enter_context(prepare(job, progress=self._progress))
         if job.force:
@@ -242,15 +253,20 @@ class _Lead:
             )
             # The plan's hash identifies the staging directory, so the plan waits in a spool.
             stage = stage_of(prepared, identity=written.identity, is_shared=True)
-            self._stage = self._stack.enter_context(stage)
+            self._stage = stage
+            self._stack.enter_context(stage)
+            if stage.published is not None:  # an interrupted launch had only to publish
+                return Report.from_dict(stage.published)
             for image in prepared.images:
                 stage.store.create(image.path, image.size)
-            sync_folders(stage.stage_dir)
+            self._literals = stage.begin_literals(prepared.images, prepared.plan.places)
+            if isinstance(stage, Stage):
+                sync_folders(stage.stage_dir)
             path = stage.stage_dir / "plan"
             digest = self._store_plan(path, spooled, written, self._divide(written, stage))
-        order = self._order(path, digest, threads=prepared.plan.threads)
         return replace(
-            order,
+            self._order(path, digest, threads=prepared.plan.threads),
+            uploads=None if isinstance(stage, Stage) else stage.share_uploads(),
             journal_identity=stage.journal_identity,
             crc=job.crc,
             crc_digest=job.digest,
@@ -260,25 +276,25 @@ class _Lead:
     def _order(self, plan: Path, digest: str, *, threads: int) -> WorkOrder:
         """Build an order from a stored plan and the fields that all orders of this job share."""
         prepared, stage = self._prepared, self._stage
-        assert stage.workers is not None
         return WorkOrder(
             stage_dir=stage.stage_dir,
             plan=plan,
             digest=digest,
-            token=stage.workers.token,
+            token="" if stage.workers is None else stage.workers.token,
             journal_identity=None,
-            written=written_path(prepared, stage),
+            written=stage.written_path,
             source=prepared.source.store.root.absolute(),
             threads=threads,
-            memory_bytes=prepared.job.memory_bytes,
+            memory_bytes=prepared.job.own_memory_bytes,
             **asdict(self._sizes),
         )
 
-    def _divide(self, written: WrittenPlan, stage: Stage) -> Division:
+    def _divide(self, written: WrittenPlan, stage: Stage | BucketStage) -> Division:
         """Divide the work; only one host writes each file if the hosts' caches are not coherent."""
         hosts, item_bytes = self._team.hosts, self._sizes.item_bytes
-        kind = file_system_of(stage.stage_dir)
-        if len(set(hosts)) == 1 or is_coherent(kind):
+        if isinstance(stage, Stage):
+            kind = file_system_of(stage.stage_dir)
+        if not isinstance(stage, Stage) or len(set(hosts)) == 1 or is_coherent(kind):
             return divide_work(written.works, self._team.size, item_bytes=item_bytes)
         division = divide_by_hosts(
             written.works, written.target_files, hosts, item_bytes=item_bytes
@@ -295,6 +311,8 @@ class _Lead:
         """Write the plan with its division to a file, and return the file's SHA-256."""
         finish_plan(spooled, written, division)
         spooled.seek(0)
+        if isinstance(path, RemotePath):
+            return put_file(path, spooled)
         with translate_os_errors(str(path), doing="write"), path.open("wb") as file:
             shutil.copyfileobj(spooled, file)
         return file_digest(path)
@@ -310,7 +328,21 @@ class _Lead:
         """
         prepared, stage, job = self._prepared, self._stage, self._job
         plan = prepared.plan
-        ledger = Ledger(plan.places, stage.store, crc=True, digest=job.digest)
+        places, literals = plan.places, self._literals
+        ledger = Ledger(
+            places,
+            stage.store,
+            crc=True,
+            digest=job.digest,
+            on_array=None if literals is None else literals.array_done,
+        )
+        if not isinstance(stage, Stage):
+            # Arrays whose bytes were not summed will be read again: keep them until then.
+            for number in {n for share in done for n in share.state.unsummed_arrays}:
+                stage.store.hold(
+                    places.file_of(number), places.offset_of(number), places.bytes_of(number)
+                )
+            join_shares(stage.store, [share.sent for share in done if share.sent is not None])
         for share in done:
             ledger.join(share.state)
         if not ledger.is_complete:
@@ -325,7 +357,11 @@ class _Lead:
             resumed_bytes=sum(share.resumed_bytes for share in done),
             ledger=ledger,
         )
-        self._files = finish_data(prepared, stage, self._result)
+        self._files = finish_data(prepared, stage, self._result, literals)
+
+    def make_readable(self) -> None:
+        """Make the written files readable for all workers."""
+        self._stage.make_readable(progress=self._progress)
 
     def finish(self, fingerprints: dict[str, Fingerprint] | None) -> None:
         """Write the manifest.
@@ -339,13 +375,13 @@ class _Lead:
     def begin_verifying(self) -> WorkOrder:
         """Plan the comparison of the written files with the source, and return the order for it."""
         prepared, stage, job = self._prepared, self._stage, self._job
-        stage.store.sync_all(self._progress)
+        stage.make_readable(from_disk=True, progress=self._progress)
         comparison, store = self._stack.enter_context(
             plan_comparison(
                 prepared.plan,
-                written_path(prepared, stage),
+                stage.written_path,
                 rules=load_rules(job.rules, unknown=job.unknown),
-                memory_bytes=job.memory_bytes - job.beside_bytes,
+                memory_bytes=job.own_memory_bytes,
             )
         )
         self._comparison = comparison
@@ -386,7 +422,7 @@ class _Lead:
         """Publish the destination, and return the report."""
         self._prepared.source.store.verify_unchanged()
         if publishing is not None:
-            publishing(self._report(), os.lstat(written_path(self._prepared, self._stage)).st_ino)
-        self._stage.commit(progress=self._progress)
+            publishing(self._report(), self._stage.inode)
+        self._stage.commit(self._report().as_dict(), progress=self._progress)
         self.committed = self._report()
         return self.committed

@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,12 +28,14 @@ from typing import Self
 from core.convert.stored_plan.file import StoredPlan
 from core.copy.ledger import LedgerState
 from core.copy.options import CopyOptions
-from core.copy.output import TargetStore as Target
 from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CheckpointingException, StorageError, UsageError
-from core.files.source_store import limit_reading, open_store
+from core.files.remote_path import RemotePath
+from core.files.source_store import open_store
+from core.files.store import TargetStore
 from core.plan.items import ITEM_BYTES
+from core.stage.bucket.shared import SentShare, SharedUploads, local_copy, send_share
 from core.stage.files import StageStore
 from core.stage.journal import BATCH_BYTES, FileJournal, journal_path, journals_in
 from core.stage.workers_lock import join_stage
@@ -59,8 +61,9 @@ class WorkOrder:
         written: path of the destination before it is published.
         source: directory of the source.
         target: directory whose files are compared; None if files are written.
+        uploads: the uploads of the destination in an object store; None for a directory.
         threads: number of copying threads.
-        memory_bytes: memory limit of each worker.
+        memory_bytes: memory that the engine may use in each worker.
         crc, crc_digest: compute CRC-32s, and content digests.
         fsync: wait until the bytes are on the disk.
         batch_bytes: work that a killed worker may lose.
@@ -75,6 +78,7 @@ class WorkOrder:
     written: Path
     source: Path
     target: Path | None = None
+    uploads: SharedUploads | None = None
     threads: int
     memory_bytes: int
     crc: bool = True
@@ -93,11 +97,13 @@ class ShareResult:
         state: state of the worker's ledger.
         figures: figures for the report.
         resumed_bytes: bytes of the target that an earlier run had written.
+        sent: what the worker has sent to an object store; None for a directory.
     """
 
     state: LedgerState
     figures: Figures
     resumed_bytes: int
+    sent: SentShare | None = None
 
 
 class WorkerShare:
@@ -132,13 +138,17 @@ class WorkerShare:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self._wait_for(self._order.stage_dir / DATA, "the unfinished destination")
+            path = self._order.plan
             self._wait_for(self._order.source, "the source")
-            # Hold the lock, so that no other run takes over while this worker may still write.
-            if not is_lead(self._team):
-                stack.callback(join_stage(self._order.stage_dir, self._order.token).close)
+            if isinstance(path, RemotePath):
+                path = stack.enter_context(local_copy(path))
+            else:
+                self._wait_for(self._order.stage_dir / DATA, "the unfinished destination")
+                # Hold the lock, so that no other run takes over while this worker may still write.
+                if not is_lead(self._team):
+                    stack.callback(join_stage(self._order.stage_dir, self._order.token).close)
             plan = StoredPlan(
-                self._order.plan,
+                path,
                 self._order.digest,
                 rank=self._team.rank,
                 threads=self._order.threads,
@@ -146,7 +156,7 @@ class WorkerShare:
             self._plan = stack.enter_context(plan)
             self._source = open_store(self._order.source, stamps=self._plan.stamps)
             stack.callback(self._source.close)
-            limit_reading(self._source, self._order.memory_bytes, threads=self._order.threads)
+            self._source.limit_reading(self._order.memory_bytes, threads=self._order.threads)
             self._check_source()
             self._closing = stack.pop_all()
         return self
@@ -166,6 +176,8 @@ class WorkerShare:
             CheckpointingException: as for ``core.copy.run.execute``, and StoppedError.
         """
         order = self._order
+        if order.uploads is not None:
+            return self._send(order.uploads)
         assert order.journal_identity is not None
         store = StageStore(order.stage_dir / DATA, is_durable=order.fsync)
 
@@ -203,7 +215,24 @@ class WorkerShare:
         store.close()  # a network file system may report a failed write only here
         return result
 
-    def compare(self, target: Target) -> ShareResult:
+    def _send(self, uploads: SharedUploads) -> ShareResult:
+        """Copy the share into uploads of an object store."""
+        order, places = self._order, self._plan.places
+        store = uploads.open()
+        try:
+            result = self._execute(store, crc=order.crc, digest=order.crc_digest, journal=None)
+            # Arrays that others complete need not be read back here.
+            for number, part in result.state.open.items():
+                if not part.n_unsummed:
+                    store.release(
+                        places.file_of(number), places.offset_of(number), places.bytes_of(number)
+                    )
+            sent = send_share(store, order.stage_dir / f"leftovers-{self._team.rank}")  # type: ignore[arg-type]
+            return replace(result, sent=sent, resumed_bytes=store.resumed_bytes)
+        finally:
+            store.close()
+
+    def compare(self, target: TargetStore) -> ShareResult:
         """Compare the share with the written files.
 
         Args:
@@ -215,7 +244,7 @@ class WorkerShare:
         return self._execute(target, crc=False, digest=False, journal=None)
 
     def _execute(
-        self, store: Target, *, crc: bool, digest: bool, journal: FileJournal | None
+        self, store: TargetStore, *, crc: bool, digest: bool, journal: FileJournal | None
     ) -> ShareResult:
         team = self._team
         begun = time.monotonic()

@@ -32,12 +32,12 @@ from core.dist_checkpointing._directory.publication import is_file_of_key, is_ow
 from core.dist_checkpointing._directory.sums import LOCK, STAGE, SUMS, WANTS_SUMS
 from core.dist_checkpointing.core import CONFIG_FNAME
 from core.errors import CheckpointingException, MissingShardError, StorageError, UsageError
-from core.files.object_listing import forget_listings, is_listed
+from core.files.object_listing import delete_objects, forget_listings, is_listed
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
 from core.files.store import list_files_below
 from core.formats.dcp.format import METADATA
-from core.live.upload import delete_objects, put_object
+from core.live.upload import put_object
 from core.manifest.file import FileSum, manifest_lines, manifest_name
 from core.manifest.partial_sums import combine_sums
 from core.version import TOOL

@@ -30,13 +30,14 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     lay_out,
 )
 from core.errors import CorruptError, StorageError, UnsupportedError
+from core.files.multipart.stream import Piece
 from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
 from core.live.destination import ArrayBytes, BucketDestination, WrittenShare, manifest_entries
 from core.live.share import ProcessShare
 from core.live.tensors import live_source
-from core.live.upload import Piece, bytes_of_literals, put_object, upload_files
+from core.live.upload import bytes_of_literals, put_object, upload_files
 
 if TYPE_CHECKING:
     from core.formats.format import Format

@@ -19,6 +19,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from core.files.ranges.memory import ReadingMemory
+from core.files.requests.waiting import wait_for
 
 MERGE_BYTES = 32 << 10
 """Ranges with no more than this between them are read by one request."""
@@ -78,9 +79,13 @@ class ReadAhead:
 
     def expect(self, ranges: Iterable[FileRange]) -> None:
         """Announce ranges, each of which will be read once, roughly in this order of files."""
+        by_name: dict[str, list[FileRange]] = {}
+        for item in ranges:
+            by_name.setdefault(item[0], []).append(item)
+        ordered = [item for group in by_name.values() for item in sorted(group)]
         with self._lock:
             self._turn += 1
-            for part in self._cut(sorted(ranges)):
+            for part in self._cut(ordered):
                 self._parts[part.name, part.start] = part
                 insort(self._starts.setdefault(part.name, []), part.start)
                 self._waiting[part] = None
@@ -110,9 +115,15 @@ class ReadAhead:
                 if is_mine:
                     self._run(part)
                 first = position - part.start
-                view[:] = part.data.result()[first : first + len(view)]
+                view[:] = wait_for(part.data)[first : first + len(view)]
                 self._use(part, len(view))
             position = end
+
+    def find(self, name: str, position: int) -> tuple[int, int] | None:
+        """Return first byte and end of the part that holds a byte; None if there is none."""
+        with self._lock:
+            part, _ = self._part_at(name, position, position + 1)
+            return None if part is None else (part.start, part.stop)
 
     def clear(self) -> None:
         """Forget all parts."""
@@ -123,7 +134,7 @@ class ReadAhead:
             self._n_bytes = 0
 
     def _cut(self, ranges: list[FileRange]) -> Iterable[_Part]:
-        """Yield new parts for sorted ranges; what parts hold already is only counted."""
+        """Yield new parts for ranges, sorted by file; what parts hold already is only counted."""
         part: _Part | None = None
         for name, start, stop in ranges:
             while start < stop:

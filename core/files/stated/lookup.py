@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from core.errors import SourceChangedError, StorageError
+from core.files.multipart.s3_client import s3_client
+from core.files.object_client import limiter_of
 from core.files.object_listing import N_REQUESTS
 from core.files.remote_store import RemoteStore
+from core.files.requests.daemon_threads import DaemonThreads
+from core.files.requests.repeat import with_retries
+from core.files.requests.waiting import call_interruptibly, map_in
 from core.files.stated.checksum import StatedChecksum, StatedChecksums
-from core.files.stated.s3 import ask_s3, list_algorithms, s3_client
+from core.files.stated.s3 import ask_s3, list_algorithms
 from core.files.stated.signed import ask_by_signed_url
 
 _N_ASKED = 2 * N_REQUESTS
@@ -41,9 +45,17 @@ def look_up_checksums(
     if importlib.util.find_spec("boto3") is None:
         return StatedChecksums(failure="boto3 is not installed: pip install boto3")
     try:
-        client = s3_client(store.root)
+        client = call_interruptibly(lambda: s3_client(store.root, n_connections=N_REQUESTS))
         is_filtered = needed is not None and len(names) > _N_ASKED
-        algorithms = list_algorithms(client, store.root) if is_filtered else {}
+        algorithms = (
+            with_retries(
+                limiter_of(store.root),
+                lambda: list_algorithms(client, store.root),
+                is_counted=False,
+            )
+            if is_filtered
+            else {}
+        )
     except Exception as err:  # of many modules of boto3: settings, profiles, endpoints
         return StatedChecksums(failure=_reason(err))
     # A listing takes one request for 1,000 objects.
@@ -72,7 +84,13 @@ def _ask_about_all(
 
     def ask_about(name: str) -> tuple[StatedChecksum, ...] | str:
         try:
-            return ask(store.path(name), n_bytes=store.disk_bytes(name), e_tag=store.e_tag(name))
+            path, n_bytes, e_tag = store.path(name), store.disk_bytes(name), store.e_tag(name)
+            # boto3 repeats and counts requests itself.
+            return with_retries(
+                limiter_of(path),
+                lambda: ask(path, n_bytes=n_bytes, e_tag=e_tag),
+                is_counted=path.scheme not in ("s3", "s3a"),
+            )
         except SourceChangedError:
             raise
         except Exception as err:
@@ -84,8 +102,9 @@ def _ask_about_all(
     first = ask_about(names[0])
     if isinstance(first, str):
         return StatedChecksums(failure=first)
-    with ThreadPoolExecutor(N_REQUESTS, "ckpt-sums") as threads:
-        answers = [first, *threads.map(ask_about, names[1:])]
+    threads = DaemonThreads(N_REQUESTS, "ckpt-sums")
+    answers = [first, *map_in(threads, ask_about, names[1:])]
+    threads.shutdown()
     failures = [answer for answer in answers if isinstance(answer, str)]
     return StatedChecksums(
         {

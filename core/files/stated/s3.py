@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.errors import SourceChangedError
-from core.files.object_client import client_of
-from core.files.object_listing import N_REQUESTS
 from core.files.remote_path import RemotePath
 from core.files.stated.checksum import RangeSum, StatedChecksum, decode_sum, whole_checksum
 
@@ -28,36 +26,6 @@ _FIELDS: Mapping[str, str] = {
 """Field of an answer → algorithm."""
 _MAX_PARTS = 10_000
 """Number of parts of the longest upload."""
-
-
-def s3_client(path: RemotePath) -> Any:
-    """Return a boto3 client with the storage options of this process.
-
-    Credentials that are no option come from the environment, ``~/.aws`` or the machine's role.
-    """
-    import boto3
-    from botocore import UNSIGNED
-    from botocore.config import Config
-
-    store: Any = client_of(path)
-    options = store.config  # obstore brings the names of options into one form
-    settings: dict[str, Any] = {
-        "max_pool_connections": N_REQUESTS,
-        "retries": {"mode": "standard", "max_attempts": 8},
-    }
-    if "endpoint" in options:
-        settings["s3"] = {"addressing_style": "path"}
-    if str(options.get("skip_signature", "")).lower() in ("true", "1"):
-        settings["signature_version"] = UNSIGNED
-    return boto3.Session().client(
-        "s3",
-        endpoint_url=options.get("endpoint"),
-        region_name=options.get("region") or options.get("default_region"),
-        aws_access_key_id=options.get("access_key_id"),
-        aws_secret_access_key=options.get("secret_access_key"),
-        aws_session_token=options.get("session_token"),
-        config=Config(**settings),
-    )
 
 
 def list_algorithms(client: Any, root: RemotePath) -> dict[str, tuple[str, ...]]:
@@ -88,7 +56,7 @@ def ask_s3(
     """Return the checksums that S3 states about an object.
 
     Args:
-        client: from ``s3_client``.
+        client: from ``core.files.multipart.s3_client``.
         n_bytes, e_tag: size and ETag of the object in its listing.
 
     Raises:

@@ -115,6 +115,7 @@ def read(store: ReadStore) -> Catalog:
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
     check_version(store, backend=_BACKEND)
+    store.expect_headers(name for name in (dcp.METADATA, COMMON_FILE) if store.exists(name))
     metadata = dcp.metadata_of(store)
     has_object = COMMON_OBJECT in metadata.objects
     catalog = dcp.catalog_of(metadata, format="torch_dist")

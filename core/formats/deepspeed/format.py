@@ -92,6 +92,8 @@ def read(store: ReadStore) -> Catalog:
         UnsafeError: a pickle is hostile.
     """
     files = rank_files(store)
+    names = (*files.optim, *files.zero_model, files.model)
+    store.expect_headers(name for name in names if name is not None)
     optim = [parse_optim_states(read_state_file(store, name)) for name in files.optim]
     if not optim:
         return _read_unpartitioned(store, files)

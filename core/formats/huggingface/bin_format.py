@@ -252,6 +252,7 @@ class _ShardMerger:
             CorruptError, MissingShardError, UnsupportedError: shards contradict each other or the
                 index, see ``read``.
         """
+        self._store.expect_headers(self._shards.names)
         for name in self._shards.names:
             self._add_shard(name)
         self._check_index()

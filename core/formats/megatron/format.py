@@ -107,7 +107,7 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
     )
     args = files.read_root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
-    coords_of = matched_dirs(folders, _possible_dirs(args, topology), topology=topology)
+    coords_of = matched_dirs(folders, possible_dirs(args, topology), topology=topology)
     places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
     return _catalog(files, places, files_in, topology=topology)
 
@@ -145,15 +145,15 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     common_rank = _most_common_rank(files_in, roots)
     args = roots[common_rank]
     topology = topology_of(args)
-    possible_dirs = _possible_dirs(args, topology)
+    allowed_dirs = possible_dirs(args, topology)
     # If directories are missing or superfluous, use the expected set that most of them belong to.
     try:
         coords_of = matched_dirs(
-            filter(_RANK_DIR.match, store.folders()), possible_dirs, topology=topology
+            filter(_RANK_DIR.match, store.folders()), allowed_dirs, topology=topology
         )
     except CheckpointingException as err:
         report(err.breaking("ranks.folders"))
-        coords_of = max(possible_dirs, key=lambda names: len(names.keys() & files_in.keys()))
+        coords_of = max(allowed_dirs, key=lambda names: len(names.keys() & files_in.keys()))
     # Read a rank with the common arguments first, because the catalog gets those of the first rank.
     order = sorted(
         coords_of.keys() & files_in.keys(), key=lambda folder: (folder != common_rank, folder)
@@ -187,7 +187,7 @@ def _most_common_rank(folders: Iterable[str], args_of: Mapping[str, object]) -> 
     return max(groups, key=len)[0]
 
 
-def _possible_dirs(args: object, topology: Topology) -> list[dict[str, Coords]]:
+def possible_dirs(args: object, topology: Topology) -> list[dict[str, Coords]]:
     """Return the sets of rank directories that training arguments allow, as ``rank_dirs`` does."""
     # Arguments of older versions may be missing or None.
     fields = fields_of(args)

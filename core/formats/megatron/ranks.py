@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import StoredObject
 from core.catalog.stored import Coords, Extent, StoredArray
 from core.errors import CorruptError
-from core.files.source_store import expect_headers, is_remote
 from core.formats.torch.shared_structure import FilePattern, PatternedFile, PatternedFiles
 from core.formats.torch.tree import TorchTree
 from core.megatron.extras.common_state import OPTIMIZER, is_chunk
@@ -95,15 +94,19 @@ class RankFiles:
 
         The arguments are not known yet, so the stage is the number after that of the tensor rank.
         """
-        if not is_remote(self._store):
-            return
-        names: dict[object, str] = {}
-        for file in files:
-            folder, _, name = file.rpartition("/")
-            stage = "".join(folder.removeprefix("mp_rank_").split("_")[1:2])
-            role = (stage, name, self._store.sizes(folder)[name]) if self.samples else file
-            names.setdefault(role, file)
-        expect_headers(self._store, list(names.values()))
+
+        def names() -> Iterator[str]:
+            roles = set()
+            for file in files:
+                folder, _, name = file.rpartition("/")
+                stage = "".join(folder.removeprefix("mp_rank_").split("_")[1:2])
+                role = (stage, name, self._store.sizes(folder)[name]) if self.samples else file
+                if role not in roles:
+                    roles.add(role)
+                    yield file
+
+        # A generator: only a remote store asks for the sizes.
+        self._store.expect_headers(names())
 
     def read_root(self, file: str) -> Mapping[object, object]:
         """Return the top-level entries of a file by name; {} if it is not a dict.

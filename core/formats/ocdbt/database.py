@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
 from core.errors import MissingShardError, TruncatedError
-from core.files.store import MemoryStore
+from core.files.store import MemoryStore, ReadStore
 from core.formats.ocdbt.entries import MANIFEST, entries_of
 from core.formats.ocdbt.nodes import ValueLocation
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
@@ -21,7 +21,6 @@ from core.formats.zarr.fill import fill_of
 
 if TYPE_CHECKING:
     from core.catalog.stored import Encoding
-    from core.files.store import ReadStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class InlineValue:
         return memory.read(file, self.offset, self.dense_bytes)
 
 
-class Database:
+class Database(ReadStore):
     """A read store with a file per key, in addition to the files of the checkpoint.
 
     Args:
@@ -80,6 +79,7 @@ class Database:
     """
 
     def __init__(self, store: ReadStore, root: str) -> None:
+        self.is_remote = store.is_remote
         self._store = store
         self._prefix = f"{root}{MANIFEST}#"
         self._manifest = root + MANIFEST

@@ -95,6 +95,7 @@ def read(store: ReadStore) -> Catalog:
     # Read all headers. If one is damaged, the hint lists the files that can be read alone.
     files = files_of(store)
     headers = []
+    store.expect_headers(files.names)
     for name in files.names:
         try:
             headers.append(read_header(store, name))

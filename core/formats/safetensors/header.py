@@ -213,15 +213,18 @@ def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
 
 def _parse_numbers(value: object, field: str, file: str, name: str) -> Shape:
     """Return the numbers of a field; raise CorruptError if it is not a list of them."""
-    if not isinstance(value, list) or not all(
-        type(n) is int and 0 <= n < _MAX_EXTENT for n in value
-    ):
-        raise CorruptError(
-            f"{field} is {str(value)[:60]}, not a list of numbers from 0 to {_MAX_EXTENT - 1}",
-            file=file,
-            key=name,
-        )
-    return tuple(value)
+    if isinstance(value, list):
+        # A loop: a generator would take a fifth of the time of reading 10⁵ entries.
+        for n in value:
+            if type(n) is not int or not 0 <= n < _MAX_EXTENT:
+                break
+        else:
+            return tuple(value)
+    raise CorruptError(
+        f"{field} is {str(value)[:60]}, not a list of numbers from 0 to {_MAX_EXTENT - 1}",
+        file=file,
+        key=name,
+    )
 
 
 def _parse_dtype(value: object, file: str, name: str) -> DType:

@@ -28,7 +28,6 @@ from pickletools import genops
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException
-from core.files.source_store import is_remote
 from core.formats.torch.tensors import TensorHooks
 from core.formats.torch.tree import TorchTree, parse, stream_kind
 from core.formats.torch.zip.container import CENTRAL, Archive, Record, read_archive
@@ -201,7 +200,7 @@ def _parse_pattern(store: ReadStore, file: str) -> FilePattern:
     pickle = archive.record("data.pkl")
     pattern._size = store.size(file)
     pattern._pickle_at, pattern._pickle = pickle.offset, read_pickle(store, file, pickle)
-    pattern._windows = [] if is_remote(store) else list(_read_windows(store, archive))
+    pattern._windows = [] if store.is_remote else list(_read_windows(store, archive))
     tail = store.read(file, archive.directory, pattern._size - archive.directory)
     # Find every CRC field of the directory; only these may differ from file to file.
     names = []

@@ -43,7 +43,6 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.files.source_store import is_remote
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -538,7 +537,7 @@ class _ArchiveReader:
         """
         # The first record must begin where the zip begins.
         ordered = sorted(entries, key=lambda entry: entry.header)
-        if is_remote(self._store) and self._report is raising:
+        if self._store.is_remote and self._report is raising:
             certain = _offsets_of_aligned(ordered, end)
             if certain is not None:
                 return certain

@@ -1,0 +1,29 @@
+"""Choose the client for multipart uploads to a store."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from core.errors import UsageError
+from core.files.multipart.ordered import OrderedUploads
+from core.files.multipart.protocol import UploadClient
+from core.files.multipart.s3 import S3Uploads
+from core.files.remote_path import RemotePath
+
+
+def upload_client(path: RemotePath) -> UploadClient:
+    """Return a new client for uploads to the bucket of a URL; make one per destination.
+
+    Raises:
+        UsageError: nothing can be written there.
+        StorageError: the store cannot be used with these settings.
+    """
+    if path.scheme in ("http", "https"):
+        raise UsageError(
+            "a web server can be read only",
+            file=str(path),
+            hint="write to a local path, s3://, gs:// or az://",
+        )
+    if path.scheme in ("s3", "s3a") and importlib.util.find_spec("boto3") is not None:
+        return S3Uploads(path)
+    return OrderedUploads(path)

@@ -1,0 +1,6 @@
+"""Requests to object stores: how many are in flight, when they are repeated, and how they end.
+
+Start at ``repeat``. ``limiter`` adapts the number of requests to what a store can take, ``waiting``
+runs blocking calls so that a signal can end the wait, ``traffic`` counts.
+Imports: errors.
+"""

@@ -1,0 +1,177 @@
+"""Wait for blocking calls so that the wait can end before the call does.
+
+obstore's calls block in native code, where Python handles no signal. They run in threads of their
+own, and who waits for them looks up a few times per second. A call that nobody waits for any more
+goes on until its own time limit; its result is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from time import monotonic
+from typing import TypeVar
+
+from core.errors import StorageError
+from core.files.requests.daemon_threads import DaemonThreads, is_daemon_thread
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+_POLL_S = 0.1
+_LAST_S = 1.0
+"""Time that a store has to answer after the process was asked to end."""
+_MOST_CALLS = 1024
+
+
+class _Ending:
+    """The state that a signal handler sets, without a lock, so that the handler never waits.
+
+    Attributes:
+        is_asked: the process was asked to end.
+        is_silent: a store did not answer in the time that it has since then.
+    """
+
+    is_asked = False
+    is_silent = False
+
+
+class _ThisThread(threading.local):
+    is_stopped: Callable[[], bool] | None = None
+
+
+_ending = _Ending()
+_this_thread = _ThisThread()
+_threads = DaemonThreads(_MOST_CALLS, "ckpt-request")
+_n_unanswered = 0
+_count_lock = threading.Lock()
+
+
+def end_requests() -> None:
+    """Wait no longer than a moment from now on, for cleaning up; a signal's handler may call this.
+
+    ``allow_requests`` ends this state.
+    """
+    _ending.is_asked = True
+
+
+def allow_requests() -> None:
+    """Wait for stores again, after ``end_requests``."""
+    _ending.is_asked = _ending.is_silent = False
+
+
+def is_ending() -> bool:
+    """Return whether the process was asked to end, so that no failed request is repeated."""
+    return _ending.is_asked
+
+
+def stop_waiting_when(is_stopped: Callable[[], bool]) -> None:
+    """Make the calling thread give up waiting for stores when ``is_stopped`` returns True."""
+    _this_thread.is_stopped = is_stopped
+
+
+def n_unanswered() -> int:
+    """Return the number of calls that block in native code, waited for or not."""
+    return _n_unanswered
+
+
+def call_interruptibly(call: Callable[[], T]) -> T:
+    """Return the result of a blocking call; signals and ``stop_waiting_when`` end the wait.
+
+    Raises:
+        StorageError: the wait was given up.
+    """
+
+    def counted() -> T:
+        global _n_unanswered
+        with _count_lock:
+            _n_unanswered += 1
+        try:
+            return call()
+        finally:
+            with _count_lock:
+                _n_unanswered -= 1
+
+    # Nobody has to wait for these threads, so that the call may block one of them.
+    return counted() if is_daemon_thread() else wait_for(_threads.submit(counted))
+
+
+def wait_for(future: Future[T]) -> T:
+    """Return the result of a future; signals and ``stop_waiting_when`` end the wait.
+
+    Raises:
+        StorageError: the wait was given up.
+    """
+    give_up_at = last_moment()
+    while True:
+        try:
+            return future.result(timeout=0 if _ending.is_silent else _POLL_S)
+        except TimeoutError:
+            if future.done():
+                raise  # an error of the call itself
+        check_wait(give_up_at)
+
+
+def map_in(threads: Executor, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """Return the results of a call for each item; the calls run side by side.
+
+    Raises:
+        StorageError: the wait was given up.
+        Exception: the first error of a call.
+    """
+    return [wait_for(future) for future in [threads.submit(call, item) for item in items]]
+
+
+def pause(seconds: float) -> None:
+    """Wait before a request is repeated; signals and ``stop_waiting_when`` end the wait.
+
+    Raises:
+        StorageError: the wait was given up.
+    """
+    stop_at = monotonic() + seconds
+    give_up_at = last_moment()
+    while (rest_s := stop_at - monotonic()) > 0:
+        check_wait(give_up_at)
+        threading.Event().wait(min(rest_s, _POLL_S))
+
+
+def last_moment() -> float | None:
+    """Return until when a wait that begins now may last, of ``monotonic``; None if it is endless.
+
+    It has an end after ``end_requests`` only.
+    """
+    return monotonic() + _LAST_S if _ending.is_asked else None
+
+
+def check_wait(give_up_at: float | None) -> None:
+    """Raise if it is no use to wait on.
+
+    Args:
+        give_up_at: what ``last_moment`` returned at the beginning of the wait.
+
+    Raises:
+        StorageError: the thread was stopped, or the process was asked to end.
+    """
+    is_stopped = _this_thread.is_stopped
+    if is_stopped is not None and is_stopped():
+        raise StorageError("the work was stopped while waiting for the store")
+    if not _ending.is_asked:
+        return
+    if give_up_at is not None and monotonic() > give_up_at:
+        _ending.is_silent = True
+    # What was begun before is given up at once; what cleans up, when the store takes too long.
+    if give_up_at is None or _ending.is_silent:
+        raise StorageError("interrupted while waiting for the store")
+
+
+def _forget_threads() -> None:
+    """Begin anew in a forked process, which has no threads but its first one."""
+    global _threads, _count_lock, _n_unanswered
+    _threads = DaemonThreads(_MOST_CALLS, "ckpt-request")
+    _count_lock = threading.Lock()
+    _n_unanswered = 0
+
+
+os.register_at_fork(after_in_child=_forget_threads)

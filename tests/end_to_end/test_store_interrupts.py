@@ -1,0 +1,104 @@
+"""A signal ends a command at once, whatever the store that it is waiting for does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.s3.client import S3Server, started_server
+from tests.support.s3.rules import Rule
+
+MODEL = "mcore_torch_dist/dense_gqa/tp2_pp2"
+URL = f"s3://runs/{MODEL}"
+GUARD_S = 20.0
+"""Less than the time that a request may take to be answered."""
+PHASES = {
+    "listing": ("ListObjectsV2", 1, ["inspect", URL]),
+    "reading metadata": ("GetObject", 1, ["inspect", URL]),
+    "copying": ("GetObject", 8, ["convert", URL, "out", "--to", "dcp"]),
+    "checking": ("GetObject", 6, ["validate", "--deep", URL]),
+    "comparing": ("GetObject", 12, ["diff", URL, URL]),
+    "asking for checksums": ("HeadObject", 1, ["validate", "--deep", URL]),
+    "putting": ("PutObject", 1, ["manifest", f"s3://written/{MODEL}"]),
+}
+
+
+@pytest.fixture(scope="module")
+def store(golden: Path) -> Iterator[S3Server]:
+    """Returns a store of tests/golden in the buckets ``runs`` and ``written``."""
+    with started_server() as server:
+        server.mount("runs", golden)
+        server.mount("written", golden)
+        yield server
+
+
+def end_when(
+    is_reached: Callable[[], bool],
+    store: S3Server,
+    words: list[str],
+    folder: Path,
+    *,
+    number: signal.Signals = signal.SIGINT,
+) -> tuple[int, str]:
+    """Run ckpt, send it a signal at a certain point, and return exit code and messages."""
+    environment = {**os.environ, **store.environment(), "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt_cli", *words],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not is_reached():
+        assert process.poll() is None, f"too early: {process.communicate()[1]}"
+        time.sleep(0.02)
+    process.send_signal(number)
+    try:
+        _, told = process.communicate(timeout=GUARD_S)
+    finally:
+        process.kill()
+    return process.returncode, told
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_ends_a_command_whose_store_does_not_answer(
+    store: S3Server, tmp_path: Path, phase: str
+) -> None:
+    operation, first, words = PHASES[phase]
+    store.set_rules(Rule(fault="hang", operation=operation, first=first, times=None))
+    code, told = end_when(lambda: store.n_hanging() > 0, store, words, tmp_path)
+    assert code == 130
+    assert told.startswith("interrupted: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_does_the_same(store: S3Server, tmp_path: Path) -> None:
+    store.set_rules(Rule(fault="hang", operation="GetObject", first=3, times=None))
+    words = ["convert", URL, "out", "--to", "dcp"]
+    code, told = end_when(
+        lambda: store.n_hanging() > 0, store, words, tmp_path, number=signal.SIGTERM
+    )
+    assert code == 128 + signal.SIGTERM
+    assert told.startswith("interrupted (SIGTERM): ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pause_that_the_store_asks_for_ends_too(store: S3Server, tmp_path: Path) -> None:
+    headers = {"Retry-After": "240"}
+    store.set_rules(Rule(status=503, code="SlowDown", headers=headers, times=None))
+    store.take_log()
+    code, _ = end_when(
+        lambda: any(entry.operation == "GetObject" for entry in store.take_log()),
+        store,
+        ["inspect", URL],
+        tmp_path,
+    )
+    assert code == 130

@@ -1,0 +1,364 @@
+"""Checkpoints are written to object stores: the same bytes as in a directory, or nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckpt_cli.app import main
+from core.convert.job import Job
+from core.convert.run import run as run_job
+from core.files.multipart.ordered import OrderedUploads
+from core.files.object_client import put_object
+from core.files.object_listing import forget_listings
+from core.files.remote_path import location_of
+from core.stage.bucket.stage import BucketStage
+from tests.support.object_stores import mounted_store
+from tests.support.s3.client import S3Server
+from tests.support.s3.rules import SLOW_DOWN, Rule
+
+CONVERSIONS = {
+    "mcore_legacy/dense_gqa/tp2_pp1_optim": ["--to", "torch_dist"],
+    "mcore_torch_dist/dense_gqa/tp2_pp2": ["--to", "megatron", "--tp-new", "1"],
+    "mcore0121_zarr/dense_gqa/tp2_pp2": ["--to", "dcp"],
+    "hf/llama/safetensors_single": ["--to", "megatron", "--tp-new", "2"],
+    "torch_dcp/fsdp2_dp2": ["--to", "safetensors"],
+}
+
+
+@pytest.fixture
+def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """Returns an S3 server whose bucket ``runs`` is tests/golden."""
+    with mounted_store(golden, monkeypatch) as server:
+        yield server
+
+
+def run(*words: str | Path) -> int:
+    forget_listings()
+    return main([str(word) for word in words])
+
+
+def contents(server: S3Server, prefix: str) -> dict[str, str]:
+    """Return name → SHA-256 of the objects below a prefix."""
+    objects = server.objects("runs", f"{prefix}/")
+    return {key.removeprefix(f"{prefix}/"): digest for key, digest in objects.items()}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_what_is_written_to_s3_equals_what_is_written_to_a_directory(
+    store: S3Server, golden: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = CONVERSIONS[name]
+    assert run("convert", f"s3://runs/{name}", "s3://runs/out", *options, "-q") == 0
+    assert run("convert", golden / name, tmp_path / "out", *options, "-q") == 0
+    expected = {
+        path.relative_to(tmp_path / "out").as_posix(): sha256(path.read_bytes()).hexdigest()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
+    assert contents(store, "out") == expected
+    assert run("validate", "--deep", "s3://runs/out", "--against", f"s3://runs/{name}") in (0, 1)
+    assert_nothing_remains(store)
+
+
+def assert_nothing_remains(server: S3Server) -> None:
+    assert server.uploads() == []
+    assert [key for key in server.objects("runs") if ".ckpt-stage" in key] == []
+
+
+def test_single_files_have_their_manifest_beside_them(store: S3Server) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/one/model.pt", "--to", "torch", "-q") == 0
+    assert set(contents(store, "one")) == {"model.pt", "model.pt.ckpt-manifest.json"}
+    assert run("validate", "--deep", "s3://runs/one/model.pt") == 0
+    assert_nothing_remains(store)
+
+
+def test_an_existing_destination_is_replaced_by_force_only(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/out", "--to", "hf", "-q") == 0
+    before = contents(store, "out")
+    assert run("convert", source, "s3://runs/out", "--to", "dcp", "-q") == 2
+    assert "the destination exists" in capsys.readouterr().err
+    assert contents(store, "out") == before
+    assert run("convert", source, "s3://runs/out", "--to", "dcp", "-q", "--force") == 0
+    after = contents(store, "out")
+    assert ".metadata" in after and "model.safetensors" in before.keys() - after.keys()
+    assert_nothing_remains(store)
+
+
+def test_the_source_cannot_be_replaced(store: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/a/b", "--to", "dcp", "-q") == 0
+    assert run("convert", "s3://runs/a/b", "s3://runs/a", "--to", "dcp", "--force") == 2
+    assert "only a checkpoint can be replaced" in capsys.readouterr().err
+    assert run("convert", "s3://runs/a/b", "s3://runs/a/b", "--to", "torch_dist", "--force") == 2
+    assert "replacing the destination would remove" in capsys.readouterr().err
+    assert run("validate", "--deep", "s3://runs/a/b") == 0
+
+
+def test_the_result_is_verified_before_its_manifest_is_published(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "s3://runs/mcore_legacy/dense_gqa/tp2_pp1_optim"
+    words = ["--tp-new", "1", "--verify", "--fingerprint", "--json"]
+    assert run("reshard", source, "s3://runs/out", *words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bytes_verified"] > 0 and report["n_fingerprints"] > 0
+    assert run("validate", "--deep", "s3://runs/out") in (0, 1)
+    assert_nothing_remains(store)
+
+
+REFUSALS = {
+    ("https://example.org/x",): "a web server cannot be written to",
+    ("s3://runs",): "the destination is a whole bucket",
+    ("s3://runs/x", "--metadata-only"): "--metadata-only makes hard links",
+    ("s3://runs/x", "--verify", "--force"): "--verify cannot be combined with --force for a URL",
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_what_cannot_be_written_is_refused(
+    store: S3Server, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, *words, "--to", "dcp") == 2
+    assert REFUSALS[words] in capsys.readouterr().err
+
+
+def test_a_plan_asks_the_store_what_is_there(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/out", "--to", "dcp", "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["free_bytes"], plan["dst_exists"]) == (None, False)
+    assert contents(store, "out") == {}
+    assert run("convert", source, "s3://runs/hf/llama", "--to", "dcp", "--dry-run") == 0
+    page = capsys.readouterr().out
+    assert "free space" not in page and "not measured" in page
+
+
+def test_a_failed_run_leaves_nothing(store: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "s3://runs/mcore_torch_dist/dense_gqa/tp2_pp2"
+    store.set_rules(Rule(status=403, code="AccessDenied", operation="UploadPart", first=3))
+    assert run("convert", source, "s3://runs/out", "--to", "megatron") == 6
+    assert "s3:PutObject" in capsys.readouterr().err
+    assert contents(store, "out") == {}
+    assert_nothing_remains(store)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_failed_run_is_continued(
+    store: S3Server, capsys: pytest.CaptureFixture[str], first: int
+) -> None:
+    source = "s3://runs/mcore_torch_dist/dense_gqa/tp2_pp2"
+    words = ["convert", source, "s3://runs/out", "--to", "megatron", "--resume", "--json"]
+    rule = Rule(status=403, code="AccessDenied", operation="UploadPart", first=first, times=None)
+    store.set_rules(rule)
+    assert run(*words) == 6
+    assert contents(store, "out") == {}
+    store.set_rules()
+    capsys.readouterr()
+    assert run(*words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["bytes_resumed"] > 0) == (first > 1)
+    assert run("validate", "--deep", "s3://runs/out") in (0, 1)
+    assert_nothing_remains(store)
+
+
+@pytest.mark.parametrize("operation", ["CompleteMultipartUpload", "DeleteObjects", "DeleteObject"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_an_interrupted_publication_is_finished(
+    store: S3Server, golden: Path, operation: str, first: int
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/whole", "--to", "dcp", "-q") == 0
+    assert run("convert", source, "s3://runs/out", "--to", "hf", "-q") == 0
+    words = ["convert", source, "s3://runs/out", "--to", "dcp", "-q", "--force"]
+    store.set_rules(
+        Rule(status=403, code="AccessDenied", operation=operation, first=first, times=None)
+    )
+    run(*words)
+    store.set_rules()
+    assert run(*words) == 0
+    assert without_manifest(contents(store, "out")) == without_manifest(contents(store, "whole"))
+    assert_nothing_remains(store)
+
+
+def without_manifest(objects: dict[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in objects.items() if "manifest" not in name}
+
+
+def test_another_writer_is_not_overwritten(
+    store: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    begin = BucketStage._make_visible
+
+    def disturbed(self: BucketStage, *args: Any, **options: Any) -> None:
+        put_object(location_of("s3://runs/out/.metadata"), b"theirs", replace=False)  # type: ignore[arg-type]
+        begin(self, *args, **options)
+
+    monkeypatch.setattr(BucketStage, "_make_visible", disturbed)
+    assert run("convert", source, "s3://runs/out", "--to", "dcp") == 2
+    assert "another process has created the object" in capsys.readouterr().err
+    assert list(contents(store, "out")) == [".metadata"]
+    assert_nothing_remains(store)
+
+
+@pytest.mark.parametrize("words", [[], ["--verify", "--fingerprint"]])
+def test_several_workers_write_to_s3(
+    store: S3Server, golden: Path, tmp_path: Path, words: list[str]
+) -> None:
+    source = "mcore_legacy/dense_gqa/tp2_pp1_optim"
+    options = ["--tp", "2", "--tp-new", "4", "-q", *words]
+    launch = [sys.executable, "-m", "ckpt_cli", "launch", "--nproc-per-node", "2", "--"]
+    done = subprocess.run(
+        [*launch, "reshard", f"s3://runs/{source}", "s3://runs/out", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert run("reshard", golden / source, tmp_path / "out", *options) == 0
+    expected = {
+        path.relative_to(tmp_path / "out").as_posix(): sha256(path.read_bytes()).hexdigest()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
+    assert without_manifest(contents(store, "out")) == without_manifest(expected)
+    assert run("validate", "--deep", "s3://runs/out") in (0, 1)
+    assert_nothing_remains(store)
+
+
+def test_stores_take_less_memory_beside_a_large_runtime(store: S3Server, golden: Path) -> None:
+    job = Job(
+        src=location_of("s3://runs/mcore_legacy/dense_gqa/tp2_pp1_optim"),
+        dst=location_of("s3://runs/out"),
+        memory_bytes=512 << 20,
+        beside_bytes=330 << 20,
+    )
+    assert run_job(job).n_tensors > 0
+    assert_nothing_remains(store)
+
+
+@pytest.fixture
+def without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets obstore upload, as for stores other than S3."""
+    monkeypatch.setattr("core.stage.bucket.stage.upload_client", OrderedUploads)
+
+
+@pytest.mark.usefixtures("without_boto3")
+def test_parts_are_sent_in_order_without_boto3(
+    store: S3Server, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("core.files.multipart.stream.PART_BYTES", 5 << 20)
+    rng = np.random.default_rng(7)
+    tensors = {f"w{n}": rng.random((1 << 20,), np.float32) for n in range(9)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = tmp_path / "model.safetensors"
+    for name in CONVERSIONS:
+        words = ["convert", golden / name, f"s3://runs/{name}-out", *CONVERSIONS[name], "-q"]
+        assert run(*words) == 0
+        assert run("validate", "--deep", f"s3://runs/{name}-out") in (0, 1)
+    store.take_log()
+    assert run("convert", source, "s3://runs/out", "--to", "dcp", "-q", "--verify") == 0
+    assert any(entry.operation == "UploadPart" for entry in store.take_log())
+    assert run("convert", source, tmp_path / "out", "--to", "dcp", "-q") == 0
+    digest = sha256((tmp_path / "out" / "__0_0.distcp").read_bytes()).hexdigest()
+    assert contents(store, "out")["__0_0.distcp"] == digest
+    assert_nothing_remains(store)
+
+
+@pytest.mark.usefixtures("without_boto3")
+@pytest.mark.parametrize("options", [[], ["--resume"], ["--force"]])
+@pytest.mark.parametrize("operation", ["UploadPart", "CompleteMultipartUpload", "PutObject"])
+def test_a_failed_run_in_order_leaves_nothing(
+    store: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    options: list[str],
+) -> None:
+    monkeypatch.setattr("core.files.multipart.stream.PART_BYTES", 5 << 20)
+    save_file({"w": np.ones((5 << 20,), np.float32)}, tmp_path / "model.safetensors")
+    store.set_rules(Rule(status=403, code="AccessDenied", operation=operation, times=None))
+    source = tmp_path / "model.safetensors"
+    assert run("convert", source, "s3://runs/out", "--to", "dcp", *options) == 6
+    store.set_rules()
+    assert contents(store, "out") == {}
+    assert_nothing_remains(store)
+
+
+def test_a_run_that_was_killed_while_it_verified_is_repeated(
+    store: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    words = ["convert", source, "s3://runs/out", "--to", "dcp", "-q", "--verify"]
+    with monkeypatch.context() as patch:
+        patch.setattr("core.convert.run.verify", lambda *args, **options: 1 / 0)
+        patch.setattr(BucketStage, "_clean_up", lambda self: None)
+        assert run(*words) == 70
+    assert ".metadata" in contents(store, "out")
+    assert run("convert", source, "s3://runs/out", "--to", "torch_dist") == 2  # another job
+    assert run(*words) == 0
+    assert run("validate", "--deep", "s3://runs/out") == 0
+    assert_nothing_remains(store)
+
+
+def test_an_upload_that_was_begun_twice_is_aborted(store: S3Server) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    store.set_rules(Rule("lost", operation="CreateMultipartUpload", first=1, times=2))
+    assert run("convert", source, "s3://runs/out", "--to", "dcp", "-q") == 0
+    assert_nothing_remains(store)
+
+
+def test_a_note_that_cannot_be_deleted_does_no_harm(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    words = ["convert", source, "s3://runs/out", "--to", "dcp"]
+    store.set_rules(Rule(status=403, code="AccessDenied", operation="DeleteObjects", times=None))
+    assert run(*words) == 0
+    assert "could not be deleted" in capsys.readouterr().out
+    store.set_rules()
+    assert run(*words) == 0
+    assert_nothing_remains(store)
+
+
+def test_the_report_counts_requests_and_repetitions(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.set_rules(replace(SLOW_DOWN, operation="UploadPart"))
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/out", "--to", "dcp") == 0
+    assert re.search(r"store +[\d,]+ requests \(\d+ repeated\)", capsys.readouterr().out)
+
+
+def test_of_two_uploads_of_an_object_the_recorded_one_is_finished(store: S3Server) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    words = ["convert", source, "s3://runs/out", "--to", "dcp", "-q", "--resume"]
+    store.set_rules(
+        Rule("lost", operation="CreateMultipartUpload", times=3),
+        Rule(status=403, code="AccessDenied", operation="CompleteMultipartUpload", times=None),
+    )
+    assert run(*words) == 6
+    assert len(store.uploads()) > len(set(store.uploads()))
+    store.set_rules()
+    assert run(*words) == 0
+    assert run("validate", "--deep", "s3://runs/out") == 0
+    assert_nothing_remains(store)
