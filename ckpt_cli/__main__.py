@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -18,6 +19,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from ckpt_cli.app import main as run
+        from core.files.requests.waiting import n_unanswered
     except ModuleNotFoundError as err:
         # Without these packages there is no command line at all; packages that single commands need
         # are reported when the commands run.
@@ -27,7 +29,20 @@ def main() -> int:
         return 4
     if "_CKPT_COMPLETE" in os.environ:
         _complete()
-    return run()
+    exit_code = run()
+    # A request that was given up may still block in native code, which must not find the
+    # interpreter gone when the answer comes.
+    if n_unanswered():
+        _exit_at_once(exit_code)
+    return exit_code
+
+
+def _exit_at_once(exit_code: int) -> NoReturn:
+    """End the process without the interpreter's own cleaning up."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _complete() -> NoReturn:

@@ -20,6 +20,7 @@ from typing import Annotated
 from typer import Exit, Option, Typer
 
 from ckpt_cli.options.diff import DiffOptions
+from ckpt_cli.options.explore import ExploreOptions
 from ckpt_cli.options.inspect import InspectOptions
 from ckpt_cli.options.launch import LaunchOptions
 from ckpt_cli.options.manifest import ManifestOptions
@@ -140,6 +141,18 @@ def _inspect(options: InspectOptions) -> Work:
     from ckpt_cli.commands.inspect import inspect
 
     return partial(inspect, options)
+
+
+@app.command("explore", cls=Command, short_help="Look around in a checkpoint, in the terminal.")
+@accepts(ExploreOptions)
+def _explore(options: ExploreOptions) -> Work:
+    """Look around in a checkpoint: names, shapes, places, values, differences and damage.
+
+    The keys are shown at the bottom of the screen. Nothing is written.
+    """
+    from ckpt_cli.commands.explore import explore
+
+    return partial(explore, options)
 
 
 @app.command(

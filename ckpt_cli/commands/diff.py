@@ -43,6 +43,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ckpt_cli.html_report.page import check_html_path, write_report
 from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import check_file
 from ckpt_cli.pages.diff_page import page_of, verdict_line
@@ -74,11 +75,17 @@ def run_diff(options: DiffOptions) -> int:
         CheckpointingException: one of the checkpoints cannot be read.
     """
     job = _build_job(options)
+    if options.report is not None:
+        check_html_path(options.report)
     with show_progress(progress_form(options.progress, is_quiet=options.quiet)) as progress:
         result = diff(job, progress=progress, team=team())
     # All workers compared; the lead prints.
     if is_lead(team()):
         screen = screen_of(sys.stdout)
+        if options.report is not None:
+            from ckpt_cli.html_report.diff_report import diff_html
+
+            write_report(options.report, diff_html(result), is_quiet=options.quiet)
         if options.json:
             print(json.dumps(_as_json(result)))
         elif options.quiet:

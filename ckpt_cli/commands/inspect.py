@@ -30,16 +30,28 @@
                               "encoding": str | null, "stored_bytes": int | null}],
                   "values": [number | "nan" | "inf" | "-inf" | [re, im]],
                   "stats": {"min": number | null, "max": number | null, "mean": number | null,
-                            "std": number | null, "nan": int, "inf": int, "zeros": int} | null}],
-     "objects": [{"key": str, "value": any}]}
+                            "std": number | null, "nan": int, "inf": int, "zeros": int,
+                            "histogram": {"negative": {exponent: int},
+                                          "positive": {exponent: int}}} | null}],
+     "objects": [{"key": str, "value": any}],
+     "sizes": {"model": NODE, "optimizer": NODE},
+     "rank_grid": {"tp": int, "pp": int, "vpp": int, "ep": int,
+                   "cells": [{"tp": int, "pp": int, "ep": int, "layers": str, "experts": str,
+                              "others": [str], "model_bytes": int, "optimizer_bytes": int,
+                              "files": [str], "missing": bool}]}}
 
+``sizes`` is present with ``--sizes``; NODE is ``{"name": str, "bytes": int, "tensors": int,
+"children": [NODE]}``, with repeated modules folded into one (``layers.[0-31]``). ``rank_grid`` is
+present with ``--ranks``; ``layers`` and ``experts`` are global numbers such as ``0-3, 8-11``.
 ``architecture`` describes the model from its training arguments or its ``config.json``;
 ``parameters`` counts each parameter once, without optimizer, padding and tied copies.
 ``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
 selected by KEY, where a value inside an object has its path as key (``args.hidden_size``).
 ``stats`` is present in tensors measured by ``--stats``; it is null if the dtype has no numbers
 (float4). ``min``, ``max``, ``mean`` and ``std`` (divided by n, not n - 1) are those of the finite
-elements, of their magnitudes if these are complex; null without such elements. A place whose
+elements, of their magnitudes if these are complex; null without such elements. ``histogram``
+counts the finite elements other than 0 by sign and exponent e, 2**e <= abs(x) < 2**(e + 1), without
+empty bins. A place whose
 ``file`` is null is filled with zeros (vocabulary padding). ``byte_offset`` is that of the array's
 first element or, if ``item_bytes`` is not null, of the container item that holds the array.
 ``encoding`` names the codec of an array that is not stored as plain numbers; ``stored_bytes`` is
@@ -68,9 +80,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from ckpt_cli.html_report.page import check_html_path, write_report
 from ckpt_cli.options.progress import progress_form
 from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
@@ -78,6 +93,8 @@ from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
 from ckpt_cli.pages.inspect_object import object_json, value_cell
 from ckpt_cli.pages.inspect_page import detail_lines, header_lines, optimizer_lines
 from ckpt_cli.pages.inspect_stats import stats_lines
+from ckpt_cli.pages.pictures.ranks import grid_json, rank_lines
+from ckpt_cli.pages.pictures.sizes import size_lines, sizes_json
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -103,12 +120,14 @@ from core.opening.damaged import open_readable_part
 from core.opening.listing import list_checkpoints
 from core.opening.open import FILL, Checkpoint
 from core.opening.unrecognised import CHECKPOINTS_BELOW
+from core.pictures.sizes import SizeNode, sizes_of
 from core.progress import Phase, report_bytes
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
     from core.inspect.select import SelectedEntries
     from core.numbers.statistics import ValueStatistics
+    from core.pictures.ranks import RankGrid
 
 TREE_LIMIT = 200
 """Default number of lines of a tree, and of the details of an entry, without a pager."""
@@ -123,16 +142,25 @@ def inspect(options: InspectOptions) -> int:
         UsageError: the path does not exist, or a KEY matches nothing.
         CheckpointingException: the checkpoint cannot be read.
     """
-    # A KEY may select something that only one rank has: read every rank file then.
+    _check_pictures(options)
+    if options.report is not None:
+        check_html_path(options.report)
+    # A KEY may select something that only one rank has: read every rank file then. So does a
+    # report, which shows every shard.
     try:
         checkpoint = open_readable_part(
             options.path,
             iteration=options.iteration,
-            samples=not (options.all or options.keys or options.stats),
+            samples=not (options.all or options.keys or options.stats or options.report),
             missing_chunks=options.missing_chunks or FILL,
         )
     except UnsupportedError as err:
-        if err.rule != CHECKPOINTS_BELOW or options.keys or options.iteration is not None:
+        if (
+            err.rule != CHECKPOINTS_BELOW
+            or options.keys
+            or options.iteration is not None
+            or options.report
+        ):
             raise
         _print_listing(options)
         return 0
@@ -154,6 +182,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     summary = summarize(checkpoint)
     if options.values and not options.keys:
         raise require_key(summary, f"--values {options.values}")
+    pictures = _pictures_of(checkpoint, summary, options)
     # Select the entries, and measure the values if requested.
     try:
         selection = select_entries(checkpoint, summary, options.keys)
@@ -165,6 +194,11 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     summary = with_selected(summary, selection)
     tensors = list(selection.tensors.values())
     statistics = _measure(checkpoint, summary, tensors, options)
+    if options.report is not None:
+        from ckpt_cli.html_report.inspect_report import inspect_html
+
+        html = inspect_html(checkpoint, summary, tensors, statistics)
+        write_report(options.report, html)
     if options.json:
         fields = inspect_json(
             checkpoint,
@@ -175,11 +209,21 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
             n_values=options.values,
             statistics=statistics,
         )
-        print(json.dumps(fields | {"problems": damage_json(checkpoint.problems)}))
+        fields["problems"] = damage_json(checkpoint.problems)
+        if pictures.sizes is not None:
+            fields["sizes"] = sizes_json(*pictures.sizes)
+        if pictures.grid is not None:
+            fields["rank_grid"] = grid_json(pictures.grid)
+        print(json.dumps(fields))
         return
     # A pager shows everything, whatever the length.
     pager = None if options.no_pager else pager_of(sys.stdout)
     limit = (0 if pager else TREE_LIMIT) if options.limit is None else options.limit
+    if options.sizes or options.ranks:
+        notes = _note_lines(screen, checkpoint, selection.notes)
+        lines = _picture_lines(screen, summary, pictures, options, limit=limit)
+        print_page(chain(notes, lines), pager)
+        return
     print_page(_page(checkpoint, summary, selection, statistics, options, limit=limit), pager)
 
 
@@ -199,17 +243,22 @@ def _page(
         limit: as for ``_lines``.
     """
     screen = screen_of(sys.stdout)
-    yield from damage_lines(screen, checkpoint.problems)
     notes = [*selection.notes]
     if statistics and summary.view.is_rank_local:
         notes.append("measured rank by rank: data that several ranks hold count several times")
-    for note in notes:
-        yield screen.styled(escaped(f"note: {note}"), "yellow")
+    yield from _note_lines(screen, checkpoint, notes)
     tensors = list(selection.tensors.values())
     if statistics:
         measured = [meta for meta in tensors if meta.key in statistics]
         is_flat = options.tree is False
-        lines = stats_lines(screen, measured, statistics, is_flat=is_flat, sort=options.sort)
+        lines = stats_lines(
+            screen,
+            measured,
+            statistics,
+            is_flat=is_flat,
+            has_members=bool(options.keys),
+            sort=options.sort,
+        )
         yield from first_lines(screen, list(lines), options.limit or 0)
         if not options.values:
             return
@@ -219,6 +268,96 @@ def _page(
     yield from _lines(
         checkpoint, summary, tensors, objects, options, screen, is_list=is_list, limit=limit
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _InspectPictures:
+    """The data of the pictures that the options ask for.
+
+    Args:
+        sizes: of the model and of the optimizer.
+    """
+
+    sizes: tuple[SizeNode, SizeNode] | None = None
+    grid: RankGrid | None = None
+
+
+def _check_pictures(options: InspectOptions) -> None:
+    """Raise if ``--sizes`` or ``--ranks`` is combined with an option that shows something else.
+
+    Raises:
+        UsageError: two options cannot be combined.
+    """
+    flag = "--sizes" if options.sizes else "--ranks" if options.ranks else None
+    conflicts = {
+        "KEY": bool(options.keys),
+        "--values": bool(options.values),
+        "--stats": options.stats,
+        "--tree and --flat": options.tree is not None,
+        "--optim": options.optim,
+    }
+    other = next((name for name, is_given in conflicts.items() if is_given), None)
+    if flag is not None and other is not None:
+        raise UsageError(
+            f"{flag} shows the complete checkpoint and cannot be combined with {other}",
+            hint=f"run ckpt inspect twice, once with {flag} alone",
+        )
+
+
+def _pictures_of(
+    checkpoint: Checkpoint, summary: Summary, options: InspectOptions
+) -> _InspectPictures:
+    """Return the data of the pictures that the options ask for.
+
+    Raises:
+        UsageError: ``--ranks`` of a checkpoint that is not laid out by ranks.
+    """
+    grid = None
+    if options.ranks:
+        from core.pictures.ranks import rank_grid
+
+        grid = rank_grid(checkpoint)
+        if grid is None:
+            raise UsageError(
+                f"--ranks needs a checkpoint that is laid out by Megatron's ranks, but this one"
+                f" ({summary.format}) is not",
+                hint="--sizes shows where the bytes of any checkpoint are",
+            )
+    return _InspectPictures(sizes_of(summary.view) if options.sizes else None, grid)
+
+
+def _picture_lines(
+    screen: Screen,
+    summary: Summary,
+    pictures: _InspectPictures,
+    options: InspectOptions,
+    *,
+    limit: int,
+) -> Iterator[str]:
+    """Yield the pictures, each with the path above it.
+
+    Args:
+        limit: maximum number of lines of each; 0 for all.
+    """
+    yield screen.styled(escaped(summary.path), "bold")
+    if pictures.sizes is not None:
+        yield ""
+        lines = list(size_lines(screen, *pictures.sizes, sort=options.sort))
+        yield from first_lines(screen, lines, limit)
+        if summary.view.is_rank_local:
+            note = "note: rank by rank: data that several ranks hold count several times"
+            yield screen.styled(note, "yellow")
+    if pictures.grid is not None:
+        yield ""
+        lines = list(rank_lines(screen, pictures.grid, folds=options.limit != 0))
+        yield from first_lines(screen, lines, limit)
+
+
+def _note_lines(screen: Screen, checkpoint: Checkpoint, notes: Iterable[str]) -> Iterator[str]:
+    """Yield the damage of the checkpoint, and notes."""
+    yield from damage_lines(screen, checkpoint.problems)
+    for note in notes:
+        yield screen.styled(escaped(f"note: {note}"), "yellow")
 
 
 def _print_listing(options: InspectOptions) -> None:

@@ -16,7 +16,8 @@ If several workers shared the work, ``"launch"`` contains the figures of each
      "src": str, "source_format": str, "dst": str, "target_format": str,
      "n_tensors": int, "n_fragments": int,
      "read_bytes": int, "least_read_bytes": int, "write_bytes": int, "memory_bytes": int,
-     "free_bytes": int, "dst_exists": bool, "resumed_bytes": int, "expected_seconds": float | null,
+     "free_bytes": int | null, "dst_exists": bool, "resumed_bytes": int,
+     "expected_seconds": float | null,
      "read_rate": int | null, "write_rate": int | null,
      "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}],
      "notes": [str], "dropped": [str],
@@ -46,10 +47,10 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
+from ckpt_cli.html_report.page import check_html_path, write_report
 from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import (
     check_file,
@@ -69,6 +70,7 @@ from ckpt_cli.workers.remaining import InterruptedOutput
 from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
+from core.files.remote_path import location_of
 from core.forecast.forecast import forecast
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.version import parse_version
@@ -171,6 +173,10 @@ def _check_conflicts(options: TransferOptions) -> None:
     """
     if options.rank is not None and not options.dry_run:
         raise UsageError("--rank only applies to --dry-run", hint="add --dry-run")
+    if options.report is not None:
+        if not options.dry_run:
+            raise UsageError("--report only applies to --dry-run", hint="add --dry-run")
+        check_html_path(options.report)
     check_file(options.rules, option="--rules")
     check_file(options.config, option="--config")
     if options.dst is not None and options.output not in (None, options.dst):
@@ -270,6 +276,12 @@ def _plan(job: Job, options: TransferOptions) -> int:
     with _prepare(job, options) as prepared:
         expected = forecast(prepared, prepare_seconds=time.monotonic() - begun)
         files = None if options.rank is None else prepared.files_for_rank(options.rank)
+        if options.report is not None:
+            from ckpt_cli.html_report.transfer_report import plan_html
+
+            verb = "reshard" if job.keeps_layout else "convert"
+            html = plan_html(prepared, expected, verb=verb)
+            write_report(options.report, html, is_quiet=options.quiet)
         if options.json:
             if expected.shortage is not None:
                 raise expected.shortage
@@ -312,9 +324,9 @@ def _command_without_dry_run(options: TransferOptions, expected: Forecast) -> st
     words = list(options.words)
     for at in reversed(range(len(words))):
         name = words[at].replace("_", "-")
-        if name in ("--dry-run", "-n") or name.startswith("--rank="):
+        if name in ("--dry-run", "-n") or name.startswith(("--rank=", "--report=")):
             del words[at]
-        elif name == "--rank":
+        elif name in ("--rank", "--report"):
             del words[at : at + 2]
     return shlex.join(words)
 
@@ -350,7 +362,7 @@ def _run(job: Job, workers: Team, *, form: str) -> Report:
     destination = InterruptedOutput(job.dst, keeps_partial=job.resume or workers.size > 1)
 
     def note_publication(report: Report, inode: int) -> None:
-        destination.path, destination.inode = Path(report.dst), inode
+        destination.path, destination.inode = location_of(report.dst), inode
         remember_report(report, inode)
 
     try:

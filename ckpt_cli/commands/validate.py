@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of, plan_request
 from ckpt_cli.findings.verdict import Verdict, exit_code_of
+from ckpt_cli.html_report.page import write_report
 from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import check_file
 from ckpt_cli.screen.blocks import n_text
@@ -28,7 +29,8 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from ckpt_cli.workers.progress import show_progress
-from core.errors import UsageError
+from core.checks.file_codes import RANK_MISSING
+from core.errors import CheckpointingException, UsageError
 from core.files.remote_path import location_of
 from core.pickle.reader import gc_paused
 from core.team.protocol import broadcast_result, is_lead
@@ -38,7 +40,14 @@ from core.validate.run import distinct_paths, refused
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
 
-_SUFFIXES = {".json": "json", ".xml": "junit", ".sarif": "sarif", ".txt": "text"}
+_SUFFIXES = {
+    ".html": "html",
+    ".htm": "html",
+    ".json": "json",
+    ".xml": "junit",
+    ".sarif": "sarif",
+    ".txt": "text",
+}
 """File suffix → format of ``--report``, and of ``-o`` without ``--format``."""
 
 
@@ -170,7 +179,11 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
     # Each --report in the format of its suffix.
     for path in options.report or ():
         format = _SUFFIXES[path.suffix.lower()]
-        write_lines(path, _report_lines(format, verdicts, options, Screen()))
+        lines = _report_lines(format, verdicts, options, Screen())
+        if format == "html":
+            write_report(path, next(lines), is_quiet=options.quiet)
+        else:
+            write_lines(path, lines)
     # With -o, the requested format goes to its file, and text to stdout.
     stdout_format = "json" if options.json else options.format
     if options.output is not None:
@@ -185,11 +198,15 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
 def _report_lines(
     format: str, verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen
 ) -> Iterator[str]:
-    """Return the lines of the report in one of ``FORMATS``; import only that format's module."""
+    """Return the lines of the report in one of ``FORMATS`` or HTML; import only its module."""
     if format == "json":
         from ckpt_cli.findings.json_report import json_lines
 
         return json_lines(verdicts, level=level_of(options), is_strict=options.strict)
+    if format == "html":
+        from ckpt_cli.html_report.validate_report import validate_html
+
+        return iter([validate_html(verdicts).rstrip("\n")])
     if format == "junit":
         from ckpt_cli.findings.junit import junit_lines
 
@@ -206,8 +223,30 @@ def _report_lines(
 
     return chain(
         text_lines(screen, verdicts, limit=options.limit, is_quiet=options.quiet),
+        () if options.quiet else _grids_with_missing_ranks(screen, verdicts),
         () if options.quiet else _checkpoints_below(screen, verdicts, limit=options.limit),
     )
+
+
+def _grids_with_missing_ranks(screen: Screen, verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the grid of the ranks of each checkpoint of which some are missing."""
+    from ckpt_cli.pages.pictures.ranks import rank_lines
+    from core.opening.damaged import open_readable_part
+    from core.pictures.ranks import rank_grid
+
+    for verdict in verdicts:
+        if not any(finding.code == RANK_MISSING.code for finding in verdict.validation.findings):
+            continue
+        # The findings are the result; without a readable rank there is no picture.
+        with suppress(CheckpointingException):
+            checkpoint = open_readable_part(location_of(verdict.validation.path))
+            with closing(checkpoint.store):
+                grid = rank_grid(checkpoint)
+            if grid is not None:
+                yield ""
+                if len(verdicts) > 1:
+                    yield screen.styled(escaped(verdict.validation.path), "bold")
+                yield from rank_lines(screen, grid)
 
 
 def _checkpoints_below(

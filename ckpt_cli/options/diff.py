@@ -168,6 +168,16 @@ class DiffOptions:
         threads_option("Number of threads. [2]"),
     ] = None
     # What is printed.
+    report: Annotated[
+        Path | None,
+        Option(
+            "--report",
+            metavar="FILE",
+            parser=Path,
+            rich_help_panel=TALK,
+            help="Also write a heat map and the worst tensors to FILE (.html).",
+        ),
+    ] = None
     limit: Annotated[
         int | None,
         Option(

@@ -65,9 +65,29 @@ class InspectOptions:
         Flag(
             "--stats",
             help="Read the model, or the tensors that KEY selects: min, max, mean, std, NaN, Inf, "
-            "zeros.",
+            "zeros, histogram.",
         ),
     ] = False
+    sizes: Annotated[
+        bool,
+        Flag("--sizes", help="Show where the bytes are: a bar per module."),
+    ] = False
+    ranks: Annotated[
+        bool,
+        Flag(
+            "--ranks",
+            help="Show what each rank holds: pipeline stages × tensor ranks (× expert ranks).",
+        ),
+    ] = False
+    report: Annotated[
+        Path | None,
+        Option(
+            "--report",
+            metavar="FILE",
+            parser=Path,
+            help="Also write the page with pictures, every tensor and its shards to FILE (.html).",
+        ),
+    ] = None
     limit: Annotated[
         int | None,
         Option(

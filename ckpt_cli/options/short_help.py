@@ -53,11 +53,21 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
             "--sort",
             "--values",
             "--stats",
+            "--sizes",
+            "--ranks",
             "--limit",
             "--all",
             "--json",
         ),
         guide="guide/first-steps",
+    ),
+    "explore": ShortHelp(
+        examples=(
+            ("the newest iteration of a run", "ckpt explore run"),
+            ("an older iteration, in a bucket", "ckpt explore s3://bucket/run --iteration 5000"),
+        ),
+        options=("--iteration", "--memory", "--threads", "--storage-option"),
+        guide="guide/explore",
     ),
     "convert": ShortHelp(
         examples=(

@@ -29,7 +29,7 @@ from ckpt_cli.options.values import (
     parse_size,
     whole_number,
 )
-from core.files.object_client import set_storage_options
+from core.files.object_client import limit_requests, set_storage_options
 from core.files.remote_path import RemotePath
 from core.files.url import refuse_url
 
@@ -37,8 +37,8 @@ Options = TypeVar("Options")
 Result = TypeVar("Result")
 CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
 
-_SOURCES = frozenset({"src", "path", "paths", "a", "b", "against"})
-"""Arguments that name checkpoints to read."""
+_CHECKPOINTS = frozenset({"src", "path", "paths", "a", "b", "against", "dst", "output"})
+"""Arguments that name checkpoints."""
 
 TARGETS = (
     *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
@@ -93,11 +93,12 @@ def accepts(
             for name, value in values.items():
                 for item in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(item, Path) and not (
-                        name in _SOURCES and isinstance(item, RemotePath)
+                        name in _CHECKPOINTS and isinstance(item, RemotePath)
                     ):
                         refuse_url(item)
             if "storage_option" in values:
                 set_storage_options(parse_storage_options(values["storage_option"] or ()))
+                limit_requests(values.get("threads"))
             if WORDS in hints:
                 values[WORDS] = given_words()
             return body(options(**values))
@@ -307,6 +308,17 @@ class TransferOptions:
             help="Print each tensor's layout rule; read and write no tensor data.",
         ),
     ] = False
+    report: Annotated[
+        Path | None,
+        Option(
+            "--report",
+            metavar="FILE",
+            parser=Path,
+            rich_help_panel=OUTPUT,
+            help="With --dry-run: also write the plan, with pictures of what moves, "
+            "to FILE (.html).",
+        ),
+    ] = None
     rank: Annotated[
         int | None,
         Option(

@@ -165,7 +165,7 @@ class ValidateOptions:
             parser=Path,
             rich_help_panel=OUTPUT,
             help="Write another report, in the format of FILE's suffix: "
-            ".json, .xml (JUnit), .sarif, .txt; repeatable.",
+            ".html (with pictures), .json, .xml (JUnit), .sarif, .txt; repeatable.",
         ),
     ] = None
     json: Annotated[bool, Flag("--json", rich_help_panel=OUTPUT, help="Same as --format json.")] = (

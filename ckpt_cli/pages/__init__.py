@@ -1,5 +1,5 @@
 """The pages that commands print: functions that turn values of ``core`` into lines.
 
 Start at ``transfer``, ``inspect_page`` and ``diff_page``.
-Imports: core, findings, screen.
+Imports: core, findings, pages.pictures, screen, workers.
 """

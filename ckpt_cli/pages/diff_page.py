@@ -44,7 +44,7 @@ _GROUPS = {
     "masters": "master weights",
     "other": "other",
 }
-_COLUMNS = {
+COLUMNS = {
     "equal": "equal",
     "close": "close",
     "unread": "not read",
@@ -68,12 +68,10 @@ def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Itera
     """
     # Above the lists: verdict, facts, and the number of tensors of each group and kind.
     yield verdict_line(screen, result)
-    yield from facts(screen, _facts(result), indent=2)
+    yield from facts(screen, diff_facts(result), indent=2)
     if any(not tensor.is_same for tensor in result.tensors) or result.of_kind("close"):
         yield ""
-        yield from table(
-            screen, list(_count_rows(result)), align="<" + ">" * len(_COLUMNS), indent=2
-        )
+        yield from table(screen, list(count_rows(result)), align="<" + ">" * len(COLUMNS), indent=2)
     # The lists, the most important first; those without members print nothing.
     lists = _ListPrinter(screen, limit, is_flat)
     for name, tensors in _one_sided(result):
@@ -183,7 +181,7 @@ def _method_text(result: Diff) -> str:
     return f"within the tolerance, {n_close:,} of them not bit for bit"
 
 
-def _facts(result: Diff) -> Iterator[tuple[str, Cell | str]]:
+def diff_facts(result: Diff) -> Iterator[tuple[str, Cell | str]]:
     """Yield the facts below the verdict: the two sides, how they were compared, and notes."""
     # The two sides, and how they were compared.
     yield "A", _side_text(result.a)
@@ -231,10 +229,10 @@ def _side_text(side: Side) -> str:
     return f"{escaped(str(side.source.path))}  ({', '.join(parts)})"
 
 
-def _count_rows(result: Diff) -> Iterator[list[Cell | str]]:
+def count_rows(result: Diff) -> Iterator[list[Cell | str]]:
     """Yield the number of tensors of each group and kind, without empty columns and rows."""
-    kinds = [kind for kind in _COLUMNS if result.of_kind(kind)]
-    yield ["", *(Cell(_COLUMNS[kind], ("dim",)) for kind in kinds)]
+    kinds = [kind for kind in COLUMNS if result.of_kind(kind)]
+    yield ["", *(Cell(COLUMNS[kind], ("dim",)) for kind in kinds)]
     counts = Counter((tensor.role, tensor.kind) for tensor in result.tensors)
     for role in sorted({role for role, _ in counts}, key=ROLES.index):
         row: list[Cell | str] = [_GROUPS[role]]

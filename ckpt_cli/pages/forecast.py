@@ -21,12 +21,13 @@ def forecast_facts(
         has_force: the run would have ``--force``.
     """
     yield from _existing_facts(expected, has_force=has_force)
-    needed = bytes_text(expected.needed_bytes)
-    space = f"{bytes_text(expected.free_bytes)} for {needed} to write"
-    if expected.shortage is not None:
-        yield "free space", Cell(f"{space}: too little", ("red",))
-    else:
-        yield "free space", f"{space}: it fits"
+    if expected.free_bytes is not None:
+        needed = bytes_text(expected.needed_bytes)
+        space = f"{bytes_text(expected.free_bytes)} for {needed} to write"
+        if expected.shortage is not None:
+            yield "free space", Cell(f"{space}: too little", ("red",))
+        else:
+            yield "free space", f"{space}: it fits"
     if expected.resumed_bytes:
         yield "resume", f"{bytes_text(expected.resumed_bytes)} are already written"
     if expected.seconds is None:

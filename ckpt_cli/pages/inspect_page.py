@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from core.inspect.summary import Summary
     from core.opening.open import Checkpoint
 
-_GROUP_TITLES = {
+GROUP_TITLES = {
     "model": "model",
     "moments": "optimizer moments",
     "masters": "master weights",
@@ -72,7 +72,7 @@ def detail_lines(
 def header_lines(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield everything above the tree: facts about the checkpoint and a table of its groups."""
     yield screen.styled(escaped(summary.path), "bold")
-    yield from facts(screen, _header_facts(summary, checkpoint))
+    yield from facts(screen, header_facts(summary, checkpoint))
     # The groups (model, moments, …), with a total if there are several.
     yield ""
     rows: list[list[Cell | str]] = [
@@ -80,7 +80,7 @@ def header_lines(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> It
     ]
     for group in summary.groups:
         figures = [f"{group.n_tensors:,}", count_text(group.n_elements), bytes_text(group.n_bytes)]
-        rows.append([_GROUP_TITLES[group.name], *figures, Cell(", ".join(group.dtypes), ("cyan",))])
+        rows.append([GROUP_TITLES[group.name], *figures, Cell(", ".join(group.dtypes), ("cyan",))])
     if len(summary.groups) > 1:
         total = summary.total
         rows.append(
@@ -112,7 +112,7 @@ def optimizer_lines(screen: Screen, states: OptimizerStates) -> Iterator[str]:
     yield from facts(screen, [("optimizer", text)])
 
 
-def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Cell | str]]:
+def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Cell | str]]:
     """Return the facts above the tree, with their labels."""
     # How it is stored.
     version = f", version {escaped(summary.version)}" if summary.version else ""

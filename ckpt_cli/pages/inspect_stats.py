@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import log2
+from statistics import median
 from typing import TYPE_CHECKING
 
+from ckpt_cli.pages.pictures.histogram import LEGEND, histogram_text, scale_of
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.inspect.stats import FoldedStatistics, fold_statistics
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
     from core.catalog.catalog import TensorMeta
     from core.numbers.statistics import ValueStatistics
 
+_MOST_MEMBERS = 64
+"""Maximum number of members of a folded row that have a line each."""
+_OUTLIER = 3.0
+"""Least ratio of a standard deviation to the median of those of the other layers, or inverse."""
 _TITLES = ("", "min", "max", "mean", "std")
 _ALIGN = "<>>>><"
 
@@ -23,13 +30,17 @@ def stats_lines(
     statistics: Mapping[str, ValueStatistics | None],
     *,
     is_flat: bool,
+    has_members: bool = False,
     sort: str | None,
 ) -> Iterator[str]:
     """Yield a row for each tensor, or for the equal tensors of all layers, and a line of totals.
 
+    Below each row is its histogram.
+
     Args:
         statistics: description of each tensor by key; None for one without numbers.
         is_flat: one row per tensor; otherwise a line below a folded row names the extreme members.
+        has_members: below a folded row, also a line with the histogram of each member.
         sort: ``size``, ``name``, or None for the order of ``tensors``.
     """
     # Fold, and sort the folded rows.
@@ -59,16 +70,76 @@ def stats_lines(
             headings[-1].append(name)
     # Below a folded row, its extreme members.
     extremes = [[], *map(_extreme_texts, folded)]
-    for line, titles, texts in zip(
-        table(screen, figures, align=_ALIGN), headings, extremes, strict=True
+    below = [
+        [],
+        *(_histogram_lines(screen, row, statistics, has_members=has_members) for row in folded),
+    ]
+    for line, titles, texts, histograms in zip(
+        table(screen, figures, align=_ALIGN), headings, extremes, below, strict=True
     ):
         for title in titles:
             yield screen.plain(screen.styled(title, *(("bold",) if title.endswith("]") else ())))
         yield line
         for text in _filled(texts, None if screen.width is None else screen.width - 5):
             yield screen.plain("    " + screen.styled(escaped(text), "dim"))
+        yield from histograms
     yield ""
     yield from _total_lines(screen, tensors, statistics, n_rows=len(folded))
+
+
+def _histogram_lines(
+    screen: Screen,
+    row: FoldedStatistics,
+    statistics: Mapping[str, ValueStatistics | None],
+    *,
+    has_members: bool,
+) -> Iterator[str]:
+    """Yield the histogram of a row, or one for each of its members, all to one scale.
+
+    Args:
+        has_members: a line for each member, marked if its standard deviation is an outlier.
+    """
+    if row.total is None or row.total.histogram.top is None:
+        return
+    scale = scale_of(row.total.histogram)
+    low, high = scale.limits
+    if len(row.members) == 1 or not has_members:
+        bars = histogram_text(row.total.histogram, row.total.n_zeros, scale)
+        yield screen.plain(f"    {low} {screen.styled(bars, 'cyan')} {high}")
+        return
+    # Of very many members, those whose deviations are the most unusual.
+    parts = {meta.key: part for meta in row.members if (part := statistics[meta.key]) is not None}
+    ratios = _ratios_to_median(parts)
+    unusual = sorted(parts, key=lambda key: -abs(log2(ratios[key] or 1)))[:_MOST_MEMBERS]
+    chosen = {*unusual}
+    rows = [[Cell(text, ("dim",)) for text in ("", "std", "max |x|", f"{low} to {high}", "")]]
+    for key, part in parts.items():
+        if key in chosen:
+            bars = histogram_text(part.histogram, part.n_zeros, scale)
+            largest = max(-(part.least or 0), part.greatest or 0)
+            mark = _mark_cell(part, ratios[key])
+            figures = [Cell(_figure_text(part.std)), Cell(_figure_text(largest))]
+            rows.append([Cell(row.numbers_of(key)), *figures, Cell(bars, ("cyan",)), mark])
+    yield from table(screen, rows, align="<>><<", indent=4, fits=True)
+    if len(parts) > len(chosen):
+        n_more = n_text(len(parts) - len(chosen), "more tensor")
+        yield screen.plain("    " + screen.styled(f"… {n_more}, closer to the median std", "dim"))
+
+
+def _ratios_to_median(parts: Mapping[str, ValueStatistics]) -> dict[str, float]:
+    """Return the ratio of each standard deviation to their median; 1 where there is none."""
+    stds = [part.std for part in parts.values() if part.std]
+    middle = median(stds) if stds else 0.0
+    return {key: part.std / middle if part.std and middle else 1.0 for key, part in parts.items()}
+
+
+def _mark_cell(part: ValueStatistics, ratio: float) -> Cell:
+    """Return the mark of an unusual member; an empty cell for the others."""
+    if part.n_nan or part.n_infinite:
+        return Cell(f"← {part.n_nan + part.n_infinite:,} NaN or Inf", ("red",))
+    if 1 / _OUTLIER < ratio < _OUTLIER:
+        return Cell("")
+    return Cell(f"← {ratio:.3g} × std", ("yellow",))
 
 
 def _filled(texts: Sequence[str], width: int | None) -> list[str]:
@@ -155,6 +226,8 @@ def _total_lines(
         if n_bad
         else "no NaN or Inf"
     )
+    if any(part.histogram.top is not None for part in parts):
+        yield screen.styled(LEGEND, "dim")
     skipped = len(tensors) - len(read)
     rest = f", {n_text(skipped, 'tensor')} without numbers to read" if skipped else ""
     yield screen.plain(f"{n_text(len(read), 'tensor')}, {bytes_text(n_bytes)}{rest}: {verdict}")
@@ -175,4 +248,8 @@ def stats_json(part: ValueStatistics | None) -> dict[str, object] | None:
         "nan": part.n_nan,
         "inf": part.n_infinite,
         "zeros": part.n_zeros,
+        "histogram": {
+            "negative": dict(sorted(part.histogram.negative.items())),
+            "positive": dict(sorted(part.histogram.positive.items())),
+        },
     }

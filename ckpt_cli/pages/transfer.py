@@ -18,7 +18,9 @@ from ckpt_cli.screen.blocks import (
     table_width,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
+from ckpt_cli.workers.work_state import traffic_text
 from core.convert.explain import LayoutLine
+from core.files.requests.traffic import traffic_so_far
 from core.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
@@ -50,28 +52,7 @@ def plan_lines(
     # The facts: source, destination, and what the job reads, writes and holds in memory.
     title = screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
     yield f"{title} (dry run: nothing was written)"
-    source = prepared.source
-    plan = prepared.plan
-    replicas = (
-        f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
-    )
-    read = f"{bytes_text(plan.read_bytes)} (minimum {bytes_text(plan.least_read_bytes)}){replicas}"
-    allowed = bytes_text(prepared.job.memory_bytes)
-    yield from facts(
-        screen,
-        [
-            ("from", f"{escaped(str(source.path))} ({source.format.name})"),
-            ("to", f"{prepared.target_format.name}, {n_text(len(prepared.files), 'file')}"),
-            ("tensors", f"{prepared.n_tensors:,}"),
-            ("read", read),
-            ("write", bytes_text(plan.file_bytes)),
-            ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
-            *forecast_facts(expected, has_force=prepared.job.force),
-            *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
-            *_list_facts("not carried", list(map(str, prepared.dropped_reasons)), style="yellow"),
-            *_list_facts("note", prepared.notes, style="yellow"),
-        ],
-    )
+    yield from facts(screen, plan_facts(prepared, expected))
     # The files of the destination, and the source files that one of its ranks needs.
     yield ""
     rows = [
@@ -92,6 +73,32 @@ def plan_lines(
     if command is not None and expected.shortage is None:
         yield ""
         yield f"{screen.styled('next', 'dim')}  {escaped(command)}"
+
+
+def plan_facts(prepared: Prepared, expected: Forecast) -> list[tuple[str, Cell | str]]:
+    """Return what a job reads, writes and holds in memory, and what it leaves out.
+
+    Args:
+        expected: free space and time.
+    """
+    source, plan = prepared.source, prepared.plan
+    replicas = (
+        f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
+    )
+    read = f"{bytes_text(plan.read_bytes)} (minimum {bytes_text(plan.least_read_bytes)}){replicas}"
+    allowed = bytes_text(prepared.job.memory_bytes)
+    return [
+        ("from", f"{escaped(str(source.path))} ({source.format.name})"),
+        ("to", f"{prepared.target_format.name}, {n_text(len(prepared.files), 'file')}"),
+        ("tensors", f"{prepared.n_tensors:,}"),
+        ("read", read),
+        ("write", bytes_text(plan.file_bytes)),
+        ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
+        *forecast_facts(expected, has_force=prepared.job.force),
+        *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
+        *_list_facts("not carried", list(map(str, prepared.dropped_reasons)), style="yellow"),
+        *_list_facts("note", prepared.notes, style="yellow"),
+    ]
 
 
 def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
@@ -154,6 +161,9 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
             f"{seconds_text(min(times))} to {seconds_text(max(times))} each"
         )
         pairs.append(("workers", text))
+    traffic = traffic_so_far()
+    if traffic.n_requests and any("://" in path for path in (report.src, report.dst)):
+        pairs.append(("store", traffic_text(traffic)))
     if report.bytes_resumed:
         pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} had already been written"))
     if report.n_copies:

@@ -53,6 +53,7 @@ from core.errors import (
     UsageError,
     did_you_mean,
 )
+from core.files.requests.waiting import allow_requests, end_requests
 
 INTERNAL_ERROR = 70
 """Exit code of a bug in ckpt (EX_SOFTWARE of sysexits.h)."""
@@ -133,8 +134,9 @@ def end_on_signals() -> Callable[[], None]:
     """Make SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the main thread, once.
 
     Later signals are ignored, so that nothing interrupts the clean-up (a closing terminal sends
-    SIGHUP twice, people press Ctrl-C twice). A signal that the parent chose to ignore (``nohup``)
-    stays ignored. In any other thread this function does nothing.
+    SIGHUP twice, people press Ctrl-C twice). Object stores are hardly waited for any more. A signal
+    that the parent chose to ignore (``nohup``) stays ignored. In any other thread this function
+    does nothing.
 
     Returns:
         A function that restores the earlier handlers.
@@ -147,6 +149,7 @@ def end_on_signals() -> Callable[[], None]:
         for other in before:
             signal.signal(other, signal.SIG_IGN)
         _received = number
+        end_requests()
         raise Terminated(number)
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -159,6 +162,7 @@ def end_on_signals() -> Callable[[], None]:
     def restore() -> None:
         global _received
         _received = None
+        allow_requests()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -170,6 +174,7 @@ PACKAGES = {
     "ml_dtypes": ("ml_dtypes", "ml_dtypes"),
     "numpy": ("NumPy", "numpy"),
     "rich": ("rich", "rich"),
+    "textual": ("textual", "'ckpt-toolkit[explore]'"),
     "tensorstore": ("TensorStore", "tensorstore"),
     "torch": ("PyTorch", "torch"),
     "typer": ("typer", "typer"),

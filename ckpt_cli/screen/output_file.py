@@ -15,6 +15,7 @@ _OPENINGS = (
     b'{"schema": "ckpt.',
     b'{\n "$schema": ',
     b"<?xml ",
+    b"<!doctype html>\n<!-- report of ckpt",
     b"::",
     "✓ ".encode(),
     "✗ ".encode(),
@@ -45,7 +46,7 @@ def check_report_path(path: Path) -> None:
     with translate_os_errors(str(path), doing="read"):
         if path.is_file():
             with path.open("rb") as file:
-                start = file.read(32)
+                start = file.read(max(map(len, _OPENINGS)))
             # An empty file may be replaced, such as one created by mktemp.
             if start.strip() and not start.startswith(_OPENINGS):
                 raise UsageError(

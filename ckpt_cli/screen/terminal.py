@@ -33,7 +33,8 @@ class Screen:
     Args:
         width: columns of the terminal; None for files and pipes, where nothing is shortened.
         has_color: escape sequences for colours are wanted.
-        has_unicode: the encoding contains more than ASCII characters.
+        has_unicode: the encoding contains more than ASCII characters, and the terminal can show
+            them.
     """
 
     width: int | None = None
@@ -54,8 +55,10 @@ class Screen:
 _ASCII = {
     ord(glyph): ascii
     for glyph, ascii in {
-        "·": "|", "×": "x", "…": "...", "–": "-", "→": "->", "✓": "+", "✗": "-",
-        "├": "|", "└": "`", "─": "-", "│": "|", "━": "=",
+        "·": "|", "×": "x", "…": "...", "–": "-", "→": "->", "←": "<-", "✓": "+", "✗": "-",
+        "├": "|", "└": "`", "─": "-", "│": "|", "━": "=", "■": "#", "±": "+-",
+        "▏": "-", "▎": "-", "▍": "-", "▌": "#", "▋": "#", "▊": "#", "▉": "#", "█": "#",
+        "▁": ".", "▂": ":", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%",
     }.items()
 }  # fmt: skip
 
@@ -66,7 +69,7 @@ def screen_of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen
     Args:
         stream: stdout or stderr.
         environ: ``NO_COLOR`` and ``TERM=dumb`` switch colours off, ``FORCE_COLOR`` switches them
-            on, and ``COLUMNS`` sets the width.
+            on, and ``COLUMNS`` sets the width. ``TERM=dumb`` also means ASCII.
     """
     # NO_COLOR wins over FORCE_COLOR.
     is_terminal = stream.isatty()
@@ -77,7 +80,8 @@ def screen_of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen
         wants_color = False
     encoding = (stream.encoding or "ascii").lower().replace("-", "").replace("_", "")
     width = max(shutil.get_terminal_size().columns, 40) if is_terminal else None
-    return Screen(width, wants_color, encoding.startswith("utf"))
+    has_unicode = encoding.startswith("utf") and environ.get("TERM") != "dumb"
+    return Screen(width, wants_color, has_unicode)
 
 
 def escaped(text: str) -> str:

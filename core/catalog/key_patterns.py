@@ -196,6 +196,15 @@ def fold_keys(kinds: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
     ]
 
 
+def split_numbers(key: str) -> list[str]:
+    """Split a key at the numbers that are complete components, such as those of layers.
+
+    Returns:
+        Texts and, at odd positions, the numbers between them.
+    """
+    return _NUMBER.split(key)
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """The numbers of one or more keys, as they are shown, and the keys if they are wanted."""

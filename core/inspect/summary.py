@@ -27,7 +27,7 @@ from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
-from core.opening.objects import loaded
+from core.opening.objects import expect_streams, loaded
 from core.opening.source_files import config_of_source
 from core.pickle.inert import Global, attributes
 from core.pickle.reader import gc_paused
@@ -143,8 +143,18 @@ class Summary:
 
 
 @gc_paused()
-def summarize(checkpoint: Checkpoint) -> Summary:
+def global_view_of(checkpoint: Checkpoint) -> Catalog:
+    """Return the catalog that ``Summary.view`` is, without the rest of the summary."""
+    return _global_view(_unshard(checkpoint).catalog, checkpoint.catalog)
+
+
+@gc_paused()
+def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summary:
     """Build the summary that ``ckpt inspect`` shows.
+
+    Args:
+        with_capabilities: find out which conversions are possible, which takes seconds for 10⁵
+            tensors; otherwise ``capabilities`` is empty.
 
     Raises:
         CheckpointingException: an object or an entry of the metadata cannot be read.
@@ -174,10 +184,11 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     notes += _warn_of_pickles(checkpoint)
 
     # Plan the conversions to find out which are possible; nothing converts a damaged checkpoint.
-    capabilities = (
-        (Capability("convert", False, why="the checkpoint is damaged"),)
-        if checkpoint.problems
-        else capabilities_of(
+    capabilities: tuple[Capability, ...] | None = ()
+    if checkpoint.problems:
+        capabilities = (Capability("convert", False, why="the checkpoint is damaged"),)
+    elif with_capabilities:
+        capabilities = capabilities_of(
             checkpoint,
             ModelTraits(
                 layout_refusal=unsharded.refusal,
@@ -186,7 +197,6 @@ def summarize(checkpoint: Checkpoint) -> Summary:
                 has_scales=unsharded.has_scales,
             ),
         )
-    )
     if capabilities is None:
         notes.append(
             "too large to try the possible conversions: use convert --dry-run or reshard --dry-run"
@@ -466,9 +476,9 @@ def _inspect_other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
         for name, size in sizes.items()
         if 0 < size <= _MAX_STREAM_BYTES and has_pickled_name(name)
     ]
-    contents = {
-        name: look_into(checkpoint.store, name, sizes[name]) for name in names[:_MOST_STREAMS]
-    }
+    names = names[:_MOST_STREAMS]
+    checkpoint.store.expect_headers(names)
+    contents = {name: look_into(checkpoint.store, name, sizes[name]) for name in names}
     return {name: item for name, item in contents.items() if item.uses or item.unread}
 
 
@@ -486,6 +496,7 @@ def _uses_in_streams(checkpoint: Checkpoint) -> set[Use]:
     catalog = checkpoint.catalog
     raw_keys = [item.raw_key for item in catalog.objects.values() if item.raw_key is not None]
     uses: set[Use] = set()
+    expect_streams(checkpoint.store, catalog, raw_keys[:_MOST_STREAMS])
     for raw_key in raw_keys[:_MOST_STREAMS]:
         stream = catalog.fragments(raw_key)[0].array
         if stream is None or stream.extent.encoding is not None:

@@ -22,7 +22,7 @@ MAX_DEPTH = 48
 """Maximum number of components; longer keys keep the rest in one, which bounds the recursion."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d{0,8})")
-_MIN_SUFFIXED = 4
+MIN_SUFFIXED = 4
 """Fewer equal siblings with a common stem, such as w1, w2, w3, usually differ in their meaning."""
 _MIN_REPEATED = 3
 """Minimum number of tensors below a node that refers to an equal sibling."""
@@ -144,7 +144,7 @@ class _TreeFolder:
         # Label each group, or its members separately if they are too few.
         groups: list[tuple[int, str, int, int]] = []
         for (stem, content), positions in alike.items():
-            if len(positions) == 1 or (stem and len(positions) < _MIN_SUFFIXED):
+            if len(positions) == 1 or (stem and len(positions) < MIN_SUFFIXED):
                 groups += [(position, names[position], 1, content) for position in positions]
                 continue
             members = [names[position] for position in positions]
@@ -181,11 +181,21 @@ class _TreeFolder:
         return number
 
 
-def _stem(name: str) -> str:
-    """Return the part of a name before its number; a name without number has a stem of its own."""
+def number_in(name: str) -> tuple[str, int | None]:
+    """Split a name into its stem and the number at its end: ``weight7`` is ``("weight", 7)``.
+
+    Returns:
+        The complete name and None, if it does not end with a number as Python writes it.
+    """
     # Most names end with a letter, for which the pattern would be slow.
     match = _NUMBERED.fullmatch(name) if name[-1:].isdigit() else None
-    return match[1] if match else f"{name}."
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def _stem(name: str) -> str:
+    """Return the part of a name before its number; a name without number has a stem of its own."""
+    stem, number = number_in(name)
+    return f"{name}." if number is None else stem
 
 
 def _named(node: Node, label: str, n_alike: int, *, is_root: bool = False) -> Node:

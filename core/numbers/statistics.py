@@ -1,4 +1,4 @@
-"""Describe the values of a tensor: extremes, mean, standard deviation, NaN, infinities and zeros.
+"""Describe values: extremes, mean, standard deviation, histogram, NaN, infinities and zeros.
 
 Extremes, mean and deviation are those of the finite elements. The mean and the sum of squared
 deviations are computed in float64 for each block of elements around the block's own mean, and
@@ -11,12 +11,13 @@ Complex elements are described by their magnitudes. Packed types (float4) have n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
 
 from core.arrays.dtypes import DTYPES, itemsize
 from core.numbers.difference import decode_float32, decode_numbers
+from core.numbers.histogram import Histogram, histogram_of, merge_histograms
 from core.numbers.tally import ExactSum
 
 _AT_ONCE = 1 << 15
@@ -33,6 +34,7 @@ class ValueStatistics:
         least, greatest: extremes of the finite elements, exactly; None if there are none.
         total: sum of the finite elements.
         square: sum of the squared deviations of the finite elements from their mean.
+        histogram: number of finite elements by sign and exponent; zeros are in ``n_zeros`` alone.
     """
 
     n_elements: int = 0
@@ -43,6 +45,7 @@ class ValueStatistics:
     greatest: int | float | None = None
     total: float = 0.0
     square: float = 0.0
+    histogram: Histogram = field(default_factory=Histogram)
 
     @property
     def n_finite(self) -> int:
@@ -87,6 +90,7 @@ def merge_statistics(parts: Sequence[ValueStatistics]) -> ValueStatistics:
         greatest=max((part.greatest for part in parts if part.greatest is not None), default=None),
         total=total.value,
         square=square.value,
+        histogram=merge_histograms(part.histogram for part in parts),
     )
 
 
@@ -134,6 +138,7 @@ def _describe_block(data: memoryview, dtype: str) -> ValueStatistics:
             return ValueStatistics(n_elements=n_elements, n_nan=n_nan, n_infinite=n_infinite)
         deviations -= total / len(values)
         square = float(np.einsum("i,i->", deviations, deviations))
+        histogram = histogram_of(values)
     # + 0 turns the -0.0 that may be an extreme into 0.0.
     return ValueStatistics(
         n_elements=n_elements,
@@ -144,4 +149,5 @@ def _describe_block(data: memoryview, dtype: str) -> ValueStatistics:
         greatest=values.max().item() + 0,
         total=total,
         square=square,
+        histogram=histogram,
     )

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.copy.run import execute
 from core.errors import CapacityError, CorruptError
 from core.files.store import MemoryStore, ReadStore
+from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.plan.plan import MIB, make_plan
 from core.stage.files import StageStore
 
@@ -251,3 +253,31 @@ def test_decoding_counts_towards_the_memory_and_takes_threads_away_before_it_is_
         make_plan(
             replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=300 * MIB
         )
+
+
+def test_the_encoded_bytes_of_an_announced_array_are_announced_once() -> None:
+    class RecordingStore(MemoryStore):
+        ranges: list[tuple[str, int, int]]
+
+        def expect_ranges(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+            self.ranges = list(ranges)
+
+    data = zlib.compress(VALUES.tobytes())
+    coding = ChunkCoding("int32", VALUES.shape, tuple(range(VALUES.ndim)), codecs=("zlib",))
+    array = StoredArray(
+        "w", "int32", VALUES.shape, Extent("c/0", 3, encoding=EncodedChunk(coding, len(data)))
+    )
+    files = RecordingStore({"c/0": b"xyz" + data})
+    store = DecodedStore(files)
+    name = store.placed(array).extent.file
+    chunk = ("c/0", 3, 3 + len(data))
+    for ranges, announced in (
+        ([("plain", 0, 5), (name, 0, 8), (name, 100, 200)], [("plain", 0, 5), chunk]),
+        ([(name, 8, 16)], []),
+    ):
+        store.expect_ranges(ranges)
+        assert files.ranges == announced
+    # What is decoded is not needed again.
+    assert store.read(name, 0, 8) == VALUES.tobytes()[:8]
+    store.expect_ranges([(name, 16, 24)])
+    assert files.ranges == []

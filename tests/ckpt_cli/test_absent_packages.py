@@ -76,6 +76,28 @@ def test_what_needs_an_absent_package_names_it(
     assert "bug" not in result.stderr
 
 
+def test_explore_names_the_extra_that_it_needs(golden: Path, tmp_path: Path) -> None:
+    # textual is looked for in a terminal only.
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(_FINDER)
+    environ = {"PYTHONPATH": str(tmp_path / "site"), "ABSENT": "textual", "TERM": "xterm"}
+    main_end, end = os.openpty()
+    process = subprocess.Popen(
+        [str(CKPT), "explore", str(golden / RUN)],
+        cwd=tmp_path,
+        env={**os.environ, **environ},
+        stdin=end,
+        stdout=end,
+        stderr=end,
+    )
+    os.close(end)
+    assert process.wait() == 4
+    text = " ".join(os.read(main_end, 10_000).decode().split())
+    os.close(main_end)
+    assert "ckpt explore needs textual, which is not installed" in text
+    assert "hint: pip install 'ckpt-toolkit[explore]'" in text
+
+
 def test_without_typer_there_is_no_traceback(tmp_path: Path) -> None:
     result = run(tmp_path, "typer", "--help")
     assert result.returncode == 4

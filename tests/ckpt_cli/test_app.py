@@ -65,7 +65,7 @@ def test_python_m_is_the_same_program() -> None:
         (["inspect", "--limt", "3"], "did you mean --limit?"),
         (["reshard", "--tp-nwe", "2"], "did you mean --tp-new?"),
         (["inspect", "a", "--to", "hf"], "it is an option of ckpt convert, reshard"),
-        (["explode"], "no such command: explode\n  hint: see ckpt --help"),
+        (["frobnicate"], "no such command: frobnicate\n  hint: see ckpt --help"),
         (["inspct", "a"], "no such command: inspct\n  hint: did you mean inspect?"),
         (["help", "convrt"], "did you mean convert?"),
         (["ls", "a"], "no such command: ls\n  hint: use ckpt inspect PATH"),

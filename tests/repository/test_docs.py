@@ -133,11 +133,11 @@ def test_decisions_are_numbered_short_and_listed() -> None:
 
 def test_the_architecture_names_every_package() -> None:
     text = text_of(ROOT / "docs/explanation/architecture.md")
-    section = text.partition("## The fifteen layers")[2].partition("\n## ")[0]
+    section = text.partition("## The sixteen layers")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
     named = re.findall(r"`(core\.\w+|ckpt_cli)`", "\n".join(row.split("|")[2] for row in rows))
     packages = {path.parent.name for path in ROOT.glob("core/*/__init__.py")}
-    assert len(rows) == 15
+    assert len(rows) == 16
     assert sorted(named) == sorted(
         {"ckpt_cli", "core.errors", *(f"core.{package}" for package in packages)}
     )

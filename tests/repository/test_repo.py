@@ -84,7 +84,15 @@ def test_files_are_named_after_a_noun(repo_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["scripts/setup", "scripts/demo", "scripts/test", "scripts/check", "scripts/bench", ".ci/run"],
+    [
+        "scripts/setup",
+        "scripts/demo",
+        "scripts/test",
+        "scripts/check",
+        "scripts/bench",
+        "scripts/browser-tests",
+        ".ci/run",
+    ],
 )
 def test_scripts_can_be_run(name: str, repo_dir: Path) -> None:
     assert os.access(repo_dir / name, os.X_OK)
@@ -119,5 +127,9 @@ def test_every_dependency_is_pinned_to_a_version_it_allows(repo_dir: Path) -> No
 def test_the_distribution_holds_what_is_no_python_file(repo_dir: Path) -> None:
     project = tomllib.loads((repo_dir / "pyproject.toml").read_text("utf-8"))
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["core", "ckpt_cli"]
-    for name in ("core/py.typed", "ckpt_cli/py.typed", "core/megatron/rules/megatron.toml"):
+    templates = "ckpt_cli/html_report/templates"
+    for name in (
+        *("core/py.typed", "ckpt_cli/py.typed", "core/megatron/rules/megatron.toml"),
+        *(f"{templates}/{file}" for file in ("base.html.j2", "report.css", "report.js")),
+    ):
         assert (repo_dir / name).is_file()

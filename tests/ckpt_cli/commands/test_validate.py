@@ -116,7 +116,7 @@ def test_the_current_directory_is_looked_at_without_a_path(
         (["--newest-valid", "-o", "x"], "cannot be combined with --output"),
         (["--newest-valid", "--report", "x.json"], "cannot be combined with --report"),
         (["--newest-valid", "no/such"], "no such directory"),
-        (["--report", "report.html"], "has none of the suffixes"),
+        (["--report", "report.pdf"], "has none of the suffixes"),
         (["--all-iterations"], "no iterations found"),
         (["-o", "no/such/dir/report.json"], "directory does not exist"),
         (["-o", "."], "path is a directory"),

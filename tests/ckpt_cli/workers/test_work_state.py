@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt_cli.workers.work_state import bar_text, clock, log_line, state_of
+from core.files.requests.traffic import Traffic
 from core.progress import Phase
 
 GIB = 2**30
@@ -77,3 +78,16 @@ def test_a_phase_without_a_total_tells_its_duration() -> None:
     assert log_line(Phase.PUBLISHING, nothing, "bytes", elapsed_s=125) == (
         "publishing: 2 min 05 s so far"
     )
+
+
+def test_requests_to_a_store_fit_into_80_columns_with_the_rate() -> None:
+    state = state_of([(92 * GIB, 135 * GIB)], [(61 * GIB, 135 * GIB)], 10.0)
+    traffic = Traffic(12_040, 13)
+    assert bar_text(state, "bytes", 120, traffic=traffic).endswith(
+        "92.0 GiB of 135 GiB  3.10 GiB/s  0:14  12,040 requests (13 repeated)"
+    )
+    assert bar_text(state, "bytes", 60, traffic=traffic) == (
+        " 68%  92.0/135 GiB  3.10 GiB/s  0:14  12,040 req, 13 again"
+    )
+    assert bar_text(state, "bytes", 40, traffic=traffic) == " 68%  92.0/135 GiB  3.10 GiB/s  0:14"
+    assert log_line(Phase.COPYING, state, "bytes", traffic=Traffic(1)).endswith(", 1 request")

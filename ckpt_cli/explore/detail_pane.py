@@ -1,0 +1,323 @@
+"""The right side of the screen: reads what the cursor is on, in a worker, part after part."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, TypeVar
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from ckpt_cli.explore.cancellation import Cancellation, Cancelled
+from ckpt_cli.explore.drawn_text import screen_of_width, text_of_lines
+from ckpt_cli.explore.report_screen import Draw
+from ckpt_cli.explore.tensor_page import (
+    NO_NUMBERS,
+    Reading,
+    TensorDetails,
+    error_lines,
+    module_page,
+    tensor_page,
+    totals_of,
+)
+from ckpt_cli.pages.damage import damage_lines
+from ckpt_cli.pages.inspect_object import object_json, object_lines
+from ckpt_cli.pages.inspect_page import header_lines
+from ckpt_cli.pages.pictures.ranks import rank_lines
+from ckpt_cli.screen.blocks import bytes_text, facts, n_text
+from ckpt_cli.screen.terminal import Screen, escaped
+from core.inspect.summary import summarize
+from core.numbers.difference import has_numbers
+from core.pictures.ranks import rank_grid
+
+if TYPE_CHECKING:
+    from ckpt_cli.explore.names import Entry
+    from ckpt_cli.explore.source import CheckpointSource
+    from core.catalog.catalog import TensorMeta
+    from core.inspect.summary import Summary
+    from core.pictures.ranks import RankGrid
+    from core.progress import Progress
+
+_Result = TypeVar("_Result")
+_PAUSE_S = 0.08
+"""Time that the cursor has to rest on an entry before anything is read."""
+_MOST_KEPT = 500
+"""Most tensors whose details are kept."""
+_ADDED_AT_ONCE = 1_000
+"""Most tensors that are added up without a worker."""
+_MOST_OBJECT_LINES = 400
+_REFRESH_S = 0.1
+
+
+class DetailPane(VerticalScroll):
+    """What is known of the entry at the cursor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._source: CheckpointSource | None = None
+        self._draw: Draw | None = None
+        self._cancellation = Cancellation()
+        self._kept: OrderedDict[str, TensorDetails] = OrderedDict()
+        self._overview: Draw | None = None
+        self._meta: TensorMeta | None = None
+
+    def compose(self) -> ComposeResult:
+        """Return the only widget, which has the text."""
+        yield Static("", markup=False)
+
+    def on_resize(self) -> None:
+        """Draw again at the new width."""
+        self._redraw()
+
+    def on_unmount(self) -> None:
+        """Ask the work to end."""
+        self._cancellation.cancel()
+
+    def stop_reading(self) -> None:
+        """Give up what is being read; statistics can be asked for again."""
+        meta = self._meta
+        if meta is None or self._cancellation.is_cancelled():
+            return
+        self._cancellation.cancel()
+        details = self._details(meta)
+        if details.statistics is None or isinstance(details.statistics, Reading):
+            self._keep(replace(details, statistics=Reading()))
+
+    def show(self, source: CheckpointSource, entry: Entry, *, is_root: bool) -> None:
+        """Show an entry: at once what is in the metadata, the rest when it was read.
+
+        Args:
+            is_root: the entry is the checkpoint.
+        """
+        self._source = source
+        self._meta = None if entry.is_object else entry.branch.meta
+        if entry.kind != "tensor":
+            self._meta = None
+        # What was begun for the last entry is of no use.
+        cancellation = self._begin()
+        if is_root:
+            self._set(self._overview or partial(_first_lines_of, source, entry))
+            if self._overview is None:
+                self._read(cancellation, partial(self._read_overview, source))
+        elif self._meta is not None:
+            self._show_tensor(source, self._meta, cancellation)
+        elif entry.kind == "object":
+            self._set(lambda screen: [screen.styled("reading…", "dim")])
+            self._read(cancellation, partial(self._read_object, source, entry.key or ""))
+        elif entry.is_object:
+            count = n_text(len(entry.children()), "entry", "entries")
+            self._set(lambda screen: [screen.styled(escaped(entry.label), "bold"), count])
+        else:
+            title = ".".join(entry.path) if entry.kind == "module" else entry.label
+            is_small = entry.n_tensors <= _ADDED_AT_ONCE
+            totals = totals_of(entry) if is_small else None
+            self._set(partial(module_page, entry=entry, title=title, totals=totals))
+            if not is_small:
+                self._read(cancellation, partial(self._add_up, entry, title))
+        self.scroll_home(animate=False)
+
+    def read_statistics(self) -> None:
+        """Measure the tensor that is shown, whatever its size."""
+        meta, source = self._meta, self._source
+        if meta is None or source is None:
+            self.app.notify("statistics are those of a tensor: move to one", markup=False)
+            return
+        if isinstance(self._details(meta).statistics, Reading | Exception):
+            cancellation = self._begin()
+            self._read(cancellation, partial(self._read_tensor, source, meta, is_asked=True))
+
+    def _begin(self) -> Cancellation:
+        """Cancel what is being read, and return the cancellation of what comes."""
+        self._cancellation.cancel()
+        self._cancellation = Cancellation()
+        return self._cancellation
+
+    def _show_tensor(
+        self, source: CheckpointSource, meta: TensorMeta, cancellation: Cancellation
+    ) -> None:
+        """Show what is kept of a tensor, and read what is missing."""
+        details = self._details(meta)
+        self._set(partial(tensor_page, details=details))
+        if None in (details.placement, details.values, details.statistics):
+            self._read(cancellation, partial(self._read_tensor, source, meta))
+
+    def _details(self, meta: TensorMeta) -> TensorDetails:
+        """Return what is known of a tensor."""
+        return self._kept.get(meta.key) or TensorDetails(meta)
+
+    def _read(self, cancellation: Cancellation, work: Callable[[Cancellation], None]) -> None:
+        """Begin some work in a worker, after the cursor has rested for a moment."""
+
+        def begin() -> None:
+            if not cancellation.is_cancelled():
+                self.run_worker(partial(_run, work, cancellation), thread=True, exit_on_error=False)
+
+        self.set_timer(_PAUSE_S, begin)
+
+    def _read_tensor(
+        self,
+        source: CheckpointSource,
+        meta: TensorMeta,
+        cancellation: Cancellation,
+        *,
+        is_asked: bool = False,
+    ) -> None:
+        """Read what is not known of a tensor, and show each part; called in a worker.
+
+        Args:
+            is_asked: measure the tensor even if it is large.
+        """
+        details = self._details(meta)
+        for part in self._missing_parts(source, details, cancellation, is_asked=is_asked):
+            cancellation.check()
+            details = part
+            self.app.call_later(self._keep, details)
+
+    def _missing_parts(
+        self,
+        source: CheckpointSource,
+        details: TensorDetails,
+        cancellation: Cancellation,
+        *,
+        is_asked: bool,
+    ) -> Iterator[TensorDetails]:
+        """Yield the details with one part more each time; errors are parts, too."""
+        meta = details.meta
+        if details.placement is None:
+            details = replace(details, placement=_or_error(lambda: source.placement(meta.key)))
+            yield details
+        if details.values is None:
+            cancellation.check()
+            details = replace(details, values=_or_error(lambda: source.values(meta.key)))
+            yield details
+        # Large tensors are only measured if the user asks for it.
+        if not is_asked and details.statistics is not None:
+            return
+        if not has_numbers(meta.dtype):
+            yield replace(details, statistics=NO_NUMBERS)
+            return
+        if meta.n_bytes > source.statistics_limit_bytes and not is_asked:
+            yield replace(details, statistics=Reading())
+            return
+        shown_at = 0.0
+
+        def report(progress: Progress) -> None:
+            nonlocal shown_at
+            if monotonic() - shown_at >= _REFRESH_S:
+                shown_at = monotonic()
+                step = replace(details, statistics=Reading(progress))
+                self.app.call_later(self._show_step, step, cancellation)
+
+        statistics = _or_error(lambda: source.statistics(meta, cancellation, report))
+        yield replace(details, statistics=NO_NUMBERS if statistics is None else statistics)
+
+    def _keep(self, details: TensorDetails) -> None:
+        """Keep what was read of a tensor, and show it if the cursor is still there."""
+        key = details.meta.key
+        self._kept[key] = details
+        self._kept.move_to_end(key)
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        if self._meta is not None and self._meta.key == key:
+            self._set(partial(tensor_page, details=details))
+
+    def _show_step(self, details: TensorDetails, cancellation: Cancellation) -> None:
+        """Show how far the statistics are, unless they have ended since."""
+        is_over = not isinstance(self._details(details.meta).statistics, Reading | None)
+        if not (cancellation.is_cancelled() or is_over) and self._meta is details.meta:
+            self._set(partial(tensor_page, details=details))
+
+    def _read_overview(self, source: CheckpointSource, cancellation: Cancellation) -> None:
+        """Read the facts about the checkpoint; called in a worker."""
+        draw: Draw
+        try:
+            summary = summarize(source.checkpoint, with_capabilities=False)
+            draw = partial(_overview_lines, source, summary, rank_grid(source.checkpoint))
+        except Exception as err:
+            draw = partial(error_lines, err=err)
+        self.app.call_later(self._set_overview, draw, cancellation)
+
+    def _set_overview(self, draw: Draw, cancellation: Cancellation) -> None:
+        """Keep the facts about the checkpoint, and show them if the cursor is still there."""
+        self._overview = draw
+        if not cancellation.is_cancelled():
+            self._set(draw)
+
+    def _read_object(self, source: CheckpointSource, key: str, cancellation: Cancellation) -> None:
+        """Read an object; called in a worker."""
+        draw: Draw
+        try:
+            value = object_json(source.view.objects[key], source.checkpoint)
+            draw = partial(object_lines, entries=[(key, value)], limit=_MOST_OBJECT_LINES)
+        except Exception as err:
+            draw = partial(error_lines, err=err)
+        cancellation.check()
+        self.app.call_later(self._set_unless, draw, cancellation)
+
+    def _add_up(self, entry: Entry, title: str, cancellation: Cancellation) -> None:
+        """Add the tensors of a large module up; called in a worker."""
+        draw = partial(module_page, entry=entry, title=title, totals=totals_of(entry))
+        self.app.call_later(self._set_unless, draw, cancellation)
+
+    def _set_unless(self, draw: Draw, cancellation: Cancellation) -> None:
+        """Show something unless the cursor has moved on."""
+        if not cancellation.is_cancelled():
+            self._set(draw)
+
+    def _set(self, draw: Draw) -> None:
+        """Show something from now on."""
+        self._draw = draw
+        self._redraw()
+
+    def _redraw(self) -> None:
+        """Draw what is shown, at the width of the pane."""
+        if self._draw is not None and self.is_mounted:
+            screen = screen_of_width(self.scrollable_content_region.width)
+            self.query_one(Static).update(text_of_lines(self._draw(screen)))
+
+
+def _run(work: Callable[[Cancellation], None], cancellation: Cancellation) -> None:
+    """Do some work of a worker, until it ends or is cancelled."""
+    cancellation.watch_this_thread()
+    try:
+        work(cancellation)
+    except Cancelled:
+        return
+
+
+def _or_error(read: Callable[[], _Result]) -> _Result | Exception:
+    """Return what is read, or the error of reading it."""
+    try:
+        return read()
+    except Exception as err:
+        return err
+
+
+def _first_lines_of(source: CheckpointSource, entry: Entry, screen: Screen) -> Iterator[str]:
+    """Yield what is known of a checkpoint before its files were counted."""
+    yield screen.styled(escaped(str(source.checkpoint.path)), "bold")
+    format = source.checkpoint.format
+    pairs = [("format", f"{format.name}: {format.title}")]
+    if source.checkpoint.iteration is not None:
+        pairs.append(("iteration", str(source.checkpoint.iteration)))
+    pairs.append(("tensors", f"{entry.n_tensors:,}"))
+    pairs.append(("size", bytes_text(entry.n_bytes)))
+    yield from facts(screen, pairs)
+    yield ""
+    yield screen.styled("reading…", "dim")
+
+
+def _overview_lines(
+    source: CheckpointSource, summary: Summary, grid: RankGrid | None, screen: Screen
+) -> Iterator[str]:
+    """Yield the header of ``ckpt inspect``, what is damaged above it and the ranks below."""
+    yield from damage_lines(screen, source.checkpoint.problems)
+    yield from header_lines(screen, summary, source.checkpoint)
+    if grid is not None:
+        yield ""
+        yield from rank_lines(screen, grid)

@@ -1,0 +1,128 @@
+"""The report of ``ckpt inspect``: summary, treemap, rank grid, and every tensor with its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt_cli.html_report.facts import named_facts
+from ckpt_cli.html_report.names import shown_name
+from ckpt_cli.html_report.page import render
+from ckpt_cli.html_report.rank_table import rank_table
+from ckpt_cli.html_report.sizes_view import sizes_view
+from ckpt_cli.html_report.tensor_table import left_out_text, table_json
+from ckpt_cli.pages.inspect_page import GROUP_TITLES, catalog_of, header_facts
+from ckpt_cli.pages.inspect_stats import stats_json
+from ckpt_cli.screen.blocks import bytes_text, n_text
+from core.inspect.summary import bare_key
+from core.pictures.ranks import rank_grid
+from core.pictures.shards import shard_map
+from core.pictures.sizes import sizes_of
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import TensorMeta
+    from core.errors import CheckpointingException
+    from core.inspect.summary import Summary, TensorGroup
+    from core.numbers.statistics import ValueStatistics
+    from core.opening.open import Checkpoint
+    from core.pictures.shards import ShardMap
+
+N_BINS = 20
+"""Bins of a histogram on each side of zero, one for each power of two."""
+
+
+def inspect_html(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    tensors: Sequence[TensorMeta],
+    statistics: Mapping[str, ValueStatistics | None],
+) -> str:
+    """Return the report of one checkpoint.
+
+    Args:
+        tensors: the tensors to list.
+        statistics: those that were measured, by key.
+    """
+    view = summary.view
+
+    def map_of(key: str) -> ShardMap:
+        return shard_map(catalog_of(summary, checkpoint, key), key)
+
+    command = f"ckpt inspect {shown_name(summary.path)} KEY"
+    # The pictures, where the checkpoint has what they show.
+    sizes = sizes_view(sizes_of(view))
+    grid = rank_grid(checkpoint)
+    table = table_json(
+        tensors,
+        bare=lambda key: bare_key(key, view),
+        map_of=map_of,
+        statistics=statistics,
+        numbers_of=_numbers_of,
+    )
+    sections = [("summary", "Summary")]
+    sections += [("problems", "Damage")] if checkpoint.problems else []
+    sections += [("sizes", "Bytes")] if sizes else []
+    sections += [("ranks", "Ranks")] if grid else []
+    total = summary.total
+    context = {
+        "title": "inspect",
+        "subject": summary.path,
+        "headline": f"{summary.title} · {n_text(total.n_tensors, 'tensor')}, "
+        f"{bytes_text(total.n_bytes)}",
+        "sections": [*sections, ("tensors", "Tensors")],
+        "problems": list(map(_problem, checkpoint.problems)),
+        "facts": named_facts(header_facts(summary, checkpoint)),
+        "groups": [_group(group) for group in (*summary.groups, total)],
+        "sizes": sizes,
+        "grid": rank_table(grid) if grid else None,
+        "tensor_note": "Equal layers share a row. Open a row to see a tensor's"
+        f" {'shards and values' if statistics else 'shards'}.{left_out_text(table)}",
+    }
+    return render("inspect.html.j2", context, data={"table": table | {"command": command}})
+
+
+def _problem(problem: CheckpointingException) -> dict[str, object]:
+    """Return an error with its places."""
+    places = (("file", problem.file), ("key", problem.key), ("rank", problem.rank))
+    return {
+        "message": problem.message,
+        "places": [(name, text) for name, text in places if text is not None],
+    }
+
+
+def _group(group: TensorGroup) -> dict[str, object]:
+    """Return the totals of a group under the title that the terminal shows."""
+    return {
+        "name": GROUP_TITLES.get(group.name, group.name),
+        "n_tensors": group.n_tensors,
+        "n_elements": group.n_elements,
+        "n_bytes": group.n_bytes,
+        "dtypes": list(group.dtypes),
+    }
+
+
+def _numbers_of(values: ValueStatistics) -> dict[str, object]:
+    """Return the statistics that the report shows, by their names, and the histogram.
+
+    ``bins`` is ``[exponent of the largest values, zeros, negative counts, positive counts]``; the
+    counts begin with the largest exponent, and the last one is that of everything smaller.
+    """
+    numbers = stats_json(values) or {}
+    names = {"nan": "NaN", "inf": "Inf"}
+    result: dict[str, object] = {
+        names.get(name, name): number
+        for name, number in numbers.items()
+        if isinstance(number, int | float)
+    }
+    top = values.histogram.top
+    if top is not None:
+        sides = (values.histogram.negative, values.histogram.positive)
+        result["bins"] = [top, values.n_zeros, *(_counts_from(side, top) for side in sides)]
+    return result
+
+
+def _counts_from(side: Mapping[int, int], top: int) -> list[int]:
+    """Return the counts of the largest exponents, and of everything smaller together."""
+    exponents = range(top, top - N_BINS, -1)
+    smaller = sum(n for exponent, n in side.items() if exponent <= top - N_BINS)
+    return [*(side.get(exponent, 0) for exponent in exponents), smaller]

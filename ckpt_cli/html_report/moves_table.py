@@ -1,0 +1,92 @@
+"""The bytes that move between ranks, as a matrix of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_cli.html_report.names import shown_name
+from ckpt_cli.screen.blocks import bytes_text, n_text
+from core.pictures.shards import RankMoves
+
+MAX_SIDE = 24
+"""Most rows and columns; more ranks are put together in blocks of consecutive ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixCell:
+    """Bytes from one block of ranks to another.
+
+    Args:
+        text: the bytes; "" if there are none.
+        heat: the bytes in proportion to the largest, 0 to 9.
+        stays: source and target are the same rank.
+    """
+
+    text: str
+    heat: int
+    tip: str
+    stays: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MovesTable:
+    """The matrix: a row for each source, a column for each target, with their sums."""
+
+    summary: str
+    targets: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[MatrixCell, ...], str], ...]
+    totals: tuple[str, ...]
+
+
+def moves_table(moves: RankMoves) -> MovesTable | None:
+    """Arrange the bytes as a matrix; return None if there are none."""
+    total = sum(map(sum, moves.n_bytes))
+    if not total:
+        return None
+    # Blocks of consecutive ranks, so that 1,024 ranks remain readable.
+    sources, targets = _blocks(moves.sources), _blocks(moves.targets)
+    sums = [
+        [
+            sum(sum(moves.n_bytes[i][target.start : target.stop]) for i in source)
+            for _, target in targets
+        ]
+        for _, source in sources
+    ]
+    most = max(map(max, sums))
+    n_same = sum(
+        moves.n_bytes[row][moves.targets.index(name)]
+        for row, name in enumerate(moves.sources)
+        if name in moves.targets
+    )
+    rows = []
+    for (source, _), row in zip(sources, sums, strict=True):
+        cells = tuple(
+            MatrixCell(
+                bytes_text(n) if n else "",
+                0 if not n else 1 + round(5 * n / most),
+                f"{source} → {target}: {bytes_text(n)}, {100 * n / total:.3g} % of all",
+                source == target,
+            )
+            for (target, _), n in zip(targets, row, strict=True)
+        )
+        rows.append((source, cells, bytes_text(sum(row))))
+    counts = f"{n_text(len(moves.sources), 'source')} → {n_text(len(moves.targets), 'target')}"
+    same = f", {bytes_text(n_same)} stay on a rank of the same name" if n_same else ""
+    return MovesTable(
+        f"{bytes_text(total)} from {counts}{same}.",
+        tuple(name for name, _ in targets),
+        tuple(rows),
+        tuple(bytes_text(sum(column)) for column in zip(*sums, strict=True)),
+    )
+
+
+def _blocks(names: Sequence[str]) -> list[tuple[str, range]]:
+    """Divide names into at most ``MAX_SIDE`` blocks; return the label and positions of each."""
+    step = -(-len(names) // MAX_SIDE)
+    blocks = []
+    for start in range(0, len(names), max(step, 1)):
+        positions = range(start, min(start + step, len(names)))
+        first, last = shown_name(names[start], 48), shown_name(names[positions[-1]], 48)
+        blocks.append((first if len(positions) == 1 else f"{first} – {last}", positions))
+    return blocks

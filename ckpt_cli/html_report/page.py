@@ -1,0 +1,139 @@
+"""Render a report as one HTML file that loads nothing and runs only its own script.
+
+The Content-Security-Policy of the file forbids everything except the style sheet and the script
+inside it, which it names by their hashes. Nothing in the file has a ``style`` or ``on…`` attribute.
+Every text goes through jinja2's escaping, names from checkpoints through ``shown_name`` as well.
+What the script shows on demand is JSON in a data block, in which no tag can end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from base64 import b64encode
+from collections.abc import Mapping
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_cli.html_report.names import shown_name
+from ckpt_cli.screen.blocks import bytes_text, count_text, n_text, shape_text
+from ckpt_cli.screen.output_file import check_report_path, write_lines
+from ckpt_cli.screen.terminal import escaped
+from core.errors import UsageError
+from core.version import __version__
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+SUFFIXES = (".html", ".htm")
+START = "<!doctype html>\n<!-- report of ckpt"
+"""The first characters of every report, by which ``output_file`` recognises one."""
+
+
+def check_html_path(path: Path) -> None:
+    """Raise unless a report can be written to the path; called before the work begins.
+
+    Raises:
+        UsageError: the suffix is not that of HTML, or ``check_report_path`` refuses the path.
+        StorageError: the file cannot be read.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError(
+            f"--report writes HTML, but the name {path.name!r} does not end with .html",
+            hint=f"for example: --report {path.stem or 'report'}.html",
+        )
+    check_report_path(path)
+
+
+def write_report(path: Path, html: str, *, is_quiet: bool = False) -> None:
+    """Write a report completely or not at all, and print its name to stderr.
+
+    Raises:
+        UsageError: the path cannot be replaced.
+        CapacityError: the disk is full.
+        StorageError: permission denied, or an I/O error.
+    """
+    write_lines(path, [html.rstrip("\n")])
+    if not is_quiet:
+        size = bytes_text(len(html.encode("utf-8", "replace")))
+        print(f"report: {escaped(str(path))} ({size})", file=sys.stderr)
+
+
+def render(template: str, context: Mapping[str, object], *, data: Mapping[str, object]) -> str:
+    """Fill a template and return the complete file.
+
+    Args:
+        template: name of a file in ``templates``.
+        context: values for the template.
+        data: values for the script, which end up in the data block.
+    """
+    environment = _environment()
+    style, script = _source("report.css"), _source("report.js")
+    return environment.get_template(template).render(
+        context,
+        start=_markup(START),
+        version=__version__,
+        policy=_policy(style, script),
+        style=_markup(style),
+        script=_markup(script),
+        data=_markup(json_block(data)),
+    )
+
+
+def json_block(data: object) -> str:
+    r"""Return JSON that can stand in a ``<script>`` element: no ``<``, ``>``, ``&`` or U+2028.
+
+    They only occur inside JSON strings, where ``\u003c`` stands for the same character.
+    """
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _policy(style: str, script: str) -> str:
+    """Return a Content-Security-Policy that allows this style sheet and this script only."""
+    style_hash, script_hash = (
+        b64encode(sha256(text.encode()).digest()).decode() for text in (style, script)
+    )
+    return (
+        f"default-src 'none'; script-src 'sha256-{script_hash}'; style-src 'sha256-{style_hash}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def _source(name: str) -> str:
+    """Return the text of a file in ``templates``."""
+    return (files("ckpt_cli.html_report") / "templates" / name).read_text("utf-8")
+
+
+def _markup(text: str) -> str:
+    """Mark a text of this package, or JSON of ``json_block``, as needing no escaping."""
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+@cache
+def _environment() -> Environment:
+    """Return jinja2's environment, with escaping in every template."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FunctionLoader(_source),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "name": shown_name,
+        "bytes": bytes_text,
+        "count": count_text,
+        "shape": shape_text,
+        "n": n_text,
+    }
+    return environment

@@ -1,0 +1,66 @@
+"""The report of a dry run: the plan, each tensor before and after, what moves between ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_cli.html_report.facts import named_facts
+from ckpt_cli.html_report.moves_table import moves_table
+from ckpt_cli.html_report.page import render
+from ckpt_cli.html_report.sizes_view import sizes_view
+from ckpt_cli.html_report.tensor_table import left_out_text, table_json
+from ckpt_cli.pages.transfer import plan_facts
+from ckpt_cli.screen.blocks import bytes_text, n_text
+from core.pictures.shards import rank_moves, shard_move
+from core.pictures.sizes import sizes_of
+
+if TYPE_CHECKING:
+    from core.convert.prepare import Prepared
+    from core.forecast.forecast import Forecast
+    from core.pictures.shards import ShardMove
+
+MAX_FILES = 200
+"""Most files of the destination that are listed; the others are counted."""
+
+
+def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
+    """Return the report of what a job would do.
+
+    Args:
+        expected: free space and time.
+        verb: name of the command, ``convert`` or ``reshard``.
+    """
+    plan = prepared.plan
+
+    def move_of(key: str) -> ShardMove:
+        return shard_move(plan, key)
+
+    # The pictures: bytes by module in the destination, the matrix, and the tensors.
+    sizes = sizes_view(sizes_of(prepared.form))
+    matrix = moves_table(rank_moves(plan))
+    tensors = [plan.target.meta(key) for key in plan.keys() if key in plan.target.tensors]  # noqa: SIM118
+    table = table_json(tensors, move_of=move_of)
+    sections = [("summary", "Plan")]
+    sections += [("moves", "Moves")] if matrix else []
+    sections += [("tensors", "Tensors")]
+    sections += [("sizes", "Bytes")] if sizes else []
+    files = prepared.files
+    shortage = expected.shortage
+    context = {
+        "title": f"{verb} (dry run)",
+        "subject": f"{prepared.source.path} → {prepared.dst}",
+        "headline": shortage.message
+        if shortage is not None
+        else f"would read {bytes_text(plan.read_bytes)} and write {bytes_text(plan.file_bytes)}"
+        f" in {n_text(len(files), 'file')}; nothing was written",
+        "is_bad": shortage is not None,
+        "sections": [*sections, ("files", "Files")],
+        "facts": named_facts(plan_facts(prepared, expected)),
+        "sizes": sizes,
+        "matrix": matrix,
+        "files": files[:MAX_FILES],
+        "n_more_files": max(len(files) - MAX_FILES, 0),
+        "tensor_note": "Equal layers share a row. Open a row to see a tensor's shards at the"
+        f" source and at the destination, side by side.{left_out_text(table)}",
+    }
+    return render("transfer.html.j2", context, data={"table": table})

@@ -1,0 +1,217 @@
+"""The report of ``ckpt validate``: findings by severity, with their places on the rank grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_cli.findings.grouping import FindingGroup, group_similar
+from ckpt_cli.findings.text import validation_facts
+from ckpt_cli.html_report.facts import FactText, named_facts
+from ckpt_cli.html_report.page import render
+from ckpt_cli.html_report.rank_table import CellFindings, RankTable, rank_name, rank_table
+from ckpt_cli.screen.blocks import n_text
+from core.checks.finding import Finding, Severity
+from core.checks.registry import codes
+from core.errors import CheckpointingException
+from core.files.remote_path import location_of
+from core.megatron.model.topology import Rank, Topology, rank_dir
+from core.opening.damaged import open_readable_part
+from core.pictures.ranks import RankCell, RankGrid, rank_grid
+
+if TYPE_CHECKING:
+    from ckpt_cli.findings.verdict import Verdict
+
+MAX_GROUPS = 400
+"""Most groups of findings of one checkpoint; the others are counted."""
+MAX_CHECKPOINTS = 40
+"""Most checkpoints whose findings are listed; of the others there is a line."""
+_MAX_RANK_CHARACTERS = 300_000
+"""Most characters of the names of ranks, by which findings are filtered."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindingView:
+    """A group of findings for the template.
+
+    Args:
+        severity: its label.
+        ranks: the names of its ranks for the filter, each ending with ``;``.
+    """
+
+    severity: str
+    code: str
+    title: str
+    count: str
+    place: str
+    message: str
+    hint: str
+    other_keys: tuple[str, ...]
+    ranks: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointView:
+    """The findings of one checkpoint for the template."""
+
+    path: str
+    verdict: str
+    worst: str
+    facts: list[tuple[str, list[FactText]]]
+    severities: tuple[tuple[str, str], ...]
+    findings: tuple[FindingView, ...]
+    n_more: int
+    grid: RankTable | None
+
+
+def validate_html(verdicts: Sequence[Verdict]) -> str:
+    """Return the report of some checkpoints, the worst first if there are several."""
+    verdicts = sorted(verdicts, key=lambda verdict: -_worst(verdict))
+    n_bad = sum(not verdict.judgement.is_valid for verdict in verdicts)
+    worst = max(map(_worst, verdicts), default=0)
+    is_single = len(verdicts) == 1
+    context = {
+        "title": "validate",
+        "subject": verdicts[0].validation.path
+        if is_single
+        else n_text(len(verdicts), "checkpoint"),
+        "headline": verdicts[0].counts_text
+        if is_single
+        else f"{n_bad:,} with errors"
+        if n_bad
+        else "none with errors",
+        "worst": _LABELS[worst],
+        "sections": [("checkpoints", "Checkpoints")] if not is_single else _sections(),
+        "all": [
+            (verdict.validation.path, verdict.counts_text, _LABELS[_worst(verdict)])
+            for verdict in ([] if is_single else verdicts[:1000])
+        ],
+        "checkpoints": list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS])),
+    }
+    return render("validate.html.j2", context, data={})
+
+
+_LABELS = {0: "good", **{int(severity): severity.label for severity in Severity}}
+"""Severity, or 0 without findings → CSS class."""
+
+
+def _sections() -> list[tuple[str, str]]:
+    """Return the sections of the report of one checkpoint."""
+    return [("summary-1", "Summary"), ("findings-1", "Findings")]
+
+
+def _worst(verdict: Verdict) -> int:
+    """Return the worst severity of the findings that count; 0 without any."""
+    return max((int(finding.severity) for finding in verdict.judgement.counted), default=0)
+
+
+def _checkpoint_view(verdict: Verdict) -> CheckpointView:
+    """Collect what the report shows of one checkpoint."""
+    validation, counted = verdict.validation, verdict.judgement.counted
+    # The places of the findings on the grid, if there is one.
+    # Metadata that could not be read once are not read again; rank files have theirs in each file.
+    is_readable = validation.n_tensors > 0 and validation.format == "torch_dist"
+    has_grid = is_readable or validation.format == "megatron"
+    grid = _grid_of(validation.path) if has_grid else None
+    names = {} if grid is None else _names_of_cells(grid)
+    table = None
+    if grid is not None:
+        table = rank_table(grid, _findings_of_cells(counted, names))
+    groups = group_similar(counted, path=validation.path)
+    room = _MAX_RANK_CHARACTERS
+    views = []
+    for group in groups[:MAX_GROUPS]:
+        cells = {name for finding in group.findings for name in _cells_of(finding, names)}
+        ranks = " ".join(f"rank:{_cell_id(grid, cell)};" for cell in cells if grid is not None)
+        room -= len(ranks)
+        # "rank:*;" passes the filter of every rank.
+        views.append(_finding_view(group, ranks if room > 0 else "rank:*;"))
+    return CheckpointView(
+        validation.path,
+        verdict.counts_text,
+        _LABELS[_worst(verdict)],
+        named_facts(validation_facts(verdict)),
+        tuple(
+            (severity.label, n_text(verdict.judgement.n_of(severity), severity.label))
+            for severity in sorted(Severity, reverse=True)
+            if verdict.judgement.n_of(severity)
+        ),
+        tuple(views),
+        sum(len(group.findings) for group in groups[MAX_GROUPS:]),
+        table,
+    )
+
+
+def _finding_view(group: FindingGroup, ranks: str) -> FindingView:
+    """Return a group with the title of its code."""
+    first = group.first
+    code = codes().get(first.code)
+    n = len(group.findings)
+    return FindingView(
+        first.severity.label,
+        first.code,
+        code.title if code else "",
+        f"× {n:,}" if n > 1 else "",
+        group.place,
+        group.message,
+        first.hint or "",
+        group.other_keys[:8],
+        ranks,
+    )
+
+
+def _grid_of(path: str) -> RankGrid | None:
+    """Return the rank grid of a checkpoint that may be damaged; None if there is none."""
+    try:
+        checkpoint = open_readable_part(location_of(path), samples=False)
+        with closing(checkpoint.store):
+            return rank_grid(checkpoint)
+    except CheckpointingException:
+        return None
+
+
+Coordinates = tuple[int, int, int]
+
+
+def _names_of_cells(grid: RankGrid) -> dict[str, set[Coordinates]]:
+    """Return the ranks by the names that findings give them: files and directories."""
+    names: dict[str, set[Coordinates]] = {}
+    topology = Topology(tp=grid.tp, pp=grid.pp, ep=grid.ep)
+    for cell in grid.cells:
+        # A missing rank has no files, but findings name its directory.
+        directory = rank_dir(topology, Rank(cell.tp, cell.pp, cell.ep))
+        folders = {file.rpartition("/")[0] for file in cell.files} - {""}
+        for name in {*cell.files, *folders, directory, rank_name(cell, grid)}:
+            names.setdefault(name, set()).add((cell.pp, cell.tp, cell.ep))
+    return names
+
+
+def _cells_of(finding: Finding, names: Mapping[str, set[Coordinates]]) -> set[Coordinates]:
+    """Return the ranks that a finding is about; empty if it is about none in particular."""
+    for name in (finding.rank, finding.file):
+        if name is not None and name in names:
+            return names[name]
+    return set()
+
+
+def _findings_of_cells(
+    findings: Sequence[Finding], names: Mapping[str, set[Coordinates]]
+) -> dict[Coordinates, CellFindings]:
+    """Return the number and the worst severity of the findings of each rank."""
+    by_cell: dict[Coordinates, list[Severity]] = {}
+    for finding in findings:
+        for cell in _cells_of(finding, names):
+            by_cell.setdefault(cell, []).append(finding.severity)
+    return {
+        cell: CellFindings(max(severities).label, n_text(len(severities), "finding"))
+        for cell, severities in by_cell.items()
+    }
+
+
+def _cell_id(grid: RankGrid, coordinates: Coordinates) -> str:
+    """Return the name of a rank without spaces."""
+    pp, tp, ep = coordinates
+    cell = RankCell(pp, tp, ep, "", "", (), 0, 0, ())
+    return rank_name(cell, grid).replace(" ", "-")

@@ -1,0 +1,48 @@
+"""The options of ``ckpt explore``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from ckpt_cli.options.storage import storage_option
+from ckpt_cli.options.transfer import Flag, iteration_option, missing_chunks_option
+from ckpt_cli.options.values import parse_size, whole_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExploreOptions:
+    """Options of ``ckpt explore``."""
+
+    path: Annotated[
+        Path,
+        Argument(
+            metavar="PATH", help="Checkpoint directory, one of its files, or a training root."
+        ),
+    ] = Path()
+    iteration: Annotated[int | None, iteration_option("Options")] = None
+    missing_chunks: Annotated[str | None, missing_chunks_option("Options")] = None
+    memory: Annotated[
+        int | None,
+        Option(
+            "--memory",
+            metavar="SIZE",
+            parser=parse_size,
+            help="Memory limit of statistics and comparisons. [512MiB]",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        Option(
+            "--threads",
+            "-j",
+            metavar="N",
+            parser=whole_number(1, 64),
+            help="Number of reading threads. [one per core]",
+        ),
+    ] = None
+    storage_option: Annotated[list[str] | None, storage_option("Options")] = None
+    debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False

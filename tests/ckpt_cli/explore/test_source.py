@@ -1,0 +1,102 @@
+"""What ``ckpt explore`` reads of a checkpoint, without a screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.explore.cancellation import Cancellation, Cancelled
+from ckpt_cli.explore.names import Entry
+from ckpt_cli.explore.source import (
+    CheckpointSource,
+    Placement,
+    SourceOptions,
+    open_source,
+    pattern_of,
+)
+from core.errors import UsageError
+from core.numbers.statistics import ValueStatistics
+from core.progress import Progress
+
+RUN = "mcore_legacy/dense_gqa/tp2_pp2_optim"
+OTHER = "mcore_legacy/dense_gqa/tp2_pp1_optim"
+WEIGHT = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
+def opened(path: Path, **options: int) -> CheckpointSource:
+    return open_source(SourceOptions(path=path, **options), lambda n_files: None)  # type: ignore[arg-type]
+
+
+def ignore(progress: Progress) -> None:
+    pass
+
+
+def entry_of(source: CheckpointSource, *labels: str) -> Entry:
+    entry = Entry("module", "", (), (source.tensors,))
+    for label in labels:
+        entry = next(child for child in entry.children() if child.label == label)
+    return entry
+
+
+def test_a_tensor_is_placed_read_and_measured(golden: Path) -> None:
+    source = opened(golden / RUN)
+    placement = source.placement(WEIGHT)
+    assert isinstance(placement, Placement)
+    assert (placement.n_places, placement.n_boxes) == (2, 2)
+    assert len(source.values(WEIGHT)) == 24
+    statistics = source.statistics(source.view.tensors[WEIGHT], Cancellation(), ignore)
+    assert isinstance(statistics, ValueStatistics)
+    assert statistics.n_elements == source.view.tensors[WEIGHT].n_elements
+
+
+def test_an_iteration_is_chosen_as_by_inspect(golden: Path) -> None:
+    assert opened(golden / RUN, iteration=10).checkpoint.iteration == 10
+    with pytest.raises(UsageError):
+        opened(golden / RUN, iteration=11)
+
+
+@pytest.mark.parametrize(
+    ("labels", "pattern"),
+    [
+        ((), None),
+        (("decoder", "layers", "0"), "decoder.layers.0"),
+        (("mp_rank_00_000",), "mp_rank_00_000"),
+        (("mp_rank_00_000", "optimizer"), "mp_rank_00_000:optimizer"),
+    ],
+)
+def test_the_pattern_of_an_entry_is_spelled_like_its_keys(
+    golden: Path, labels: tuple[str, ...], pattern: str | None
+) -> None:
+    assert pattern_of(entry_of(opened(golden / RUN), *labels)) == pattern
+
+
+def test_a_module_is_compared_across_layouts(golden: Path) -> None:
+    source = opened(golden / RUN)
+    entry = entry_of(source, "decoder", "layers", "0")
+    result = source.compare(entry, golden / OTHER, Cancellation(), ignore)
+    assert result.same
+    assert {tensor.key for tensor in result.tensors} == {meta.key for meta in entry.tensors()}
+
+
+def test_validation_is_that_of_the_command(golden: Path) -> None:
+    assert opened(golden / RUN).validate(Cancellation(), ignore).findings == ()
+
+
+def test_cancelled_work_ends(golden: Path) -> None:
+    source = opened(golden / RUN)
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(Cancelled):
+        source.statistics(source.view.tensors[WEIGHT], cancellation, ignore)
+    with pytest.raises(Cancelled):
+        source.compare(None, golden / OTHER, cancellation, ignore)
+    with pytest.raises(Cancelled):
+        source.validate(cancellation, ignore)
+
+
+def test_opening_can_be_cancelled(golden: Path) -> None:
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(Cancelled):
+        open_source(SourceOptions(path=golden / RUN), cancellation.check)

@@ -1,0 +1,139 @@
+"""The tables and shard maps of reports, from pictures made by hand."""
+
+from __future__ import annotations
+
+import json
+
+from ckpt_cli.html_report.heat_table import MAX_COLUMNS, MAX_ROWS, heat_table
+from ckpt_cli.html_report.moves_table import MAX_SIDE, moves_table
+from ckpt_cli.html_report.rank_table import MAX_CELLS, CellFindings, rank_table
+from ckpt_cli.html_report.shard_layouts import MAX_BOXES, ShardLayouts
+from ckpt_cli.html_report.tensor_table import table_json
+from core.arrays.box import Box
+from core.catalog.catalog import TensorMeta
+from core.pictures.heat import HeatCell, HeatMap
+from core.pictures.ranks import RankCell, RankGrid
+from core.pictures.shards import RankMoves, Shard, ShardMap
+
+
+def grid(pp: int, tp: int, *, missing: int = -1) -> RankGrid:
+    cells = tuple(
+        RankCell(p, t, 0, "0-3", "", (), 100, 300, (f"r{p}_{t}",), p * tp + t == missing)
+        for p in range(pp)
+        for t in range(tp)
+    )
+    return RankGrid(pp, tp, 1, 1, cells)
+
+
+def test_a_missing_rank_is_named_and_not_only_coloured() -> None:
+    table = rank_table(grid(2, 2, missing=3))
+    assert "1 missing" in table.summary
+    cell = table.rows[1].cells[1]
+    assert cell is not None and cell.is_missing and "missing" in cell.tip
+
+
+def test_findings_are_shown_in_the_cell_of_their_rank() -> None:
+    table = rank_table(grid(2, 2), {(1, 0, 0): CellFindings("error", "2 findings")})
+    worst = [[cell and cell.worst for cell in row.cells] for row in table.rows]
+    assert worst == [["", ""], ["error", ""]]
+
+
+def test_a_grid_of_many_ranks_is_cut_and_says_so() -> None:
+    table = rank_table(grid(1024, 4))
+    assert sum(len(row.cells) for row in table.rows) <= MAX_CELLS
+    assert "768 more are not shown" in table.is_cut
+
+
+def test_moves_keep_their_sums_when_ranks_are_put_together() -> None:
+    n = 1024
+    names = tuple(f"tp{i} pp0" for i in range(n))
+    moves = RankMoves(names, names[:2], tuple((1024, 2048 if i == 0 else 0) for i in range(n)))
+    table = moves_table(moves)
+    assert table is not None
+    assert len(table.rows) <= MAX_SIDE
+    assert table.totals == ("1.00 MiB", "2.00 KiB")
+    assert table.rows[0][0] == "tp0 pp0 – tp42 pp0"
+
+
+def test_a_cell_of_the_same_rank_on_both_sides_is_marked() -> None:
+    table = moves_table(RankMoves(("tp0", "tp1"), ("tp0",), ((10,), (30,))))
+    assert table is not None
+    assert [[cell.stays for cell in cells] for _, cells, _ in table.rows] == [[True], [False]]
+    assert "10 B stay" in table.summary
+
+
+def test_without_moves_there_is_no_matrix() -> None:
+    assert moves_table(RankMoves((), (), ())) is None
+
+
+def heat(n_layers: int, n_modules: int) -> HeatMap:
+    cells = tuple(
+        tuple(
+            HeatCell(
+                (f"{row}.{column}",), "values", 0.5 if row == column == n_layers - 1 else 1e-9, 1
+            )
+            for column in range(n_modules)
+        )
+        for row in range(n_layers)
+    )
+    modules = tuple(f"m{i}" for i in range(n_modules))
+    return HeatMap(tuple(f"layer {i}" for i in range(n_layers)), modules, cells)
+
+
+def test_a_large_heat_map_keeps_the_worst() -> None:
+    table = heat_table(heat(300, 400))
+    assert table is not None
+    assert len(table.rows) == MAX_ROWS and len(table.columns) == MAX_COLUMNS
+    assert "172 layers and 368 modules are left out" in table.is_cut
+    assert any(cell and cell.style == "r7" for _, cells in table.rows for cell in cells)
+
+
+def test_kinds_without_numbers_have_words() -> None:
+    kinds = ("only_a", "shape", "equal", "unread")
+    cells = tuple(HeatCell((kind,), kind, None, 0) for kind in kinds)
+    table = heat_table(HeatMap(("others",), kinds, (cells,)))
+    assert table is not None
+    assert [cell and cell.text for cell in table.rows[0][1]] == ["only A", "shape", "=", "–"]
+
+
+def sharded(key: str, n: int, *, file: str) -> ShardMap:
+    shards = tuple(
+        Shard(Box((2 * i,), (2,)), (f"tp{i} pp0",), (f"{file}{i}",), 8) for i in range(n)
+    )
+    return ShardMap(key, (2 * n,), "float32", (0,), shards)
+
+
+def test_equal_shard_maps_are_stored_once() -> None:
+    layouts = ShardLayouts()
+    numbers = [layouts.add(sharded(f"l.{i}", 4, file="f")) for i in range(100)]
+    assert numbers == [0] * 100
+    assert len(layouts.data["boxes"]) == len(layouts.data["holders"]) == 1
+
+
+def test_maps_that_differ_in_files_share_their_boxes() -> None:
+    layouts = ShardLayouts()
+    assert [layouts.add(sharded("a", 4, file=file)) for file in "fgf"] == [0, 1, 0]
+    assert len(layouts.data["boxes"]) == 1
+
+
+def test_a_tensor_of_many_boxes_keeps_their_number() -> None:
+    layouts = ShardLayouts()
+    layouts.add(sharded("a", 5000, file="f"))
+    (boxes, *_), (map_entry, *_) = layouts.data["boxes"], layouts.data["maps"]
+    assert isinstance(boxes, tuple) and len(boxes) == MAX_BOXES
+    assert isinstance(map_entry, tuple) and map_entry[-1] == 5000
+
+
+def test_a_report_of_a_hundred_thousand_tensors_is_bounded() -> None:
+    wild = [TensorMeta(f"{i * 7919:x}." + "n" * 150, "float32", (4,)) for i in range(100_000)]
+    table = table_json(wild, map_of=lambda key: sharded(key, 2, file=key))
+    assert len(json.dumps(table)) < 3_000_000
+    assert isinstance(table["leftOut"], int) and table["leftOut"] > 0
+    assert isinstance(table["withoutMap"], int) and table["withoutMap"] > 0
+
+
+def test_equal_layers_are_one_row() -> None:
+    metas = [TensorMeta(f"l.{i}.e.{j}.w", "float32", (4,)) for i in range(100) for j in range(1000)]
+    table = table_json(metas, map_of=lambda key: sharded(key, 2, file="f"))
+    assert len(json.dumps(table)) < 2_000
+    assert table["withoutMap"] == 0
