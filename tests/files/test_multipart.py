@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import os
 import threading
 import traceback
@@ -213,6 +214,27 @@ def strict() -> Iterator[StrictS3]:
     with pytest.MonkeyPatch.context() as patch, strict_s3(patch) as state:
         yield state
     set_storage_options({})  # forget the clients of this server
+
+
+def test_parts_are_signed_by_boto3_as_awscrt_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    from botocore.auth import AUTH_TYPE_MAPS
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials
+
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+    for module in ("botocore.auth", "botocore.crt.auth"):
+        monkeypatch.setattr(f"{module}.get_current_datetime", lambda **_: now)
+    signed = {}
+    for name in ("s3v4", s3._signer_of_parts("s3v4")):
+        request = AWSRequest(
+            "PUT", "http://127.0.0.1:1/runs/a?partNumber=1&uploadId=b", data=b"abc"
+        )
+        signer = AUTH_TYPE_MAPS[name](Credentials("id", "secret", "token"), "s3", "eu-west-1")
+        signer.add_auth(request)
+        signed[type(signer).__module__] = request.headers["Authorization"]
+    assert len(signed) == 2
+    assert len({*signed.values()}) == 1
+    assert s3._signer_of_parts("v4-s3express") is None
 
 
 def test_a_part_that_arrives_damaged_is_sent_again(strict: StrictS3) -> None:

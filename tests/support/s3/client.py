@@ -29,6 +29,7 @@ class S3Server:
     Args:
         data_dir: directory for its data; None for a temporary one.
         delay_s: seconds that it waits before each answer.
+        bytes_per_s: what all connections together receive, and what they send; 0 for no limit.
         certificate: file with a certificate and its key, for TLS; None for plain HTTP.
         has_opaque_tags: its ETags are no MD5 sums, which costs less.
         min_part_bytes: smallest part of an upload, but the last.
@@ -44,12 +45,13 @@ class S3Server:
         *,
         data_dir: Path | None = None,
         delay_s: float = 0.0,
+        bytes_per_s: float = 0.0,
         certificate: Path | None = None,
         has_opaque_tags: bool = False,
         min_part_bytes: int = 5 << 20,
     ) -> None:
         words = [sys.executable, "-m", "tests.support.s3.server", "--delay", str(delay_s)]
-        words += ["--min-part", str(min_part_bytes)]
+        words += ["--min-part", str(min_part_bytes), "--rate", str(bytes_per_s)]
         words += ["--data", str(data_dir)] if data_dir else []
         words += ["--certificate", str(certificate)] if certificate else []
         words += ["--opaque-tags"] if has_opaque_tags else []

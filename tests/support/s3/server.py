@@ -1,7 +1,7 @@
 """An S3 server in a process of its own: fast, with a log of its requests, and faults by rule.
 
-    python -m tests.support.s3.server [--data DIR] [--delay SECONDS] [--opaque-tags]
-        [--certificate FILE]
+    python -m tests.support.s3.server [--data DIR] [--delay SECONDS] [--rate BYTES]
+        [--opaque-tags] [--certificate FILE]
 
 It prints its port, and serves the loopback interface until its standard input ends. Signatures are
 not checked. Paths below ``/.control/`` are for whoever started it; see ``S3Server``.
@@ -29,6 +29,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tests.support.s3.body import read_body
+from tests.support.s3.link import Link
 from tests.support.s3.objects import Objects, StoredObject
 from tests.support.s3.operations import Operations, S3Answer, S3Request, error_answer
 from tests.support.s3.rules import Rule, Rules
@@ -70,11 +71,12 @@ class LoggedRequest:
 class Service:
     """What all connections share."""
 
-    def __init__(self, objects: Objects, delay_s: float) -> None:
+    def __init__(self, objects: Objects, delay_s: float, bytes_per_s: float) -> None:
         self.objects = objects
         self.operations = Operations(objects)
         self.rules = Rules()
         self.delay_s = delay_s
+        self.incoming, self.outgoing = Link(bytes_per_s), Link(bytes_per_s)
         self._log: list[LoggedRequest] = []
         self._changed = threading.Condition()
         self._n_active = 0
@@ -232,9 +234,14 @@ class ClientConnection:
         if request.headers.get("expect", "").lower() == "100-continue":
             self._connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         writer = self._service.operations.new_writer(request)
+
+        def receive(data: memoryview) -> None:
+            writer.write(data)
+            self._service.incoming.carry(len(data))
+
         try:
             n_received, trailers = read_body(
-                self._file, request.headers, writer.write, bytes_per_s=bytes_per_s
+                self._file, request.headers, receive, bytes_per_s=bytes_per_s
             )
             if rule is not None and rule.fault == "error":
                 answer = error_answer(rule.status, rule.code)
@@ -316,9 +323,8 @@ class ClientConnection:
             with path.open("rb", buffering=0) as file:
                 while first < stop:
                     if is_direct:
-                        n_now = os.sendfile(
-                            self._connection.fileno(), file.fileno(), first, stop - first
-                        )
+                        n_most = min(_PIECE_BYTES, stop - first)
+                        n_now = os.sendfile(self._connection.fileno(), file.fileno(), first, n_most)
                     else:
                         file.seek(first)
                         n_most = min(bytes_per_s // 10 or _PIECE_BYTES, _PIECE_BYTES)
@@ -328,6 +334,7 @@ class ClientConnection:
                             data = _flipped(data, flip_at - n_sent)
                         self._connection.sendall(data)
                         time.sleep(n_now / bytes_per_s if bytes_per_s else 0)
+                    self._service.outgoing.carry(n_now)
                     if n_now == 0:
                         raise ConnectionError  # the file of a mounted directory was cut
                     first, n_sent = first + n_now, n_sent + n_now
@@ -376,6 +383,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, help="directory for data; else a temporary one")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds before each answer [0]")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="bytes per second in each direction [no limit]"
+    )
     parser.add_argument("--opaque-tags", action="store_true", help="ETags are no MD5 sums")
     parser.add_argument("--min-part", type=int, default=5 << 20, help="smallest part in bytes")
     parser.add_argument("--certificate", type=Path, help="file of a certificate and its key")
@@ -387,7 +397,7 @@ def main() -> None:
             min_part_bytes=options.min_part,
         )
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        service = Service(objects, options.delay)
+        service = Service(objects, options.delay, options.rate)
         threading.Thread(
             target=serve, args=(service, listener, options.certificate), daemon=True
         ).start()
