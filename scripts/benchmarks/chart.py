@@ -1,0 +1,110 @@
+"""Draws the rows of a bench as bars: ``python -m scripts.benchmarks.chart JSON SVG [REGEX]``.
+
+The JSON is what ``scripts/bench … --json FILE`` writes. Of its rows those are drawn that compare
+``ckpt`` with a copy of the same bytes (``× copy``), or another tool with ``ckpt`` (``× ours``), and
+whose names match.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+_ROW, _BAR, _WIDTH, _NAMES, _END = 26, 16, 900, 380, 70
+_STYLE = """
+text { font-family: system-ui, sans-serif; font-size: 14px; fill: #1f2328; }
+text { paint-order: stroke; stroke: #ffffff; stroke-width: 4px; }
+.bar { fill: #2f6fab; } .other { fill: #b0602c; } .one { stroke: #57606a; stroke-dasharray: 4 3; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3; stroke: #0d1117; } .one { stroke: #9198a1; }
+  .bar { fill: #6cb0f0; } .other { fill: #e0a070; }
+}
+"""
+_MEMORY = ": memory"
+"""End of the names of rows that compare memory."""
+GROUPS = {
+    ("× copy", False): ("bar", "Time of ckpt, in times that cp takes for the same bytes"),
+    ("× ours", False): ("other", "Time of other tools for the same work, in times of ckpt"),
+    ("× ours", True): ("other", "Memory of other tools for the same work, in that of ckpt"),
+}
+"""Unit and whether it is of memory → class of the bars, and the heading above them."""
+
+
+def group_of(case: Any) -> tuple[str, bool]:
+    """Return the group of a row."""
+    return case["unit"], case["name"].endswith(_MEMORY)
+
+
+def chart_of(cases: Sequence[Any]) -> str:
+    """Return the chart as SVG; every group has a heading, and a scale of its own."""
+    svg = ElementTree.Element(
+        "svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "aria-labelledby": "title"}
+    )
+    ElementTree.SubElement(svg, "title", {"id": "title"}).text = "; ".join(
+        f"{case['name']}: {case['result']:.3g} {case['unit']}" for case in cases
+    )
+    ElementTree.SubElement(svg, "style").text = _STYLE
+    y = 0
+    for group, (kind, heading) in GROUPS.items():
+        rows = [case for case in cases if group_of(case) == group]
+        if not rows:
+            continue
+        y += _ROW
+        _text(svg, 0, y, heading, anchor="start", weight="bold")
+        scale = (_WIDTH - _NAMES - _END) / max(1.0, *(case["result"] for case in rows))
+        # A line at 1, the thing compared with.
+        x = f"{_NAMES + scale:.1f}"
+        line = {
+            "class": "one",
+            "x1": x,
+            "x2": x,
+            "y1": f"{y + 8}",
+            "y2": f"{y + 8 + len(rows) * _ROW}",
+        }
+        ElementTree.SubElement(svg, "line", line)
+        for case in rows:
+            y += _ROW
+            _text(svg, _NAMES - 10, y, case["name"].removesuffix(_MEMORY), anchor="end")
+            width = case["result"] * scale
+            box = {"x": f"{_NAMES}", "y": f"{y - 13}", "width": f"{width:.1f}", "height": f"{_BAR}"}
+            ElementTree.SubElement(svg, "rect", {"class": kind, **box})
+            _text(svg, _NAMES + width + 6, y, f"{case['result']:.3g} ×", anchor="start")
+        y += _ROW // 2
+    svg.set("viewBox", f"0 0 {_WIDTH} {y + 4}")
+    ElementTree.indent(svg)
+    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+
+
+def _text(
+    svg: ElementTree.Element, x: float, y: float, text: str, *, anchor: str, weight: str = "normal"
+) -> None:
+    place = {"x": f"{x:.1f}", "y": f"{y}", "text-anchor": anchor, "font-weight": weight}
+    ElementTree.SubElement(svg, "text", place).text = text
+
+
+def main() -> int:
+    """Draw the chart."""
+    if not 3 <= len(sys.argv) <= 4:
+        print(__doc__)
+        return 2
+    source, target, *pattern = sys.argv[1:]
+    cases = json.loads(Path(source).read_text("utf-8"))["cases"]
+    chosen = [
+        case
+        for case in cases
+        if group_of(case) in GROUPS and re.search(pattern[0] if pattern else "", case["name"])
+    ]
+    if not chosen:
+        print(f"{source}: no row is a ratio of times and matches")
+        return 1
+    Path(target).write_text(chart_of(chosen), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
