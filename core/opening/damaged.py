@@ -85,7 +85,8 @@ def _salvage(
             raise unsafe
         return None
     # What ended the reading comes first, unless the salvage found it, too.
-    if not any(problem.file == failure.file for problem in problems):
+    # Its file may begin with the directory of the iteration.
+    if not any(f"/{failure.file}".endswith(f"/{problem.file}") for problem in problems):
         problems.insert(0, failure)
     number = location.iteration if catalog.iteration is None else catalog.iteration
     return Checkpoint(

@@ -166,8 +166,10 @@ def open_checkpoint(
                 else format.read(store)
             )
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
-    except BaseException:
+    except BaseException as err:
         store.close()
+        if isinstance(err, CheckpointingException):
+            _name_iteration(err, path, location.path)
         raise
     # A step that was chosen by its directory's name may have another number in its metadata.
     number = location.iteration if catalog.iteration is None else catalog.iteration
@@ -189,6 +191,19 @@ def open_checkpoint(
         below=location.below,
         passed=location.passed,
     )
+
+
+def _name_iteration(err: CheckpointingException, path: Path, chosen: Path) -> None:
+    """Make the file of an error relative to the path that the user named.
+
+    Args:
+        err: its file is relative to the chosen directory, or a complete path.
+        path: a checkpoint, or a root of iterations.
+        chosen: the directory that was opened, the path itself or below it.
+    """
+    is_relative = err.file is not None and not err.file.startswith(str(path))
+    if is_relative and chosen != path and chosen.is_relative_to(path):
+        err.file = f"{chosen.relative_to(path).as_posix()}/{err.file}"
 
 
 def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:

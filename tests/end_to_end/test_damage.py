@@ -75,7 +75,7 @@ def test_an_unexpected_rank_is_named(golden: Path, src: Path) -> None:
 def test_an_absent_data_file_is_named(golden: Path, src: Path) -> None:
     (copy(golden, DIST, src) / "__1_0.distcp").unlink()
     error = refused(src, MissingShardError)
-    assert error.file == "__1_0.distcp"
+    assert error.file == "iter_0000010/__1_0.distcp"
     assert error.key is not None
 
 
@@ -90,14 +90,14 @@ def test_a_truncated_rank_file_is_named(golden: Path, src: Path, size: int) -> N
 def test_a_truncated_data_file_is_named(golden: Path, src: Path, size: int) -> None:
     path = copy(golden, DIST, src) / "__2_0.distcp"
     path.write_bytes(path.read_bytes()[:size])
-    assert refused(src, TruncatedError).file == "__2_0.distcp"
+    assert refused(src, TruncatedError).file == "iter_0000010/__2_0.distcp"
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 20_000])
 def test_truncated_metadata_is_an_error(golden: Path, src: Path, size: int) -> None:
     path = copy(golden, DIST, src) / ".metadata"
     path.write_bytes(path.read_bytes()[:size])
-    assert refused(src, CorruptError).file == ".metadata"
+    assert refused(src, CorruptError).file == "iter_0000010/.metadata"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\0"])

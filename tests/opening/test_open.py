@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.catalog.facets import RankFacts
+from core.diff.run import DiffJob, diff
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -45,6 +46,21 @@ def test_the_tracker_chooses_and_iteration_overrides_it(golden: Path, tmp_path: 
     newest = open_checkpoint(tmp_path)
     assert newest.path.name == "iter_0000030"
     assert "no tracker" in newest.notes[0]
+
+
+@pytest.mark.parametrize("named", ["", "iter_0000010"])
+def test_an_error_names_the_file_below_the_path_that_was_given(
+    golden: Path, tmp_path: Path, named: str
+) -> None:
+    root = Path(shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "run"))
+    damaged = root / "iter_0000010/mp_rank_01_000/model_optim_rng.pt"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    with pytest.raises(CheckpointingException) as caught:
+        open_checkpoint(root / named)
+    assert caught.value.file == damaged.relative_to(root / named).as_posix()
+    with pytest.raises(CheckpointingException) as caught:
+        diff(DiffJob(a=root / named, b=golden / "mcore_legacy/dense_gqa/tp2_pp2"))
+    assert caught.value.file == str(damaged)
 
 
 def test_a_release_directory_is_found(golden: Path, tmp_path: Path) -> None:
