@@ -45,6 +45,25 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
 
 
 @pytest.mark.slow
+def test_the_pictures_are_what_the_program_shows() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/make_pictures", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_picture_is_on_a_page_and_loads_nothing() -> None:
+    text = "\n".join(page.read_text("utf-8") for page in pages())
+    for path in sorted((DOCS / "pictures").glob("*.svg")):
+        assert f"pictures/{path.name})" in text
+        assert "url(http" not in path.read_text("utf-8")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [README, ROOT / "docs/guide/python.md"], ids=name_of)
 def test_the_python_of_a_page_runs(page: Path, golden: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
