@@ -8,7 +8,7 @@ from math import isfinite, log10
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import n_text
-from core.pictures.heat import HeatCell, HeatMap
+from core.pictures.heat import HeatCell, HeatMap, most_different
 
 MAX_ROWS, MAX_COLUMNS = 128, 32
 """Most layers and modules; of more, those with the greatest differences are shown."""
@@ -63,8 +63,8 @@ def heat_tables(maps: Iterable[HeatMap]) -> list[HeatTable]:
 
 def layer_table(heat: HeatMap) -> HeatTable:
     """Arrange the differences inside layers by layer and module."""
-    columns = _worst_first(list(map(list, zip(*heat.cells, strict=True))), MAX_COLUMNS)
-    rows = _worst_first([list(row) for row in heat.cells], MAX_ROWS)
+    columns = most_different(list(map(list, zip(*heat.cells, strict=True))), MAX_COLUMNS)
+    rows = most_different([list(row) for row in heat.cells], MAX_ROWS)
     n_rows, n_columns = len(heat.layers) - len(rows), len(heat.modules) - len(columns)
     left_out = [
         f"{n:,} {noun}" for n, noun in ((n_rows, "layers"), (n_columns, "modules")) if n > 0
@@ -101,13 +101,6 @@ def outside_table(heat: HeatMap) -> HeatTable:
         tuple((name, (_table_cell(cell, name),)) for name, cell in zip(names, cells, strict=True)),
         f"{n_text(n_more, 'tensor')} with smaller differences left out." if n_more else "",
     )
-
-
-def _worst_first(lines: list[list[HeatCell | None]], limit: int) -> list[int]:
-    """Return the positions of the lines with the greatest differences, in their own order."""
-    orders = [min(cell.order for cell in line if cell is not None) for line in lines]
-    worst = sorted(range(len(lines)), key=orders.__getitem__)
-    return sorted(worst[:limit])
 
 
 def _table_cell(cell: HeatCell | None, title: str) -> HeatTableCell | None:

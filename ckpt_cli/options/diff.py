@@ -178,6 +178,14 @@ class DiffOptions:
             help="Also write a heat map and the worst tensors to FILE (.html).",
         ),
     ] = None
+    map: Annotated[
+        bool,
+        Flag(
+            "--map",
+            rich_help_panel=TALK,
+            help="Draw layers × modules: where the checkpoints differ, and how much.",
+        ),
+    ] = False
     limit: Annotated[
         int | None,
         Option(

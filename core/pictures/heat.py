@@ -96,6 +96,16 @@ def heat_maps(tensors: Iterable[TensorDiff]) -> list[HeatMap]:
     return [_heat_map(part, members) for part, members in parts.items() if members]
 
 
+def most_different(lines: Sequence[Sequence[HeatCell | None]], limit: int) -> list[int]:
+    """Return the positions of the ``limit`` rows or columns with the greatest differences.
+
+    Args:
+        lines: the cells of each row or column.
+    """
+    orders = [min(cell.order for cell in line if cell is not None) for line in lines]
+    return sorted(sorted(range(len(lines)), key=orders.__getitem__)[:limit])
+
+
 def _heat_map(part: Part, tensors: Iterable[TensorDiff]) -> HeatMap:
     """Arrange the results of one part."""
     # Split each key into column and layer; what has no number is outside the layers.
