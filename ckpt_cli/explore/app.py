@@ -243,8 +243,11 @@ class ExplorerApp(App[int]):
         def work(cancellation: Cancellation, progress: OnProgress) -> Draw:
             result = source.compare(entry, path, cancellation, progress)
 
+            # Equal checkpoints, and a single tensor, need no map.
+            has_map = not result.same and len(result.tensors) > 1
+
             def draw(screen: Screen) -> Iterable[str]:
-                return page_of(screen, result, limit=_DIFF_ROWS, is_flat=False)
+                return page_of(screen, result, limit=_DIFF_ROWS, is_flat=False, has_map=has_map)
 
             return draw
 
