@@ -25,22 +25,14 @@ from ckpt_cli.explore.tensor_page import (
     tensor_page,
     totals_of,
 )
-from ckpt_cli.pages.damage import damage_lines
-from ckpt_cli.pages.inspect_object import object_json, object_lines
-from ckpt_cli.pages.inspect_page import header_lines
-from ckpt_cli.pages.pictures.ranks import rank_lines
 from ckpt_cli.screen.blocks import bytes_text, facts, n_text
 from ckpt_cli.screen.terminal import Screen, escaped
-from core.inspect.summary import summarize
 from core.numbers.difference import has_numbers
-from core.pictures.ranks import rank_grid
 
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry
     from ckpt_cli.explore.source import CheckpointSource
     from core.catalog.catalog import TensorMeta
-    from core.inspect.summary import Summary
-    from core.pictures.ranks import RankGrid
     from core.progress import Progress
 
 _Result = TypeVar("_Result")
@@ -234,10 +226,11 @@ class DetailPane(VerticalScroll):
 
     def _read_overview(self, source: CheckpointSource, cancellation: Cancellation) -> None:
         """Read the facts about the checkpoint; called in a worker."""
+        from ckpt_cli.explore.overview import read_overview
+
         draw: Draw
         try:
-            summary = summarize(source.checkpoint, with_capabilities=False)
-            draw = partial(_overview_lines, source, summary, rank_grid(source.checkpoint))
+            draw = read_overview(source)
         except Exception as err:
             draw = partial(error_lines, err=err)
         self.app.call_later(self._set_overview, draw, cancellation)
@@ -250,6 +243,8 @@ class DetailPane(VerticalScroll):
 
     def _read_object(self, source: CheckpointSource, key: str, cancellation: Cancellation) -> None:
         """Read an object; called in a worker."""
+        from ckpt_cli.pages.inspect_object import object_json, object_lines
+
         draw: Draw
         try:
             value = object_json(source.view.objects[key], source.checkpoint)
@@ -310,14 +305,3 @@ def _first_lines_of(source: CheckpointSource, entry: Entry, screen: Screen) -> I
     yield from facts(screen, pairs)
     yield ""
     yield screen.styled("reading…", "dim")
-
-
-def _overview_lines(
-    source: CheckpointSource, summary: Summary, grid: RankGrid | None, screen: Screen
-) -> Iterator[str]:
-    """Yield the header of ``ckpt inspect``, what is damaged above it and the ranks below."""
-    yield from damage_lines(screen, source.checkpoint.problems)
-    yield from header_lines(screen, summary, source.checkpoint)
-    if grid is not None:
-        yield ""
-        yield from rank_lines(screen, grid)

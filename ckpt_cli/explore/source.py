@@ -22,9 +22,6 @@ from core.catalog.catalog import Catalog, TensorMeta
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.files.remote_path import RemotePath
 from core.inspect.preview import BoxLocation, Number, first_values, places_of
-from core.inspect.stats import measure_tensors
-from core.inspect.summary import global_view_of, path_of
-from core.opening.damaged import open_readable_part
 from core.opening.open import FILL, Checkpoint
 from core.pickle.reader import gc_paused
 from core.progress import OnProgress, Phase, Progress, report_bytes
@@ -101,6 +98,8 @@ class CheckpointSource:
 
     def path_of(self, key: str) -> tuple[str, ...]:
         """Return the components of a key, as in the trees."""
+        from core.inspect.summary import path_of
+
         return tuple(path_of(key, self.view))
 
     def placement(self, key: str) -> Placement:
@@ -133,6 +132,8 @@ class CheckpointSource:
             Cancelled: the work was asked to end.
             CheckpointingException: the tensor cannot be read.
         """
+        from core.inspect.stats import measure_tensors
+
         report = report_bytes(progress, Phase.MEASURING)
 
         def advance(done: int, total: int) -> None:
@@ -218,6 +219,9 @@ def open_source(options: SourceOptions, on_open: Callable[[int], None]) -> Check
         UsageError: the path or the iteration does not exist.
         CheckpointingException: nothing can be read.
     """
+    from core.inspect.summary import global_view_of, path_of
+    from core.opening.damaged import open_readable_part
+
     checkpoint = open_readable_part(
         options.path,
         iteration=options.iteration,
