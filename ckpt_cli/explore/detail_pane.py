@@ -47,7 +47,7 @@ _REFRESH_S = 0.1
 
 
 class DetailPane(VerticalScroll):
-    """What is known of the entry at the cursor."""
+    """The page of the entry at the cursor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,9 +87,7 @@ class DetailPane(VerticalScroll):
             is_root: the entry is the checkpoint.
         """
         self._source = source
-        self._meta = None if entry.is_object else entry.branch.meta
-        if entry.kind != "tensor":
-            self._meta = None
+        self._meta = entry.branch.meta if entry.kind == "tensor" else None
         # What was begun for the last entry is of no use.
         cancellation = self._begin()
         if is_root:
@@ -139,7 +137,7 @@ class DetailPane(VerticalScroll):
             self._read(cancellation, partial(self._read_tensor, source, meta))
 
     def _details(self, meta: TensorMeta) -> TensorDetails:
-        """Return what is known of a tensor."""
+        """Return what was read of a tensor so far."""
         return self._kept.get(meta.key) or TensorDetails(meta)
 
     def _read(self, cancellation: Cancellation, work: Callable[[Cancellation], None]) -> None:
@@ -159,7 +157,7 @@ class DetailPane(VerticalScroll):
         *,
         is_asked: bool = False,
     ) -> None:
-        """Read what is not known of a tensor, and show each part; called in a worker.
+        """Read the missing parts of a tensor's page, and show each; called in a worker.
 
         Args:
             is_asked: measure the tensor even if it is large.
@@ -294,7 +292,7 @@ def _or_error(read: Callable[[], _Result]) -> _Result | Exception:
 
 
 def _first_lines_of(source: CheckpointSource, entry: Entry, screen: Screen) -> Iterator[str]:
-    """Yield what is known of a checkpoint before its files were counted."""
+    """Yield the facts about a checkpoint that are in memory when it is open."""
     yield screen.styled(escaped(str(source.checkpoint.path)), "bold")
     format = source.checkpoint.format
     pairs = [("format", f"{format.name}: {format.title}")]

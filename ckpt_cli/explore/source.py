@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ _SPECIAL = re.compile(r"[*?\[\]]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """What to open, and how to read it.
+    """The checkpoint to open, and how to read it.
 
     Args:
         path, iteration, missing_chunks: as for ``core.opening.open.open_checkpoint``.
@@ -60,7 +59,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the boxes of a tensor are stored.
+    """The places in files at which the boxes of a tensor are stored.
 
     Args:
         places: the first ``MOST_PLACES``, replicas included.
@@ -111,7 +110,7 @@ class CheckpointSource:
         with self._reading():
             places = places_of(self.view, key)
         return Placement(
-            tuple(islice(places, MOST_PLACES)), len(places), len({place.box for place in places})
+            tuple(places[:MOST_PLACES]), len(places), len({place.box for place in places})
         )
 
     def values(self, key: str) -> list[Number]:
