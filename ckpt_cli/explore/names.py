@@ -95,10 +95,14 @@ class NamedBranch:
         # A single component that all have in common needs no pass over them.
         shared = _shared_component(rows, self._start)
         if shared is not None:
-            start = self._start + len(shared) + 1
-            branch = NamedBranch(shared, None, None, self.n_tensors, self.n_bytes, {}, rows, start)
-            branch.n_tensors -= self.meta is not None
-            branch.n_bytes -= 0 if self.meta is None else self.meta.n_bytes
+            own_bytes = 0 if self.meta is None else self.meta.n_bytes
+            branch = NamedBranch(
+                shared,
+                n_tensors=len(rows),
+                n_bytes=self.n_bytes - own_bytes,
+                _rows=rows,
+                _start=self._start + len(shared) + 1,
+            )
             return {shared: branch}
         below: dict[str, NamedBranch] = {}
         for row in rows:
@@ -107,8 +111,8 @@ class NamedBranch:
             name = key[self._start : end] if end >= 0 else key[self._start :]
             child = below.get(name)
             if child is None:
-                child = below[name] = NamedBranch(name)
-                child._start = self._start + len(name) + 1
+                start = self._start + len(name) + 1
+                child = below[name] = NamedBranch(name, _start=start)
             child.n_tensors += 1
             child.n_bytes += n_bytes
             if end < 0:
