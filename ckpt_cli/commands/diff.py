@@ -23,7 +23,8 @@ The exit code is 0 if they are the same, and 1 if they differ or could not be co
                   "a": str | null, "b": str | null}],
      "layout_entries": [… as entries; not counted as differences],
      "left_out": [str], "notes": [str],
-     "entries_compared": int, "bytes_read": int, "seconds": float}
+     "entries_compared": int, "bytes_read": int, "seconds": float,
+     "map": {"model": MAP, "optimizer": MAP}}
 
 ``tensors`` lists those that are not equal, the most important first. A kind is one of the keys of
 ``counts``: ``close`` tensors are equal only within the tolerance, ``unread`` ones have equal names,
@@ -33,6 +34,18 @@ holds the wider tensor's values, rounded. ``by_fingerprint`` counts tensors that
 because their fingerprints in both manifests are equal. ``left_out`` lists what could not be
 compared. ``launch`` (``ckpt_cli.workers.current_team``) is present if several workers compared.
 Numbers that JSON cannot express are "inf", "-inf" and "nan".
+
+``map`` is present with ``--map``, with the parts that have tensors. MAP arranges them by the first
+number of their keys and the rest of the keys::
+
+    {"stack": str, "layers": [int], "modules": [str], "cells": [[CELL | null]],
+     "outside": [CELL with "key": str]}
+    CELL: {"kind": str, "tensors": int, "relative": number | null, "differing": int, "nan": int}
+
+``cells`` has a row for each of ``layers`` with a CELL for each of ``modules``, null where the layer
+lacks the module; ``outside`` lists the tensors whose keys have no number. ``stack`` names the list
+of layers (``layers``, ``h``). A CELL has the most serious ``kind`` of its tensors (several where
+experts are folded), the largest ``relative``, and sums of ``differing`` and ``nan``.
 """
 
 from __future__ import annotations
@@ -47,6 +60,7 @@ from ckpt_cli.html_report.page import check_html_path, write_report
 from ckpt_cli.options.progress import progress_form
 from ckpt_cli.options.values import check_file
 from ckpt_cli.pages.diff_page import page_of, verdict_line
+from ckpt_cli.pages.pictures.heat import maps_json
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import launch_of, team, worker_threads
@@ -55,6 +69,7 @@ from core.diff.result import KINDS
 from core.diff.run import DiffJob, diff
 from core.errors import UsageError
 from core.numbers.difference import Tolerance
+from core.pictures.heat import heat_maps
 from core.team.protocol import is_lead
 
 if TYPE_CHECKING:
@@ -87,12 +102,13 @@ def run_diff(options: DiffOptions) -> int:
 
             write_report(options.report, diff_html(result), is_quiet=options.quiet)
         if options.json:
-            print(json.dumps(_as_json(result)))
+            pictures = {"map": maps_json(heat_maps(result.tensors))} if options.map else {}
+            print(json.dumps(_as_json(result) | pictures))
         elif options.quiet:
             print(verdict_line(screen, result))
         else:
             limit = _LIMIT if options.limit is None else options.limit
-            lines = page_of(screen, result, limit=limit, is_flat=options.flat)
+            lines = page_of(screen, result, limit=limit, is_flat=options.flat, has_map=options.map)
             print_page(lines, None if options.no_pager else pager_of(sys.stdout))
     return 0 if result.same else 1
 
@@ -108,6 +124,10 @@ def _build_job(options: DiffOptions) -> DiffJob:
         raise UsageError(
             "--stat-only reads no values, so --rtol, --atol and --read do not apply",
             hint="drop --stat-only, or the other options",
+        )
+    if options.map and options.quiet:
+        raise UsageError(
+            "--quiet prints only the verdict, so --map does not apply", hint="drop one of them"
         )
     check_file(options.rules, option="--rules")
     defaults = DiffJob(a=options.a, b=options.b)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from ckpt_cli.workers.progress import show_progress
 from core.checks.file_codes import RANK_MISSING
-from core.errors import CheckpointingException, UsageError
+from core.errors import UsageError
 from core.files.remote_path import location_of
 from core.pickle.reader import gc_paused
 from core.team.protocol import broadcast_result, is_lead
@@ -179,11 +179,12 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
     # Each --report in the format of its suffix.
     for path in options.report or ():
         format = _SUFFIXES[path.suffix.lower()]
-        lines = _report_lines(format, verdicts, options, Screen())
         if format == "html":
-            write_report(path, next(lines), is_quiet=options.quiet)
+            from ckpt_cli.html_report.validate_report import validate_html
+
+            write_report(path, validate_html(verdicts), is_quiet=options.quiet)
         else:
-            write_lines(path, lines)
+            write_lines(path, _report_lines(format, verdicts, options, Screen()))
     # With -o, the requested format goes to its file, and text to stdout.
     stdout_format = "json" if options.json else options.format
     if options.output is not None:
@@ -231,22 +232,18 @@ def _report_lines(
 def _grids_with_missing_ranks(screen: Screen, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the grid of the ranks of each checkpoint of which some are missing."""
     from ckpt_cli.pages.pictures.ranks import rank_lines
-    from core.opening.damaged import open_readable_part
-    from core.pictures.ranks import rank_grid
+    from core.pictures.ranks import read_rank_grid
 
     for verdict in verdicts:
         if not any(finding.code == RANK_MISSING.code for finding in verdict.validation.findings):
             continue
         # The findings are the result; without a readable rank there is no picture.
-        with suppress(CheckpointingException):
-            checkpoint = open_readable_part(location_of(verdict.validation.path))
-            with closing(checkpoint.store):
-                grid = rank_grid(checkpoint)
-            if grid is not None:
-                yield ""
-                if len(verdicts) > 1:
-                    yield screen.styled(escaped(verdict.validation.path), "bold")
-                yield from rank_lines(screen, grid)
+        grid = read_rank_grid(verdict.validation.path)
+        if grid is not None:
+            yield ""
+            if len(verdicts) > 1:
+                yield screen.styled(escaped(verdict.validation.path), "bold")
+            yield from rank_lines(screen, grid)
 
 
 def _checkpoints_below(

@@ -15,10 +15,10 @@ validating (``report_screen``). The names are in memory.
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -37,16 +37,13 @@ from ckpt_cli.explore.path_prompt import PathPrompt
 from ckpt_cli.explore.report_screen import Draw, ReportScreen
 from ckpt_cli.explore.search import SearchPanel
 from ckpt_cli.explore.source import CheckpointSource, SourceOptions, open_source
-from ckpt_cli.findings.text import text_lines
-from ckpt_cli.findings.verdict import Verdict
-from ckpt_cli.pages.diff_page import page_of
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from ckpt_cli.screen.terminal import Screen
-from core.files.remote_path import location_of
+from core.files.remote_path import RemotePath, location_of
 from core.files.requests.waiting import allow_requests, end_requests
 from core.files.store import override
+from core.pickle.reader import gc_paused
 from core.progress import OnProgress
-from core.validate.accepted import Acceptance
 
 _OF_FIRST_SCREEN = frozenset(
     {"search", "compare", "validate", "statistics", "stop_reading", "widen", "app.focus_next"}
@@ -167,6 +164,10 @@ class ExplorerApp(App[int]):
             return
 
         def work(cancellation: Cancellation, progress: OnProgress) -> Draw:
+            from ckpt_cli.findings.text import text_lines
+            from ckpt_cli.findings.verdict import Verdict
+            from core.validate.accepted import Acceptance
+
             validation = source.validate(cancellation, progress)
             verdict = Verdict(validation, Acceptance().judge(validation.findings))
 
@@ -238,13 +239,18 @@ class ExplorerApp(App[int]):
             return
         self._other = other
         path = location_of(other)
-        path = path.expanduser() if type(path) is type(Path()) else path
+        path = path if isinstance(path, RemotePath) else path.expanduser()
 
         def work(cancellation: Cancellation, progress: OnProgress) -> Draw:
+            from ckpt_cli.pages.diff_page import page_of
+
             result = source.compare(entry, path, cancellation, progress)
 
+            # Equal checkpoints, and a single tensor, need no map.
+            has_map = not result.same and len(result.tensors) > 1
+
             def draw(screen: Screen) -> Iterable[str]:
-                return page_of(screen, result, limit=_DIFF_ROWS, is_flat=False)
+                return page_of(screen, result, limit=_DIFF_ROWS, is_flat=False, has_map=has_map)
 
             return draw
 
@@ -259,7 +265,10 @@ class ExplorerApp(App[int]):
 
         self._opening.watch_this_thread()
         try:
-            source = open_source(self._options, count)
+            with gc_paused():
+                source = open_source(self._options, count)
+                # It stays until the end: collections need not pass over 10⁵ tensors each time.
+                gc.freeze()
         except Cancelled:
             return
         except BaseException as err:

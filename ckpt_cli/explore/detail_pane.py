@@ -25,22 +25,14 @@ from ckpt_cli.explore.tensor_page import (
     tensor_page,
     totals_of,
 )
-from ckpt_cli.pages.damage import damage_lines
-from ckpt_cli.pages.inspect_object import object_json, object_lines
-from ckpt_cli.pages.inspect_page import header_lines
-from ckpt_cli.pages.pictures.ranks import rank_lines
 from ckpt_cli.screen.blocks import bytes_text, facts, n_text
 from ckpt_cli.screen.terminal import Screen, escaped
-from core.inspect.summary import summarize
 from core.numbers.difference import has_numbers
-from core.pictures.ranks import rank_grid
 
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry
     from ckpt_cli.explore.source import CheckpointSource
     from core.catalog.catalog import TensorMeta
-    from core.inspect.summary import Summary
-    from core.pictures.ranks import RankGrid
     from core.progress import Progress
 
 _Result = TypeVar("_Result")
@@ -55,7 +47,7 @@ _REFRESH_S = 0.1
 
 
 class DetailPane(VerticalScroll):
-    """What is known of the entry at the cursor."""
+    """The page of the entry at the cursor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,9 +87,7 @@ class DetailPane(VerticalScroll):
             is_root: the entry is the checkpoint.
         """
         self._source = source
-        self._meta = None if entry.is_object else entry.branch.meta
-        if entry.kind != "tensor":
-            self._meta = None
+        self._meta = entry.branch.meta if entry.kind == "tensor" else None
         # What was begun for the last entry is of no use.
         cancellation = self._begin()
         if is_root:
@@ -147,7 +137,7 @@ class DetailPane(VerticalScroll):
             self._read(cancellation, partial(self._read_tensor, source, meta))
 
     def _details(self, meta: TensorMeta) -> TensorDetails:
-        """Return what is known of a tensor."""
+        """Return what was read of a tensor so far."""
         return self._kept.get(meta.key) or TensorDetails(meta)
 
     def _read(self, cancellation: Cancellation, work: Callable[[Cancellation], None]) -> None:
@@ -167,7 +157,7 @@ class DetailPane(VerticalScroll):
         *,
         is_asked: bool = False,
     ) -> None:
-        """Read what is not known of a tensor, and show each part; called in a worker.
+        """Read the missing parts of a tensor's page, and show each; called in a worker.
 
         Args:
             is_asked: measure the tensor even if it is large.
@@ -234,10 +224,11 @@ class DetailPane(VerticalScroll):
 
     def _read_overview(self, source: CheckpointSource, cancellation: Cancellation) -> None:
         """Read the facts about the checkpoint; called in a worker."""
+        from ckpt_cli.explore.overview import read_overview
+
         draw: Draw
         try:
-            summary = summarize(source.checkpoint, with_capabilities=False)
-            draw = partial(_overview_lines, source, summary, rank_grid(source.checkpoint))
+            draw = read_overview(source)
         except Exception as err:
             draw = partial(error_lines, err=err)
         self.app.call_later(self._set_overview, draw, cancellation)
@@ -250,6 +241,8 @@ class DetailPane(VerticalScroll):
 
     def _read_object(self, source: CheckpointSource, key: str, cancellation: Cancellation) -> None:
         """Read an object; called in a worker."""
+        from ckpt_cli.pages.inspect_object import object_json, object_lines
+
         draw: Draw
         try:
             value = object_json(source.view.objects[key], source.checkpoint)
@@ -299,7 +292,7 @@ def _or_error(read: Callable[[], _Result]) -> _Result | Exception:
 
 
 def _first_lines_of(source: CheckpointSource, entry: Entry, screen: Screen) -> Iterator[str]:
-    """Yield what is known of a checkpoint before its files were counted."""
+    """Yield the facts about a checkpoint that are in memory when it is open."""
     yield screen.styled(escaped(str(source.checkpoint.path)), "bold")
     format = source.checkpoint.format
     pairs = [("format", f"{format.name}: {format.title}")]
@@ -310,14 +303,3 @@ def _first_lines_of(source: CheckpointSource, entry: Entry, screen: Screen) -> I
     yield from facts(screen, pairs)
     yield ""
     yield screen.styled("reading…", "dim")
-
-
-def _overview_lines(
-    source: CheckpointSource, summary: Summary, grid: RankGrid | None, screen: Screen
-) -> Iterator[str]:
-    """Yield the header of ``ckpt inspect``, what is damaged above it and the ranks below."""
-    yield from damage_lines(screen, source.checkpoint.problems)
-    yield from header_lines(screen, summary, source.checkpoint)
-    if grid is not None:
-        yield ""
-        yield from rank_lines(screen, grid)

@@ -8,8 +8,8 @@
     └── …
     w0 … w199             a range: of too many siblings, some hundred each
 
-``build_names`` links 10⁵ names once; ``Entry.children`` makes one level, as it is shown. The values
-have no ``repr`` of their own, because textual's workers and messages would call it.
+A level is made of the keys below it when it is needed, so 10⁵ names are shown soon. The values have
+no ``repr`` of their own, because textual's workers and messages would call it.
 """
 
 from __future__ import annotations
@@ -29,31 +29,110 @@ MOST_SIBLINGS = 200
 Kind = Literal["module", "tensor", "object", "range"]
 
 
+_Row = tuple[str, TensorMeta, int]
+"""A tensor that is not in a branch of its own yet: its key, metadata, and size in bytes."""
+
+
 @dataclass(slots=True, repr=False)
 class NamedBranch:
     """A component of a name, with what is below it.
 
     Args:
         name: the component; "" for the root.
-        below: branches by component.
         key: the tensor or object of this name; None if it is only a module.
         meta: metadata of the tensor.
         n_tensors, n_bytes: totals of the tensors at and below this name.
     """
 
     name: str
-    below: dict[str, NamedBranch] = field(default_factory=dict)
     key: str | None = None
     meta: TensorMeta | None = None
     n_tensors: int = 0
     n_bytes: int = 0
+    # The tensors below become branches when the level is needed: their keys are cut at ``_start``.
+    _below: dict[str, NamedBranch] = field(default_factory=dict)
+    _rows: list[_Row] = field(default_factory=list)
+    _start: int = 0
+
+    @property
+    def below(self) -> dict[str, NamedBranch]:
+        """Branches of the next level, by component."""
+        if self._rows:
+            # Another thread sees either the rows or what became of them.
+            self._below = self._next_level(self._rows)
+            self._rows = []
+        return self._below
+
+    @property
+    def has_below(self) -> bool:
+        """True if there is a next level."""
+        return bool(self._rows or self._below)
+
+    @property
+    def first_key(self) -> str:
+        """Key of this name or, if it is only a module, of the first tensor or object below."""
+        branch = self
+        while branch.key is None:
+            if branch._rows:
+                return branch._rows[0][0]
+            branch = next(iter(branch.below.values()))
+        return branch.key
 
     def tensors(self) -> Iterator[TensorMeta]:
         """Yield the tensors at and below this name, as stored."""
         if self.meta is not None:
             yield self.meta
-        for branch in self.below.values():
+        rows = self._rows
+        if rows:
+            for _, meta, _ in rows:
+                yield meta
+            return
+        for branch in self._below.values():
             yield from branch.tensors()
+
+    def _next_level(self, rows: list[_Row]) -> dict[str, NamedBranch]:
+        """Return the branches of some tensors, by the component at ``_start`` of their keys."""
+        # A single component that all have in common needs no pass over them.
+        shared = _shared_component(rows, self._start)
+        if shared is not None:
+            own_bytes = 0 if self.meta is None else self.meta.n_bytes
+            branch = NamedBranch(
+                shared,
+                n_tensors=len(rows),
+                n_bytes=self.n_bytes - own_bytes,
+                _rows=rows,
+                _start=self._start + len(shared) + 1,
+            )
+            return {shared: branch}
+        below: dict[str, NamedBranch] = {}
+        for row in rows:
+            key, meta, n_bytes = row
+            end = key.find(".", self._start)
+            name = key[self._start : end] if end >= 0 else key[self._start :]
+            child = below.get(name)
+            if child is None:
+                start = self._start + len(name) + 1
+                child = below[name] = NamedBranch(name, _start=start)
+            child.n_tensors += 1
+            child.n_bytes += n_bytes
+            if end < 0:
+                child.key, child.meta = key, meta
+            else:
+                child._rows.append(row)
+        return below
+
+
+def _shared_component(rows: list[_Row], start: int) -> str | None:
+    """Return the component at ``start`` if all keys have the same one, and more behind it."""
+    first = rows[0][0]
+    end = first.find(".", start) + 1
+    if not end or not rows[-1][0].startswith(first[:end]):
+        return None
+    # What the least and the greatest key begin with, all begin with.
+    least, greatest = min(rows)[0], max(rows)[0]
+    if least.startswith(first[:end]) and greatest.startswith(first[:end]):
+        return first[start : end - 1]
+    return None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -96,8 +175,8 @@ class Entry:
 
     @property
     def has_children(self) -> bool:
-        """Whether there are entries below."""
-        return self.kind == "range" or bool(self.branch.below)
+        """True if there are entries of a next level."""
+        return self.kind == "range" or self.branch.has_below
 
     def tensors(self) -> Iterator[TensorMeta]:
         """Yield the tensors of the entry, as stored."""
@@ -154,20 +233,19 @@ def _is_rank(branch: NamedBranch, path: tuple[str, ...]) -> bool:
     """Return whether a branch is a rank directory, which ends with a colon in keys."""
     if len(path) != 1:
         return False
-    while branch.key is None:
-        branch = next(iter(branch.below.values()))
-    return branch.key.startswith(f"{path[0]}:")
+    return branch.first_key.startswith(f"{path[0]}:")
 
 
 @gc_paused()
 def build_names(tensors: Iterable[TensorMeta], *, split: Callable[[str], list[str]]) -> NamedBranch:
-    """Link the names of tensors to a tree, and add their sizes up.
+    """Return the root of a tree of tensors.
 
     Args:
         split: returns the components of a key.
     """
     root = NamedBranch("")
-    linker = _Linker(root, split)
+    rows: list[_Row] = []
+    others: list[_Row] = []
     sizes: dict[tuple[str, Shape], int] = {}
     for meta in tensors:
         # Most tensors are like an earlier one, whose size need not be computed again.
@@ -175,67 +253,37 @@ def build_names(tensors: Iterable[TensorMeta], *, split: Callable[[str], list[st
         n_bytes = sizes.get(kind)
         if n_bytes is None:
             n_bytes = sizes[kind] = meta.n_bytes
+        # Most keys are only cut at their dots, level by level.
         key = meta.key
-        parent, name = linker.parent_of(key)
-        branch = parent.below.get(name)
-        if branch is None:
-            parent.below[name] = NamedBranch(name, {}, key, meta, 1, n_bytes)
-        else:  # also a module
-            branch.key, branch.meta, branch.n_tensors, branch.n_bytes = key, meta, 1, n_bytes
-    _add_up(root)
+        is_plain = "\\" not in key and ":" not in key and key.count(".") < MAX_DEPTH - 1
+        (rows if is_plain else others).append((key, meta, n_bytes))
+        root.n_tensors += 1
+        root.n_bytes += n_bytes
+    root._rows = rows
+    for key, meta, n_bytes in others:
+        branch = root
+        for branch in _branches_to(root, split(key)):
+            branch.n_tensors += 1
+            branch.n_bytes += n_bytes
+        branch.key, branch.meta = key, meta
     return root
 
 
 def build_object_names(keys: Iterable[str], *, split: Callable[[str], list[str]]) -> NamedBranch:
-    """Link the names of objects to a tree."""
+    """Return the root of a tree of objects."""
     root = NamedBranch("")
-    linker = _Linker(root, split)
     for key in keys:
-        parent, name = linker.parent_of(key)
-        parent.below.setdefault(name, NamedBranch(name)).key = key
+        *_, branch = _branches_to(root, split(key))
+        branch.key = key
     return root
 
 
-class _Linker:
-    """Finds and makes the branches above keys, each of which is looked up by its full name."""
-
-    def __init__(self, root: NamedBranch, split: Callable[[str], list[str]]) -> None:
-        self._root = root
-        self._split = split
-        self._branches: dict[str, NamedBranch] = {}
-
-    def parent_of(self, key: str) -> tuple[NamedBranch, str]:
-        """Return the branch above a key, and the key's last component."""
-        # Splitting a key costs more than all the rest, and most keys are only cut at their dots.
-        if "\\" not in key and ":" not in key and key.count(".") < MAX_DEPTH - 1:
-            prefix, dot, name = key.rpartition(".")
-            return (self._branch_at(prefix) if dot else self._root), name
-        *path, last = self._split(key)
-        parent = self._root
-        for component in path:
-            branch = parent.below.get(component)
-            if branch is None:
-                branch = parent.below[component] = NamedBranch(component)
-            parent = branch
-        return parent, last
-
-    def _branch_at(self, prefix: str) -> NamedBranch:
-        """Return the branch of a name that is cut at its dots."""
-        branch = self._branches.get(prefix)
-        if branch is None:
-            above, dot, name = prefix.rpartition(".")
-            parent = self._branch_at(above) if dot else self._root
-            branch = parent.below.get(name)
-            if branch is None:
-                branch = parent.below[name] = NamedBranch(name)
-            self._branches[prefix] = branch
-        return branch
-
-
-def _add_up(branch: NamedBranch) -> None:
-    """Add the totals of what is below to those of a branch; names have few components."""
-    for below in branch.below.values():
-        if below.below:
-            _add_up(below)
-        branch.n_tensors += below.n_tensors
-        branch.n_bytes += below.n_bytes
+def _branches_to(root: NamedBranch, path: Iterable[str]) -> Iterator[NamedBranch]:
+    """Yield the branches of a path below the root, and make those that are missing."""
+    branch = root
+    for name in path:
+        below = branch.below
+        if name not in below:
+            below[name] = NamedBranch(name)
+        branch = below[name]
+        yield branch

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,6 @@ from core.catalog.catalog import Catalog, TensorMeta
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.files.remote_path import RemotePath
 from core.inspect.preview import BoxLocation, Number, first_values, places_of
-from core.inspect.stats import measure_tensors
-from core.inspect.summary import global_view_of, path_of
-from core.opening.damaged import open_readable_part
 from core.opening.open import FILL, Checkpoint
 from core.pickle.reader import gc_paused
 from core.progress import OnProgress, Phase, Progress, report_bytes
@@ -46,7 +42,7 @@ _SPECIAL = re.compile(r"[*?\[\]]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """What to open, and how to read it.
+    """The checkpoint to open, and how to read it.
 
     Args:
         path, iteration, missing_chunks: as for ``core.opening.open.open_checkpoint``.
@@ -63,7 +59,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the boxes of a tensor are stored.
+    """The places in files at which the boxes of a tensor are stored.
 
     Args:
         places: the first ``MOST_PLACES``, replicas included.
@@ -101,6 +97,8 @@ class CheckpointSource:
 
     def path_of(self, key: str) -> tuple[str, ...]:
         """Return the components of a key, as in the trees."""
+        from core.inspect.summary import path_of
+
         return tuple(path_of(key, self.view))
 
     def placement(self, key: str) -> Placement:
@@ -112,7 +110,7 @@ class CheckpointSource:
         with self._reading():
             places = places_of(self.view, key)
         return Placement(
-            tuple(islice(places, MOST_PLACES)), len(places), len({place.box for place in places})
+            tuple(places[:MOST_PLACES]), len(places), len({place.box for place in places})
         )
 
     def values(self, key: str) -> list[Number]:
@@ -133,6 +131,8 @@ class CheckpointSource:
             Cancelled: the work was asked to end.
             CheckpointingException: the tensor cannot be read.
         """
+        from core.inspect.stats import measure_tensors
+
         report = report_bytes(progress, Phase.MEASURING)
 
         def advance(done: int, total: int) -> None:
@@ -218,6 +218,9 @@ def open_source(options: SourceOptions, on_open: Callable[[int], None]) -> Check
         UsageError: the path or the iteration does not exist.
         CheckpointingException: nothing can be read.
     """
+    from core.inspect.summary import global_view_of, path_of
+    from core.opening.damaged import open_readable_part
+
     checkpoint = open_readable_part(
         options.path,
         iteration=options.iteration,

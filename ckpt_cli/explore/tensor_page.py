@@ -1,4 +1,4 @@
-"""The right side of the screen: what is known of a tensor, a module, or the checkpoint.
+"""The right side of the screen: the pages of a tensor and of a module.
 
 Pure functions from what was read to lines with the colours of a terminal; ``None`` stands for what
 is still being read. Every name is escaped.
@@ -12,7 +12,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_tensor import number_text
-from ckpt_cli.pages.pictures.histogram import histogram_text, scale_of
+from ckpt_cli.pages.pictures.bars import bar_text
+from ckpt_cli.pages.pictures.histogram import histogram_line, scale_of
 from ckpt_cli.screen.blocks import (
     Cell,
     box_text,
@@ -57,7 +58,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class TensorDetails:
-    """What is known of a tensor; None is what is still being read.
+    """The facts about a tensor that were read so far; None stands for what is being read.
 
     Args:
         meta: metadata.
@@ -98,7 +99,7 @@ def tensor_page(screen: Screen, details: TensorDetails) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleTotals:
-    """What the tensors of a module are together.
+    """Totals of the tensors of a module.
 
     Args:
         n_elements: number of elements.
@@ -150,14 +151,13 @@ def module_page(
     rows = []
     for member in members[:_MOST_MEMBERS]:
         share = member.n_bytes / entry.n_bytes if entry.n_bytes else 0.0
-        bar = "━" * max(round(share * _BAR), 1 if member.n_bytes else 0)
         name = escaped(member.label[:LONGEST_NAME])
         rows.append(
             [
                 Cell(name),
                 Cell(bytes_text(member.n_bytes)),
                 Cell(f"{share:.0%}", ("dim",)),
-                Cell(bar, ("cyan",)),
+                Cell(bar_text(share, _BAR), ("cyan",)),
             ]
         )
     yield from _named_rows(screen, rows, align="<>><")
@@ -243,9 +243,7 @@ def _numbers(screen: Screen, statistics: ValueStatistics) -> Iterator[str]:
     yield from table(screen, rows, align="<><>")
     if statistics.histogram.top is not None:  # else there are only zeros
         scale = scale_of(statistics.histogram)
-        low, high = scale.limits
-        bars = histogram_text(statistics.histogram, statistics.n_zeros, scale)
-        yield screen.plain(f"{low} {screen.styled(bars, 'cyan')} {high}")
+        yield histogram_line(screen, statistics.histogram, statistics.n_zeros, scale)
     n_bad = statistics.n_nan + statistics.n_infinite
     counts = f"{statistics.n_nan:,} NaN, {statistics.n_infinite:,} Inf"
     zeros = n_text(statistics.n_zeros, "zero")

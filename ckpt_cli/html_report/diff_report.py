@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.facts import named_facts
-from ckpt_cli.html_report.heat_table import heat_table
+from ckpt_cli.html_report.heat_table import heat_tables
 from ckpt_cli.html_report.page import render
 from ckpt_cli.pages.diff_page import COLUMNS, count_rows, diff_facts, verdict_line
 from ckpt_cli.screen.blocks import Cell, shape_text
 from ckpt_cli.screen.terminal import Screen
-from core.pictures.heat import heat_map
+from core.pictures.heat import heat_maps
 
 if TYPE_CHECKING:
     from core.diff.result import Diff, TensorDiff
@@ -26,9 +26,9 @@ def diff_html(result: Diff) -> str:
     differing = [
         tensor for tensor in result.tensors if not tensor.is_same or tensor.kind == "close"
     ]
-    heat = heat_table(heat_map(result))
+    heats = heat_tables(heat_maps(result.tensors))
     sections = [("summary", "Summary")]
-    sections += [("heat", "Heat map")] if heat else []
+    sections += [("heat", "Heat map")] if heats else []
     sections += [("worst", "Worst tensors")] if differing else []
     sections += [("entries", "Other entries")] if result.entries else []
     paths = [str(side.source.path) for side in (result.a, result.b)]
@@ -44,7 +44,7 @@ def diff_html(result: Diff) -> str:
         "sections": sections,
         "facts": named_facts(diff_facts(result)),
         "counts": counts,
-        "heat": heat,
+        "heats": heats,
         "tensors": [_tensor_row(tensor) for tensor in differing[:MAX_TENSORS]],
         "n_more": max(len(differing) - MAX_TENSORS, 0),
         "entries": result.entries[:MAX_ENTRIES],

@@ -1,13 +1,14 @@
-"""The heat map of a comparison as a table of bounded size."""
+"""The heat maps of a comparison as tables of bounded size."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite, log10
 
 from ckpt_cli.html_report.names import shown_name
-from core.diff.result import KINDS
-from core.pictures.heat import HeatCell, HeatMap
+from ckpt_cli.screen.blocks import n_text
+from core.pictures.heat import HeatCell, HeatMap, most_different
 
 MAX_ROWS, MAX_COLUMNS = 128, 32
 """Most layers and modules; of more, those with the greatest differences are shown."""
@@ -36,30 +37,48 @@ class HeatTableCell:
 
 @dataclass(frozen=True, slots=True)
 class HeatTable:
-    """The table; ``is_cut`` says what is left out, "" if nothing is."""
+    """A table.
 
+    Args:
+        title: what its tensors belong to.
+        columns: titles of the columns.
+        rows: title and cells of each row.
+        is_cut: a sentence about what is left out; "" if nothing is.
+    """
+
+    title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[HeatTableCell | None, ...]], ...]
     is_cut: str
 
 
-def heat_table(heat: HeatMap) -> HeatTable | None:
-    """Arrange the differences as a table; return None if there is nothing to show."""
-    if not heat.cells or not heat.modules:
-        return None
-    columns = _worst_first(list(map(list, zip(*heat.cells, strict=True))), MAX_COLUMNS)
-    rows = _worst_first([list(row) for row in heat.cells], MAX_ROWS)
+def heat_tables(maps: Iterable[HeatMap]) -> list[HeatTable]:
+    """Return the tables of each part: that of its layers, and that of what is outside layers."""
+    tables = []
+    for heat in maps:
+        tables += [layer_table(heat)] if heat.layers else []
+        tables += [outside_table(heat)] if heat.outside else []
+    return tables
+
+
+def layer_table(heat: HeatMap) -> HeatTable:
+    """Arrange the differences inside layers by layer and module."""
+    columns = most_different(list(map(list, zip(*heat.cells, strict=True))), MAX_COLUMNS)
+    rows = most_different([list(row) for row in heat.cells], MAX_ROWS)
     n_rows, n_columns = len(heat.layers) - len(rows), len(heat.modules) - len(columns)
     left_out = [
         f"{n:,} {noun}" for n, noun in ((n_rows, "layers"), (n_columns, "modules")) if n > 0
     ]
+    labels = [f"{shown_name(heat.stack, 60)} {layer}" for layer in heat.layers]
+    modules = [shown_name(module, 80) for module in heat.modules]
     return HeatTable(
-        tuple(shown_name(heat.modules[column], 80) for column in columns),
+        heat.part,
+        tuple(modules[column] for column in columns),
         tuple(
             (
-                shown_name(heat.layers[row], 60),
+                labels[row],
                 tuple(
-                    _table_cell(heat.cells[row][column], heat.layers[row], heat.modules[column])
+                    _table_cell(heat.cells[row][column], f"{labels[row]}, {modules[column]}")
                     for column in columns
                 ),
             )
@@ -71,31 +90,37 @@ def heat_table(heat: HeatMap) -> HeatTable | None:
     )
 
 
-def _worst_first(lines: list[list[HeatCell | None]], limit: int) -> list[int]:
-    """Return the positions of the lines with the greatest differences, in their own order."""
-    worst = sorted(range(len(lines)), key=lambda at: min(map(_order, lines[at]), default=(99, 0.0)))
-    return sorted(worst[:limit])
+def outside_table(heat: HeatMap) -> HeatTable:
+    """List the differences of the tensors outside layers, the greatest first."""
+    cells = heat.outside[:MAX_ROWS]
+    n_more = len(heat.outside) - len(cells)
+    names = [shown_name(cell.keys[0], 80) for cell in cells]
+    return HeatTable(
+        f"{heat.part}, outside layers",
+        ("difference",),
+        tuple((name, (_table_cell(cell, name),)) for name, cell in zip(names, cells, strict=True)),
+        f"{n_text(n_more, 'tensor')} with smaller differences left out." if n_more else "",
+    )
 
 
-def _order(cell: HeatCell | None) -> tuple[int, float]:
-    """Return the sort key of a cell: the most serious kind first, then the greatest difference."""
-    if cell is None:
-        return len(KINDS), 0.0
-    return KINDS.index(cell.kind), -(cell.relative or 0.0)
+def _table_cell(cell: HeatCell | None, title: str) -> HeatTableCell | None:
+    """Return one cell with its colour: by relative difference, or by kind without one.
 
-
-def _table_cell(cell: HeatCell | None, layer: str, module: str) -> HeatTableCell | None:
-    """Return one cell with its colour: by relative difference, or by kind without one."""
+    Args:
+        title: what the cell is about.
+    """
     if cell is None:
         return None
     names = "\n".join(shown_name(key) for key in cell.keys[:4])
     more = f"\nand {len(cell.keys) - 4:,} more" if len(cell.keys) > 4 else ""
-    tip = f"{shown_name(layer, 60)}, {shown_name(module, 80)}: {_KIND_TEXTS[cell.kind]}"
+    tip = f"{title}: {_KIND_TEXTS[cell.kind]}"
     if cell.relative is not None:
         tip += f"\nrelative difference {cell.relative:.3g}, {cell.n_different:,} elements differ"
     tip += f"\n{names}{more}"
     if cell.kind in ("only_a", "only_b", "shape", "dtype"):
         return HeatTableCell(_KIND_TEXTS[cell.kind], "kind", tip)
+    if cell.n_nan:
+        return HeatTableCell(f"{cell.n_nan:,} NaN", "kind", tip)
     if cell.kind == "unread":
         return HeatTableCell("–", "unread", tip)
     if cell.kind == "equal" or not cell.relative:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from ckpt_cli.screen.terminal import escaped
-from core.catalog.key_patterns import fold_keys, split_numbers
+from core.catalog.key_patterns import fold_keys, runs_of, split_numbers
 
 MAX_NAME = 200
 """Most characters of a name that are shown; a longer one is cut, and its length stated."""
@@ -65,7 +65,7 @@ def _folded_name(keys: list[str]) -> FoldedName:
         if len(set(column)) == 1:
             text += f"{column[0]}{after}"
         else:
-            parts += [shown_name(text), _runs(sorted(set(column)))]
+            parts += [shown_name(text), runs_of(sorted(set(column)))]
             text = after
     return FoldedName((*parts, shown_name(text)), tuple(key for _, key in rows))
 
@@ -73,14 +73,3 @@ def _folded_name(keys: list[str]) -> FoldedName:
 def _numbers_in(key: str) -> list[int]:
     """Return the numbers of a key that are complete components."""
     return [int(number) for number in split_numbers(key)[1::2]]
-
-
-def _runs(numbers: list[int]) -> list[list[int]]:
-    """Return sorted numbers as runs ``[first, last]`` of consecutive ones."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return runs

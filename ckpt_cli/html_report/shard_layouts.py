@@ -7,7 +7,7 @@ holders are numbered separately, and a tensor refers to both by number.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from itertools import chain
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.names import shown_name
@@ -19,6 +19,8 @@ MAX_BOXES = 1024
 """Most boxes of one map; the others are counted."""
 MAX_NUMBERS = 120_000
 """Most numbers of all maps together (about four bytes each); tensors beyond have no map."""
+MAX_MOVES = 4096
+"""Most moves of one tensor that are drawn."""
 MAX_HOLDERS = 8
 """Most copies of a box that are named; the others are counted."""
 
@@ -81,9 +83,11 @@ class ShardLayouts:
 def moves_json(moves: tuple[BoxMove, ...]) -> list[int]:
     """Return moves as a flat list of (source, target, bytes), those between shown boxes only."""
     shown = (move for move in moves if move.source < MAX_BOXES and move.target < MAX_BOXES)
-    return list(
-        chain.from_iterable((move.source, move.target, move.n_bytes) for move in list(shown)[:4096])
-    )
+    return [
+        number
+        for move in islice(shown, MAX_MOVES)
+        for number in (move.source, move.target, move.n_bytes)
+    ]
 
 
 def _count_numbers(value: object) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,11 +14,8 @@ from ckpt_cli.html_report.rank_table import CellFindings, RankTable, rank_name, 
 from ckpt_cli.screen.blocks import n_text
 from core.checks.finding import Finding, Severity
 from core.checks.registry import codes
-from core.errors import CheckpointingException
-from core.files.remote_path import location_of
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from core.opening.damaged import open_readable_part
-from core.pictures.ranks import RankCell, RankGrid, rank_grid
+from core.pictures.ranks import RankCell, RankGrid, read_rank_grid
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
@@ -114,7 +110,7 @@ def _checkpoint_view(verdict: Verdict) -> CheckpointView:
     # Metadata that could not be read once are not read again; rank files have theirs in each file.
     is_readable = validation.n_tensors > 0 and validation.format == "torch_dist"
     has_grid = is_readable or validation.format == "megatron"
-    grid = _grid_of(validation.path) if has_grid else None
+    grid = read_rank_grid(validation.path) if has_grid else None
     names = {} if grid is None else _names_of_cells(grid)
     table = None
     if grid is not None:
@@ -160,16 +156,6 @@ def _finding_view(group: FindingGroup, ranks: str) -> FindingView:
         group.other_keys[:8],
         ranks,
     )
-
-
-def _grid_of(path: str) -> RankGrid | None:
-    """Return the rank grid of a checkpoint that may be damaged; None if there is none."""
-    try:
-        checkpoint = open_readable_part(location_of(path), samples=False)
-        with closing(checkpoint.store):
-            return rank_grid(checkpoint)
-    except CheckpointingException:
-        return None
 
 
 Coordinates = tuple[int, int, int]

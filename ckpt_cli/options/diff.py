@@ -24,6 +24,7 @@ from ckpt_cli.options.transfer import (
     NoOptim,
     NoPager,
     RulesFile,
+    report_option,
     threads_option,
 )
 from ckpt_cli.options.values import whole_number
@@ -170,14 +171,16 @@ class DiffOptions:
     # What is printed.
     report: Annotated[
         Path | None,
-        Option(
-            "--report",
-            metavar="FILE",
-            parser=Path,
-            rich_help_panel=TALK,
-            help="Also write a heat map and the worst tensors to FILE (.html).",
-        ),
+        report_option("Also write a heat map and the worst tensors to FILE (.html).", TALK),
     ] = None
+    map: Annotated[
+        bool,
+        Flag(
+            "--map",
+            rich_help_panel=TALK,
+            help="Draw layers × modules: where the checkpoints differ, and how much.",
+        ),
+    ] = False
     limit: Annotated[
         int | None,
         Option(

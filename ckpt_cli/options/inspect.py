@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from ckpt_cli.options.progress import progress_option
 from ckpt_cli.options.storage import storage_option
-from ckpt_cli.options.transfer import Flag, iteration_option, missing_chunks_option
+from ckpt_cli.options.transfer import Flag, iteration_option, missing_chunks_option, report_option
 from ckpt_cli.options.values import one_of, parse_size, whole_number
 
 
@@ -85,11 +85,8 @@ class InspectOptions:
     ] = False
     report: Annotated[
         Path | None,
-        Option(
-            "--report",
-            metavar="FILE",
-            parser=Path,
-            help="Also write the page with pictures, every tensor and its shards to FILE (.html).",
+        report_option(
+            "Also write the page with pictures, every tensor and its shards to FILE (.html)."
         ),
     ] = None
     limit: Annotated[

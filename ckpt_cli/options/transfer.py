@@ -143,6 +143,16 @@ def threads_option(text: str) -> object:
     )
 
 
+def report_option(text: str, panel: str | None = None) -> object:
+    """Return the option ``--report`` of a command that writes a report in HTML only.
+
+    Args:
+        text: help text: the content of the report.
+        panel: title of the panel of the help; None for that of the options without one.
+    """
+    return Option("--report", metavar="FILE", parser=Path, rich_help_panel=panel, help=text)
+
+
 RulesFile = Annotated[
     Path | None,
     Option(
@@ -319,13 +329,9 @@ class TransferOptions:
     ] = None
     report: Annotated[
         Path | None,
-        Option(
-            "--report",
-            metavar="FILE",
-            parser=Path,
-            rich_help_panel=OUTPUT,
-            help="With --dry-run: also write the plan, with pictures of what moves, "
-            "to FILE (.html).",
+        report_option(
+            "With --dry-run: also write the plan, with pictures of what moves, to FILE (.html).",
+            OUTPUT,
         ),
     ] = None
     rank: Annotated[

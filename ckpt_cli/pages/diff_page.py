@@ -21,6 +21,7 @@ from ckpt_cli.pages.diff_rows import (
     shape_row,
     values_row,
 )
+from ckpt_cli.pages.pictures.heat import heat_lines
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -37,6 +38,7 @@ from core.diff.entries import EntryDiff
 from core.diff.result import Diff, TensorDiff
 from core.diff.sides import Side
 from core.inspect.summary import ROLES
+from core.pictures.heat import heat_maps
 
 _GROUPS = {
     "model": "model",
@@ -59,12 +61,15 @@ _MAX_NOTES = 6
 """Maximum number of notes on the page."""
 
 
-def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Iterator[str]:
+def page_of(
+    screen: Screen, result: Diff, *, limit: int, is_flat: bool, has_map: bool = False
+) -> Iterator[str]:
     """Yield the page.
 
     Args:
         limit: maximum number of lines of a list; 0 for all.
         is_flat: every tensor gets a row of its own.
+        has_map: draw layers × modules above the lists.
     """
     # Above the lists: verdict, facts, and the number of tensors of each group and kind.
     yield verdict_line(screen, result)
@@ -72,6 +77,9 @@ def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Itera
     if any(not tensor.is_same for tensor in result.tensors) or result.of_kind("close"):
         yield ""
         yield from table(screen, list(count_rows(result)), align="<" + ">" * len(COLUMNS), indent=2)
+    if has_map:
+        yield ""
+        yield from heat_lines(screen, heat_maps(result.tensors), folds=limit > 0)
     # The lists, the most important first; those without members print nothing.
     lists = _ListPrinter(screen, limit, is_flat)
     for name, tensors in _one_sided(result):

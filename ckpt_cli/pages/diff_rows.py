@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, shape_text
 from ckpt_cli.screen.terminal import escaped
-from core.catalog.key_patterns import folded
+from core.catalog.key_patterns import folded, split_numbers
 from core.diff.result import TensorDiff
 
-_NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d*)(?![^.\s/])")
-"""A number that is a complete part of a dotted key, such as that of a layer or an expert."""
-_SPAN = r"\d+(?:-\d+(?::[1-9]\d*)?)?"
+_SPAN = r"\d{1,18}(?:-\d{1,18}(?::[1-9]\d{0,17})?)?"
 _RANGES = re.compile(rf"\[({_SPAN}(?:,{_SPAN})*)\]")
 """Numbers that ``folded`` joined; a key may have other brackets of its own."""
 END = "\0"
@@ -55,7 +53,7 @@ def folded_rows(tensors: Iterable[TensorDiff]) -> Iterator[Row]:
     groups: dict[tuple[object, ...], list[TensorDiff]] = {}
     for tensor in tensors:
         shapes = tuple((meta.dtype, meta.shape) if meta else None for meta in (tensor.a, tensor.b))
-        groups.setdefault((_NUMBER.sub("#", tensor.key), shapes), []).append(tensor)
+        groups.setdefault(("#".join(split_numbers(tensor.key)[::2]), shapes), []).append(tensor)
     # Numbers become ranges in brackets; keys that the first such name does not cover are counted.
     for members in groups.values():
         names = folded((tensor.key + END for tensor in members), end=END)
@@ -151,8 +149,8 @@ def _first_difference(row: Row) -> str:
         return ""
     index = shape_text(tensor.index_of(tensor.values.first))
     # In a row of several tensors, the number in the key (the layer) identifies the worst.
-    number = None if len(row.members) == 1 else _NUMBER.search(tensor.key)
-    lead = f"in {number[0]} at " if number else ""
+    numbers = [] if len(row.members) == 1 else split_numbers(tensor.key)[1::2]
+    lead = f"in {numbers[0]} at " if numbers else ""
     if tensor.first is None or tensor.first[0] is None or tensor.first[1] is None:
         return lead + index
     a, b = (str(value) if isinstance(value, int) else f"{value:.6g}" for value in tensor.first)

@@ -7,7 +7,7 @@ from math import log2
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.pictures.histogram import LEGEND, histogram_text, scale_of
+from ckpt_cli.pages.pictures.histogram import LEGEND, histogram_line, histogram_text, scale_of
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.inspect.stats import FoldedStatistics, fold_statistics
@@ -102,17 +102,17 @@ def _histogram_lines(
     if row.total is None or row.total.histogram.top is None:
         return
     scale = scale_of(row.total.histogram)
-    low, high = scale.limits
     if len(row.members) == 1 or not has_members:
-        bars = histogram_text(row.total.histogram, row.total.n_zeros, scale)
-        yield screen.plain(f"    {low} {screen.styled(bars, 'cyan')} {high}")
+        yield "    " + histogram_line(screen, row.total.histogram, row.total.n_zeros, scale)
         return
     # Of very many members, those whose deviations are the most unusual.
     parts = {meta.key: part for meta in row.members if (part := statistics[meta.key]) is not None}
     ratios = _ratios_to_median(parts)
     unusual = sorted(parts, key=lambda key: -abs(log2(ratios[key] or 1)))[:_MOST_MEMBERS]
     chosen = {*unusual}
-    rows = [[Cell(text, ("dim",)) for text in ("", "std", "max |x|", f"{low} to {high}", "")]]
+    rows = [
+        [Cell(text, ("dim",)) for text in ("", "std", "max |x|", " to ".join(scale.limits), "")]
+    ]
     for key, part in parts.items():
         if key in chosen:
             bars = histogram_text(part.histogram, part.n_zeros, scale)

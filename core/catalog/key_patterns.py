@@ -17,6 +17,7 @@ import re
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from core.errors import UsageError
 
@@ -28,8 +29,8 @@ MAX_LISTED = 8
 _NUMBERS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
 _WILD = re.compile(r"\[(!?[^\[\]]+)\]|\*|\?")
 _MAX_NUMBERS = 100_000
-_NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d*)(?![^.\s/])")
-"""A number that is a complete component of a key."""
+_NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d{0,17})(?![^.\s/])")
+"""A number that is a complete component of a key; more than 18 digits do not number anything."""
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:
@@ -73,7 +74,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
         # A single digit selects the same as number or as character, and captures nothing.
         elif _NUMBERS.fullmatch(inside) and len(inside) > 1:
             numbers.append(_parse_numbers(inside, pattern))
-            parts.append(r"(0|[1-9]\d*)")
+            parts.append(r"(0|[1-9]\d{0,17})")
         else:
             negated = inside.startswith("!")
             chars = re.sub(r"([\\^\[\]])", r"\\\1", inside[1:] if negated else inside)
@@ -138,15 +139,22 @@ def ranges(numbers: Iterable[int]) -> str:
     # Evenly spaced numbers are one range.
     if len(values) > 2:
         step = values[1] - values[0]
-        if step > 1 and values == list(range(values[0], values[-1] + 1, step)):
+        if step > 1 and all(b - a == step for a, b in pairwise(values)):
             return f"{values[0]}-{values[-1]}:{step}"
+    return ",".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in runs_of(values)
+    )
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Return ascending numbers as runs ``[first, last]`` of consecutive ones."""
     runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([value, value])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append([number, number])
+    return runs
 
 
 def folded(lines: Iterable[str], *, end: str) -> list[str]:

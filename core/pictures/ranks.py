@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
 from core.catalog.facets import DcpFacts, RankFacts
 from core.catalog.key_patterns import ranges
 from core.errors import CheckpointingException
+from core.files.remote_path import location_of
 from core.formats.megatron.format import possible_dirs
 from core.formats.torch.format import load_object
 from core.inspect.optimizer_states import is_state
@@ -36,6 +38,7 @@ from core.megatron.model.topology import Rank, Topology
 from core.megatron.reshard.from_ranks import local_names, ranks_of
 from core.megatron.reshard.rank_model import merge_ranks
 from core.megatron.reshard.reshard import load_rules
+from core.opening.damaged import open_readable_part
 from core.opening.objects import loaded
 from core.pickle.reader import gc_paused
 
@@ -51,7 +54,7 @@ _DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class RankCell:
-    """What one rank holds.
+    """The content of one rank.
 
     Args:
         pp, tp, ep: coordinates of the rank.
@@ -112,6 +115,22 @@ def rank_grid(checkpoint: Checkpoint) -> RankGrid | None:
             return _grid_of_rank_files(checkpoint)
         if checkpoint.catalog.facet(DcpFacts) is not None:
             return _grid_of_torch_dist(checkpoint)
+    return None
+
+
+def read_rank_grid(path: str | Path) -> RankGrid | None:
+    """Arrange a checkpoint that may be damaged by its ranks; reads metadata only.
+
+    Args:
+        path: path or URL of the checkpoint.
+
+    Returns:
+        None if nothing can be read, or the checkpoint is not laid out by ranks.
+    """
+    with suppress(CheckpointingException):
+        checkpoint = open_readable_part(location_of(path))
+        with closing(checkpoint.store):
+            return rank_grid(checkpoint)
     return None
 
 

@@ -55,11 +55,12 @@ def test_bad_ranges_are_usage_errors() -> None:
         ([0, 2, 4], "0-4:2"),
         ([1, 2, 5, 7, 8], "1-2,5,7-8"),
         ([3, 1], "1,3"),
+        ([0, 2, 10**17], "0,2,100000000000000000"),
     ],
 )
 def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers) == text
-    keys = [f"x.{n}" for n in range(12)]
+    keys = [f"x.{n}" for n in (*range(12), 10**17)]
     assert matching(keys, f"x.[{text}]") == [f"x.{n}" for n in sorted(numbers)] or len(text) == 1
 
 
@@ -101,6 +102,12 @@ def test_numbers_inside_names_and_outside_of_keys_do_not_fold() -> None:
     ]
     assert folded(lines, end=": ") == lines
     assert folded([], end=": ") == []
+
+
+def test_very_long_numbers_are_names() -> None:
+    keys = [f"layers.{digit * 5000}.w" for digit in "12"] + ["layers.3.w"]
+    assert [label for label, _ in fold_keys(dict.fromkeys(keys))] == keys
+    assert matching(keys, "layers.[0-9].w") == keys[-1:]
 
 
 def test_keys_of_one_kind_fold_and_keep_their_members() -> None:

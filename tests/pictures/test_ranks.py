@@ -10,7 +10,7 @@ import pytest
 
 import core
 from core.opening.damaged import open_readable_part
-from core.pictures.ranks import RankGrid, rank_grid
+from core.pictures.ranks import RankGrid, rank_grid, read_rank_grid
 from tests.support.edited import copied
 
 
@@ -147,3 +147,12 @@ def test_converted_torch_dist_in_one_file_has_no_grid(golden: Path, tmp_path: Pa
 )
 def test_other_checkpoints_have_no_grid(name: str, golden: Path) -> None:
     assert grid_of(golden / name) is None
+
+
+def test_a_grid_is_read_from_a_path_and_none_from_what_is_no_checkpoint(
+    golden: Path, tmp_path: Path
+) -> None:
+    grid = read_rank_grid(golden / "mcore_legacy/dense_gqa/tp2_pp2")
+    assert grid is not None and (grid.tp, grid.pp) == (2, 2)
+    assert read_rank_grid(golden / "hf/llama/safetensors_single") is None
+    assert read_rank_grid(str(tmp_path / "absent")) is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_cli.pages.pictures.bars import columns_text
+from ckpt_cli.screen.terminal import Screen
 from core.numbers.histogram import Histogram
 
 _POWERS = 12
@@ -45,6 +46,19 @@ def scale_of(total: Histogram) -> HistogramScale:
     """
     assert total.top is not None, "zeros have no scale"
     return HistogramScale(total.top, bool(total.negative))
+
+
+def histogram_line(
+    screen: Screen, histogram: Histogram, n_zeros: int, scale: HistogramScale
+) -> str:
+    """Return a histogram between the labels of its ends.
+
+    Args:
+        n_zeros: number of zeros, which the histogram does not contain.
+    """
+    low, high = scale.limits
+    bars = screen.styled(histogram_text(histogram, n_zeros, scale), "cyan")
+    return screen.plain(f"{low} {bars} {high}")
 
 
 def histogram_text(histogram: Histogram, n_zeros: int, scale: HistogramScale) -> str:

@@ -54,7 +54,7 @@ class _RankRow:
 
     @property
     def look(self) -> object:
-        """What rows have in common that are folded."""
+        """A value that is equal for rows that may be folded into one."""
         return self.others, [
             (tp, bytes_text(cell.model_bytes), bytes_text(cell.optimizer_bytes))
             for tp, cell in self.cells.items()

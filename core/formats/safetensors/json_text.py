@@ -26,10 +26,11 @@ _TEXT = re.compile(_STRING)
 _FLAT = re.compile(rb"\{[^{}]{0,%d}+\}" % MAX_ENTRY_BYTES)
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18}+)"
 _USUAL = re.compile(
-    rb'\{"dtype":"([A-Z0-9_]{1,16}+)","shape":\[((?:%b(?:,%b){0,15}+)?+)\],'
-    rb'"data_offsets":\[(%b),(%b)\]\}' % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
+    rb'"([^"\\\x00-\x1f]*+)":\{"dtype":"([A-Z0-9_]{1,16}+)","shape":\[((?:%b(?:,%b){0,15}+)?+)\],'
+    rb'"data_offsets":\[(%b),(%b)\]\}([,}])' % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
 )
-"""An entry in the form that safetensors writes; other forms are parsed as JSON, which is slower."""
+"""Name and entry in the form that safetensors writes, and the byte behind them; other forms are
+parsed piece by piece, which is slower."""
 _NEXT = re.compile(_SPACE + rb"([,}])")
 _REST = re.compile(_SPACE + rb"\Z")
 _PAIRS = json.JSONDecoder(object_pairs_hook=list)
@@ -76,6 +77,24 @@ class _HeaderScanner:
         names: set[str] = set()
         has_more = self._enter_object()
         while has_more:
+            # The usual form needs a single match; headers have up to 10⁵ such entries.
+            usual = _USUAL.match(self._data, self._at)
+            if usual is not None:
+                token, dtype, shape, start, end, separator = usual.groups()
+                name = self._decode_string(b'"%b"' % token)
+                if name not in names and name != METADATA:
+                    self._at = usual.end()
+                    names.add(name)
+                    has_more = separator == b","
+                    yield (
+                        name,
+                        {
+                            "dtype": dtype.decode(),
+                            "shape": list(map(int, shape.split(b","))) if shape else [],
+                            "data_offsets": [int(start), int(end)],
+                        },
+                    )
+                    continue
             # Of two entries with the same name the first is used.
             name = self._read_name()
             is_first = name not in names
@@ -150,19 +169,7 @@ class _HeaderScanner:
         Raises:
             CorruptError: the end of the entry cannot be determined.
         """
-        # The usual form needs no parser; headers have up to 10⁵ such entries.
-        plain = _USUAL.match(self._data, self._at)
-        if plain is not None:
-            self._at = plain.end()
-            dtype, shape, start, end = plain.groups()
-            extents = [int(extent) for extent in shape.split(b",")] if shape else []
-            return {
-                "dtype": dtype.decode(),
-                "shape": extents,
-                "data_offsets": [int(start), int(end)],
-            }
-
-        # Any other form: find its end, as it has no inner braces, and parse it as pairs.
+        # Find its end, as it has no inner braces, and parse it as pairs.
         match = _FLAT.match(self._data, self._at)
         if match is None:
             raise CorruptError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_cli.app import main
 from ckpt_cli.pages.diff_page import page_of
@@ -251,3 +251,66 @@ def test_iterations_of_training_roots_are_chosen_apart(run: Run, tmp_path: Path)
     code, out, _ = run(tmp_path, tmp_path, "--iteration", "1", "--iteration-b", "2")
     assert code == 1
     assert "iter_0000002" in out
+
+
+@pytest.fixture
+def edited(golden: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A golden checkpoint of 3 layers, and a copy that differs in some of them."""
+    path = golden / "hf/llama/safetensors_single"
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] *= 2
+    tensors["model.layers.2.mlp.up_proj.weight"] *= -1
+    tensors["model.layers.2.input_layernorm.weight"][1] = math.nan
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(3)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    save_file(tensors, copy / "model.safetensors")
+    return path, copy
+
+
+def test_a_map_shows_layers_and_modules(edited: tuple[Path, Path], run: Run) -> None:
+    code, out, err = run(*edited, "--map", "--tensors-only")
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    at = lines.index("model: 3 layers, 9 modules, 3 tensors outside layers")
+    assert [line.split() for line in lines[at + 2 : at + 6]] == [
+        ["layers", *"123456789"],
+        ["0", *".....A.S."],
+        ["1", *"...2....."],
+        ["2", *"N..0....."],
+    ]
+    assert lines[at + 11 : at + 13] == ["outside layers", "  D  model.norm.weight"]
+    assert {line[:5] for line in lines[at + 13 : at + 15]} == {"  .  "}
+    # The lists come below, as without the map.
+    plain = run(*edited, "--tensors-only")[1].splitlines()
+    lists = lines[lines.index("only in A (1)") :]
+    assert lists == plain[plain.index("only in A (1)") :]
+
+
+def test_a_map_in_json(edited: tuple[Path, Path], run: Run) -> None:
+    found = json.loads(run(*edited, "--map", "--json")[1])["map"]
+    assert list(found) == ["model"]
+    heat = found["model"]
+    assert (heat["stack"], heat["layers"]) == ("layers", [0, 1, 2])
+    at = heat["modules"].index("mlp.up_proj.weight")
+    assert [row[at]["kind"] for row in heat["cells"]] == ["equal", "values", "values"]
+    assert heat["cells"][2][at]["relative"] == 2
+    assert heat["outside"][0]["key"] == "model.norm.weight"
+    assert "map" not in json.loads(run(*edited, "--json")[1])
+
+
+def test_a_map_of_rank_files_has_the_optimizer_apart(golden: Path, run: Run) -> None:
+    case = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
+    code, out, _ = run(case, golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim", "--map")
+    assert code == 0
+    assert "model: 4 layers, 7 modules, 3 tensors outside layers" in out
+    assert "optimizer: 4 layers, 21 modules, 9 tensors outside layers" in out
+    assert "exp_avg_sq.mlp.linear_fc1.weight" in out
+
+
+def test_the_map_and_only_the_verdict_contradict(golden: Path, run: Run) -> None:
+    path = golden / "hf/llama/safetensors_single"
+    code, _, err = run(path, path, "--map", "--quiet")
+    assert code == 2 and "--map does not apply" in err

@@ -23,6 +23,7 @@ from ckpt_cli.explore.report_screen import ReportScreen
 from ckpt_cli.explore.search import SearchPanel, search_names
 from ckpt_cli.explore.source import CheckpointSource, SourceOptions
 from core.errors import CorruptError, UsageError
+from tests.support.hostile_names import write_named_tensors
 from tests.support.screens import assert_screen, screen_text
 
 SCREENS = Path(__file__).with_name("screens")
@@ -163,6 +164,29 @@ def test_d_compares_what_is_at_the_cursor(in_golden: Path) -> None:
         assert len(pilot.app.screen_stack) == 1
 
     explore(RUN, steps)
+
+
+def test_a_comparison_draws_layers_and_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"layers.{layer}.{name}" for layer in range(3) for name in ("mlp", "norm")]
+    write_named_tensors(tmp_path / "a.safetensors", names)
+    b = write_named_tensors(tmp_path / "b.safetensors", [*names[:5], "layers.2.bias"])
+    data = bytearray(b.read_bytes())
+    data[-33] = 0x40  # the last element of layers.1.norm
+    b.write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+
+    async def steps(pilot: Pilot[int]) -> None:
+        await pilot.press("d")
+        await type_text(pilot, b.name)
+        await pilot.press("enter")
+        await until_shown(pilot, "✗ different", "1  bias")
+        lines = [line.split() for line in screen_text(pilot.app).splitlines()]
+        at = lines.index(["layers", "1", "2", "3"])
+        assert lines[at + 1 : at + 4] == [["0", ".", "."], ["1", ".", "0"], ["2", "B", ".", "A"]]
+
+    explore(Path("a.safetensors"), steps)
 
 
 def test_an_error_of_comparing_is_shown(in_golden: Path) -> None:

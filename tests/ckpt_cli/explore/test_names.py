@@ -82,6 +82,28 @@ def test_a_rank_directory_is_an_entry_of_its_own() -> None:
     assert (rank.label, labels(rank)) == ("r0", ["optimizer.x.y"])
 
 
+def test_levels_that_are_not_made_yet_have_the_same_totals_and_tensors() -> None:
+    keys = ["m.a", "m.l.0.w", "m.l.1.w", "m", "m.l.0", "m.l.0\\.5.w", "r:m.l.0.w"]
+    root = root_of(*keys)
+
+    def check(branch: NamedBranch) -> None:
+        before = sorted(meta.key for meta in branch.tensors())
+        below = branch.below
+        assert sorted(meta.key for meta in branch.tensors()) == before
+        assert (
+            branch.n_tensors
+            == len(before)
+            == (branch.meta is not None) + sum(child.n_tensors for child in below.values())
+        )
+        assert branch.n_bytes == 24 * branch.n_tensors
+        assert branch.has_below == bool(below)
+        for child in below.values():
+            check(child)
+
+    check(root.branch)
+    assert sorted(meta.key for meta in root.tensors()) == sorted(keys)
+
+
 def test_values_are_not_printed_with_all_names_below() -> None:
     assert len(repr(root_of("a.b.c"))) < 100
-    assert len(repr(NamedBranch("a", {"b": NamedBranch("b")}))) < 100
+    assert len(repr(root_of("a.b.c").branch)) < 100

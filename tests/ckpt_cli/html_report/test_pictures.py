@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ckpt_cli.html_report.heat_table import MAX_COLUMNS, MAX_ROWS, heat_table
+from ckpt_cli.html_report.heat_table import MAX_COLUMNS, MAX_ROWS, heat_tables
 from ckpt_cli.html_report.moves_table import MAX_SIDE, moves_table
 from ckpt_cli.html_report.rank_table import MAX_CELLS, CellFindings, rank_table
 from ckpt_cli.html_report.shard_layouts import MAX_BOXES, ShardLayouts
@@ -77,12 +77,11 @@ def heat(n_layers: int, n_modules: int) -> HeatMap:
         for row in range(n_layers)
     )
     modules = tuple(f"m{i}" for i in range(n_modules))
-    return HeatMap(tuple(f"layer {i}" for i in range(n_layers)), modules, cells)
+    return HeatMap("model", "layers", tuple(range(n_layers)), modules, cells, ())
 
 
 def test_a_large_heat_map_keeps_the_worst() -> None:
-    table = heat_table(heat(300, 400))
-    assert table is not None
+    (table,) = heat_tables([heat(300, 400)])
     assert len(table.rows) == MAX_ROWS and len(table.columns) == MAX_COLUMNS
     assert "172 layers and 368 modules are left out" in table.is_cut
     assert any(cell and cell.style == "r7" for _, cells in table.rows for cell in cells)
@@ -91,9 +90,11 @@ def test_a_large_heat_map_keeps_the_worst() -> None:
 def test_kinds_without_numbers_have_words() -> None:
     kinds = ("only_a", "shape", "equal", "unread")
     cells = tuple(HeatCell((kind,), kind, None, 0) for kind in kinds)
-    table = heat_table(HeatMap(("others",), kinds, (cells,)))
-    assert table is not None
-    assert [cell and cell.text for cell in table.rows[0][1]] == ["only A", "shape", "=", "–"]
+    layers, outside = heat_tables([HeatMap("model", "h", (7,), kinds, (cells,), cells)])
+    assert [cell and cell.text for cell in layers.rows[0][1]] == ["only A", "shape", "=", "–"]
+    assert [cell and cell.text for _, (cell,) in outside.rows] == ["only A", "shape", "=", "–"]
+    assert (layers.title, layers.rows[0][0]) == ("model", "h 7")
+    assert (outside.title, outside.rows[0][0]) == ("model, outside layers", "only_a")
 
 
 def sharded(key: str, n: int, *, file: str) -> ShardMap:
