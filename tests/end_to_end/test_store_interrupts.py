@@ -80,6 +80,23 @@ def test_ctrl_c_ends_a_command_whose_store_does_not_answer(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_silent_store_does_not_keep_an_upload_alive(
+    store: S3Server, tmp_path: Path, operation: str, number: signal.Signals
+) -> None:
+    store.set_rules(Rule(fault="hang", operation=operation, first=2, times=None))
+    words = ["convert", URL, "s3://written/out", "--to", "megatron"]
+    code, told = end_when(lambda: store.n_hanging() > 0, store, words, tmp_path, number=number)
+    assert code == 128 + number
+    assert told.startswith("interrupted")
+    assert store.settle()
+    store.set_rules()
+    assert store.objects("written", "out/") == {}
+    assert store.objects("written", ".out.ckpt-stage/") == {}
+    assert store.uploads() == []
+
+
 def test_sigterm_does_the_same(store: S3Server, tmp_path: Path) -> None:
     store.set_rules(Rule(fault="hang", operation="GetObject", first=3, times=None))
     words = ["convert", URL, "out", "--to", "dcp"]

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ from core.files.object_client import (
 )
 from core.files.object_listing import find_object, forget_listings
 from core.files.remote_path import RemotePath
+from core.files.requests.waiting import check_wait, last_moment
 from core.files.store import override
 
 N_IN_FLIGHT = 4
@@ -35,6 +37,8 @@ _LEAST_BYTES = 5 << 20
 """Length of the shortest part that S3 and Google take, but for the last one."""
 _MAX_PARTS = 9_999
 """Largest number of parts, without the rest at the end of an object."""
+_POLL_S = 0.1
+"""Seconds after which a thread that waits looks whether it is of use."""
 _loop_lock = threading.Lock()
 
 
@@ -130,7 +134,7 @@ class _OrderedUpload(ObjectUpload):
         is_taken: Future[None] = Future()
         # A copy, because obstore goes on reading it after it has asked for more.
         self._put((bytes(data), is_taken))
-        wait((is_taken, self._result), return_when=FIRST_COMPLETED)
+        _wait_for_first(is_taken, self._result)
         if not is_taken.done():
             self._wait_for_end()
         self._n_sent += data.nbytes
@@ -197,7 +201,19 @@ class _OrderedUpload(ObjectUpload):
             return
         self._is_over = True
         self._put(_Aborted())
-        wait((self._result,))
+        with suppress(StorageError):  # a silent store is left alone
+            _wait_for_first(self._result)
+
+
+def _wait_for_first(*futures: Future[None]) -> None:
+    """Wait until one of the futures is done; signals and ``stop_waiting_when`` end the wait.
+
+    Raises:
+        StorageError: the wait was given up.
+    """
+    give_up_at = last_moment()
+    while not wait(futures, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
+        check_wait(give_up_at)
 
 
 def _check_length(path: RemotePath, n_sent: int, n_bytes: int) -> None:

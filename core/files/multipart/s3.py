@@ -13,8 +13,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from core.errors import StorageError
 from core.files.multipart.protocol import ObjectUpload, SentPart, UploadClient, checksum_of
@@ -29,7 +30,10 @@ from core.files.multipart.s3_client import (
 from core.files.object_client import no_conditional_writes
 from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
+from core.files.requests.waiting import call_interruptibly
 from core.files.store import override
+
+T = TypeVar("T")
 
 _N_CONNECTIONS = 128
 """Number of requests at the same time, above which they wait for each other."""
@@ -39,12 +43,23 @@ _N_SENDS = 3
 """Number of times that a part is sent which arrives damaged."""
 _SIGNER = "ckpt-s3v4"
 """Name of the signer of parts, in boto3's table."""
+_GRACE_S = 1.0
+"""Seconds that a request may still take after a signal; what it did is then known."""
 _CHECKSUMS: Sequence[Mapping[str, str]] = (
     {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"},
     {"ChecksumAlgorithm": "CRC32"},
     {},
 )
 """What is asked for when an upload begins; the next one, where a store refuses."""
+
+
+def _call(request: Callable[[], T]) -> T:
+    """Send a request of boto3; a signal ends the wait, a moment later, for a store that is silent.
+
+    Raises:
+        StorageError: the wait was given up; the request may or may not have an effect.
+    """
+    return call_interruptibly(request, grace_s=_GRACE_S)
 
 
 class S3Uploads(UploadClient):
@@ -54,7 +69,8 @@ class S3Uploads(UploadClient):
 
     def __init__(self, path: RemotePath) -> None:
         options = s3_options(path)
-        self._client = s3_client(path, n_connections=_N_CONNECTIONS)
+        # Looking for credentials may ask a server.
+        self._client = call_interruptibly(lambda: s3_client(path, n_connections=_N_CONNECTIONS))
         self._client.meta.events.register("choose-signer.s3.UploadPart", _signer_of_parts)
         self._client.meta.events.register("before-send.s3.UploadPart", _Body.begin_to_send)
         self._client.meta.events.register("after-call.s3", count_requests)
@@ -93,12 +109,14 @@ class S3Uploads(UploadClient):
             while True:
                 n_refused = self._n_refused
                 try:
-                    answer: dict[str, Any] = self._client.create_multipart_upload(
+                    create = partial(
+                        self._client.create_multipart_upload,
                         Bucket=path.bucket,
                         Key=path.key,
                         **self._encryption,
                         **_CHECKSUMS[n_refused],
                     )
+                    answer: dict[str, Any] = _call(create)
                 except ClientError as err:
                     status, code = code_of(err)
                     is_refusal = status == 501 or code.startswith(("Invalid", "NotImplemented"))
@@ -126,7 +144,7 @@ class S3Uploads(UploadClient):
             )
             return [
                 self.attach(bucket / entry["Key"], entry["UploadId"])
-                for page in pages
+                for page in _call(lambda: list(pages))
                 for entry in page.get("Uploads", ())
                 if entry["Key"].startswith(start)
             ]
@@ -183,13 +201,15 @@ class _S3Upload(ObjectUpload):
         with translate_s3_errors(self.path):
             for n_left in reversed(range(_N_SENDS)):
                 try:
-                    answer = self._client.upload_part(
+                    send = partial(
+                        self._client.upload_part,
                         **self._names,
                         **check,
                         PartNumber=number,
                         ContentLength=len(view),
                         Body=_Body(view),
                     )
+                    answer = _call(send)
                     break
                 except ClientError as err:
                     # What was damaged on its way is sent again; boto3 repeats other requests.
@@ -208,7 +228,7 @@ class _S3Upload(ObjectUpload):
             pages = self._client.get_paginator("list_parts").paginate(
                 **self._names, MaxParts=_PAGE_PARTS
             )
-            for page in pages:
+            for page in _call(lambda: list(pages)):
                 has_checksums |= page.get("ChecksumAlgorithm") == "CRC32"
                 for entry in page.get("Parts", ()):
                     number = entry["PartNumber"]
@@ -238,6 +258,7 @@ class _S3Upload(ObjectUpload):
         forget_listings()
         with translate_s3_errors(self.path):
             try:
+                # Waited for to the end: nobody else can tell whether the object is visible.
                 self._client.complete_multipart_upload(
                     **self._names,
                     **condition,
@@ -298,8 +319,8 @@ class _S3Upload(ObjectUpload):
         from botocore.exceptions import ClientError
 
         try:
-            answer: dict[str, Any] = self._client.head_object(
-                Bucket=self.path.bucket, Key=self.path.key
+            answer: dict[str, Any] = _call(
+                lambda: self._client.head_object(Bucket=self.path.bucket, Key=self.path.key)
             )
         except ClientError as err:
             if code_of(err)[0] != 404:
@@ -313,7 +334,7 @@ class _S3Upload(ObjectUpload):
 
         with translate_s3_errors(self.path):
             try:
-                self._client.abort_multipart_upload(**self._names)
+                _call(lambda: self._client.abort_multipart_upload(**self._names))
             except ClientError as err:
                 if code_of(err)[1] not in ("NoSuchUpload", "NoSuchBucket"):
                     raise

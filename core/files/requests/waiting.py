@@ -77,8 +77,12 @@ def n_unanswered() -> int:
     return _n_unanswered
 
 
-def call_interruptibly(call: Callable[[], T]) -> T:
+def call_interruptibly(call: Callable[[], T], *, grace_s: float = 0.0) -> T:
     """Return the result of a blocking call; signals and ``stop_waiting_when`` end the wait.
+
+    Args:
+        call: runs in another thread, and may go on after this function has raised.
+        grace_s: seconds that a call may still take when a signal comes while it runs.
 
     Raises:
         StorageError: the wait was given up.
@@ -95,22 +99,32 @@ def call_interruptibly(call: Callable[[], T]) -> T:
                 _n_unanswered -= 1
 
     # Nobody has to wait for these threads, so that the call may block one of them.
-    return counted() if is_daemon_thread() else wait_for(_threads.submit(counted))
+    return counted() if is_daemon_thread() else wait_for(_threads.submit(counted), grace_s=grace_s)
 
 
-def wait_for(future: Future[T]) -> T:
+def wait_for(future: Future[T], *, grace_s: float = 0.0) -> T:
     """Return the result of a future; signals and ``stop_waiting_when`` end the wait.
+
+    Args:
+        future: what is waited for.
+        grace_s: seconds to wait on when a signal comes during the wait.
 
     Raises:
         StorageError: the wait was given up.
     """
     give_up_at = last_moment()
+    grace_until: float | None = None
     while True:
         try:
             return future.result(timeout=0 if _ending.is_silent else _POLL_S)
         except TimeoutError:
             if future.done():
                 raise  # an error of the call itself
+        if grace_s and give_up_at is None and _ending.is_asked and not _ending.is_silent:
+            if grace_until is None:
+                grace_until = monotonic() + grace_s
+            if monotonic() < grace_until:
+                continue
         check_wait(give_up_at)
 
 

@@ -8,11 +8,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, StorageError
 from core.files.multipart.stream import part_bytes_of
 from core.files.object_listing import N_REQUESTS
+from core.files.requests.waiting import stop_waiting_when
 from core.files.store import TargetStore, check_name, override
 from core.stage.bucket.scratch import Scratch
 
@@ -25,6 +27,8 @@ _WAITING_PER_THREAD = 4
 """Number of complete parts per sending thread that may wait before writers have to wait."""
 _WAIT_S = 0.5
 """Timeout of one wait, so that signals are handled."""
+_LAST_S = 2.0
+"""Seconds that a store has to answer when it is no longer needed, before sending is given up."""
 
 
 class PartStore(TargetStore):
@@ -69,6 +73,7 @@ class PartStore(TargetStore):
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed = False
+        self._is_abandoned = False
         self._threads = [
             threading.Thread(target=self._work, name=f"send-{n}", daemon=True)
             for n in range(n_threads)
@@ -240,12 +245,20 @@ class PartStore(TargetStore):
         self.uploads[name].finish(replaces=False)
 
     def close(self) -> None:
-        """Stop sending, and remove the temporary files; uploads stay as they are."""
+        """Stop sending, and remove the temporary files; uploads stay as they are.
+
+        Parts that are being sent have a moment to arrive, but a silent store is not waited for.
+        """
         with self._changed:
             self._is_closed = True
             self._queue.clear()
             self._changed.notify_all()
-        for thread in self._threads if self._objects else ():
+        threads = self._threads if self._objects else []
+        stop_at = monotonic() + _LAST_S
+        for thread in threads:
+            thread.join(max(0.0, stop_at - monotonic()))
+        self._is_abandoned = True
+        for thread in threads:
             thread.join()
         for scratch in self._scratch.values():
             scratch.close()
@@ -282,6 +295,7 @@ class PartStore(TargetStore):
 
     def _work(self) -> None:
         """Send parts until the store is closed."""
+        stop_waiting_when(lambda: self._is_abandoned)
         buffer = memoryview(b"")
         while True:
             with self._changed:
