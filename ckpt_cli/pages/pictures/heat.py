@@ -147,6 +147,9 @@ def _layer_lines(screen: Screen, heat: HeatMap, *, folds: bool) -> Iterator[str]
         columns = [at for at in columns if any(mark_of(row[at]) not in " ." for row in heat.cells)]
         lines = [[row[at] for row in heat.cells] for at in columns]
         columns = [columns[position] for position in most_different(lines, _MOST_LINES)]
+        if not columns:
+            yield from _dim_lines(screen, "all layers are equal; --limit 0 draws them")
+            return
     # All layers if they are few; otherwise equal ones are folded.
     rows = [
         _HeatRow((layer,), "".join(mark_of(row[at]) for at in columns))
@@ -172,12 +175,11 @@ def _layer_lines(screen: Screen, heat: HeatMap, *, folds: bool) -> Iterator[str]
     # What is not shown.
     n_layers = len(heat.layers) - sum(len(row.layers) for row in rows)
     n_modules = len(heat.modules) - len(columns)
+    left_out = [f"{n_text(n_layers, 'layer')} that differ less"] if n_layers else []
     if n_modules:
-        remark = f"not shown: {n_text(n_modules, 'module')} that differ less or not at all"
-        yield from _dim_lines(screen, remark)
-    if n_layers:
-        remark = f"not shown: {n_text(n_layers, 'layer')} with smaller differences"
-        yield from _dim_lines(screen, f"{remark}; --limit 0 shows all")
+        left_out.append(f"{n_text(n_modules, 'module')} that differ less or not at all")
+    if left_out:
+        yield from _dim_lines(screen, f"not shown: {', '.join(left_out)}; --limit 0 shows all")
 
 
 def _dim_lines(screen: Screen, text: str) -> Iterator[str]:
