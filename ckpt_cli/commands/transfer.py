@@ -7,7 +7,12 @@
      "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "bytes_verified": int,
      "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float,
      "files": [str], "manifest": str, "notes": [str], "dropped": [str],
-     "dropped_reasons": [{"reason": str, "n_entries": int, "examples": [str]}], "next": str}
+     "dropped_reasons": [{"reason": str, "n_entries": int, "examples": [str]}], "next": str,
+     "store": {"requests": int, "retries": int, "bytes": int}}
+
+``store`` is present if a checkpoint is a URL: the requests that this process has sent, repeated
+ones included, those of them that repeat one that failed, and the bytes of data received or sent by
+requests that succeeded; it is that of the lead if several workers shared the work.
 
 If several workers shared the work, ``"launch"`` contains the figures of each
 (``ckpt_cli.workers.current_team``). With ``--dry-run`` the object is::
@@ -76,6 +81,7 @@ from ckpt_cli.workers.current_team import device, launch_of, team, worker_thread
 from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
 from ckpt_cli.workers.remaining import InterruptedOutput
+from ckpt_cli.workers.work_state import traffic_fields
 from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
@@ -252,6 +258,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
         return 0
     if options.json:
         fields = {"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}
+        fields |= traffic_fields((report.src, report.dst))
         print(json.dumps(fields | launch_of(report.workers)))
     elif options.quiet:
         _note_dropped(report.dropped_reasons)

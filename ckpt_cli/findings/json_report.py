@@ -8,7 +8,7 @@
                       "against": {"name": str, "tensors": int} | null,
                       "counts": {"error": int, "warning": int, "note": int},
                       "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}],
-     "launch": {…}}
+     "store": {"requests": int, "retries": int, "bytes": int}, "launch": {…}}
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str,
 "message": str, "file": str, "key": str, "keys": [str], "rank": str, "span": [int, int],
@@ -18,7 +18,9 @@ where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "ti
 ``file`` is relative to ``path``; ``span`` is a range of its bytes. ``unchecked`` lists what could
 not be compared. ``ignored`` are the findings accepted by ``--ignore``, ``known`` those accepted by
 ``--baseline``; neither counts for ``valid``. ``launch`` (``ckpt_cli.workers.current_team``) is
-present if several workers validated.
+present if several workers validated. ``store`` is present if a checkpoint is a URL: the requests
+that this process has sent, those of them that repeat one that failed, and the bytes of data that it
+has received.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.workers.current_team import launch_of
+from ckpt_cli.workers.work_state import traffic_fields
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import codes
@@ -55,6 +58,7 @@ def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) ->
         "checkpoints": [_checkpoint(verdict) for verdict in verdicts],
     }
     figures = sum_figures(verdict.validation.figures for verdict in verdicts)
+    report |= traffic_fields(verdict.validation.path for verdict in verdicts)
     yield json.dumps(report | launch_of(figures))
 
 

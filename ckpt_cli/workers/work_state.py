@@ -12,13 +12,13 @@ time is that of the worker that needs the longest at its own rate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import bytes_text, n_text, seconds_text
-from core.files.requests.traffic import Traffic
+from core.files.requests.traffic import Traffic, traffic_so_far
 
 if TYPE_CHECKING:
     from core.progress import Phase, Unit
@@ -151,6 +151,24 @@ def traffic_text(traffic: Traffic) -> str:
     """Return the number of requests, and how many of them were repeated."""
     repeated = f" ({traffic.n_retries:,} repeated)" if traffic.n_retries else ""
     return f"{n_text(traffic.n_requests, 'request')}{repeated}"
+
+
+def traffic_fields(paths: Iterable[str]) -> dict[str, object]:
+    """Return the field ``store`` of a ``--json`` report; {} unless one of the paths is a URL.
+
+    Args:
+        paths: checkpoints that this process has read or written.
+    """
+    if not any("://" in path for path in paths):
+        return {}
+    traffic = traffic_so_far()
+    return {
+        "store": {
+            "requests": traffic.n_requests,
+            "retries": traffic.n_retries,
+            "bytes": traffic.n_bytes,
+        }
+    }
 
 
 def _requests(traffic: Traffic, *, is_short: bool = False) -> list[str]:

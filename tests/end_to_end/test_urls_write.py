@@ -23,6 +23,7 @@ from core.files.multipart.ordered import OrderedUploads
 from core.files.object_client import put_object
 from core.files.object_listing import forget_listings
 from core.files.remote_path import location_of
+from core.files.requests.traffic import traffic_so_far
 from core.stage.bucket.stage import BucketStage
 from tests.support.object_stores import mounted_store
 from tests.support.s3.client import S3Server
@@ -120,6 +121,29 @@ def test_the_result_is_verified_before_its_manifest_is_published(
     assert report["bytes_verified"] > 0 and report["n_fingerprints"] > 0
     assert run("validate", "--deep", "s3://runs/out") in (0, 1)
     assert_nothing_remains(store)
+
+
+def test_json_counts_requests_and_retries(
+    store: S3Server, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "hf/llama/safetensors_single"
+    assert run("convert", golden / source, tmp_path / "out", "--to", "dcp", "--json") == 0
+    assert "store" not in json.loads(capsys.readouterr().out)
+
+    store.set_rules(replace(SLOW_DOWN, operation="UploadPart", times=2))
+    before = traffic_so_far()
+    assert run("convert", f"s3://runs/{source}", "s3://runs/out", "--to", "dcp", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    sent = report["store"]
+    assert sent["retries"] - before.n_retries == 2
+    assert sent["requests"] - before.n_requests >= 10
+    assert sent["bytes"] - before.n_bytes >= report["bytes_read"] + report["bytes_written"]
+
+    before = traffic_so_far()
+    assert run("validate", "--deep", "s3://runs/out", "--json") in (0, 1)
+    validated = json.loads(capsys.readouterr().out)
+    assert validated["store"]["requests"] > before.n_requests
+    assert validated["store"]["bytes"] - before.n_bytes >= report["bytes_written"]
 
 
 REFUSALS = {

@@ -26,6 +26,7 @@ from core.files.object_client import (
 )
 from core.files.object_listing import find_object, forget_listings
 from core.files.remote_path import RemotePath
+from core.files.requests.traffic import count_bytes
 from core.files.requests.waiting import check_wait, last_moment
 from core.files.store import override
 
@@ -138,6 +139,7 @@ class _OrderedUpload(ObjectUpload):
         if not is_taken.done():
             self._wait_for_end()
         self._n_sent += data.nbytes
+        count_bytes(data.nbytes)
         return SentPart(number, data.nbytes, "", checksum_of(data))
 
     async def _run(self) -> None:

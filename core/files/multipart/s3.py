@@ -30,6 +30,7 @@ from core.files.multipart.s3_client import (
 from core.files.object_client import no_conditional_writes
 from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
+from core.files.requests.traffic import count_bytes
 from core.files.requests.waiting import call_interruptibly
 from core.files.store import override
 
@@ -215,6 +216,7 @@ class _S3Upload(ObjectUpload):
                     # What was damaged on its way is sent again; boto3 repeats other requests.
                     if code_of(err)[1] != "BadDigest" or not n_left:
                         raise
+        count_bytes(len(view))
         part = SentPart(number, len(view), answer["ETag"], checksum)
         with self._lock:
             self._parts[number] = part
