@@ -38,16 +38,11 @@
      "rank_grid": {"tp": int, "pp": int, "vpp": int, "ep": int,
                    "cells": [{"tp": int, "pp": int, "ep": int, "layers": str, "experts": str,
                               "others": [str], "model_bytes": int, "optimizer_bytes": int,
-                              "files": [str], "missing": bool}]},
-     "maps": [{"key": str, "dtype": str, "shape": [int], "cut_axes": [int],
-               "boxes": [{"offset": [int], "shape": [int], "ranks": [str], "files": [str],
-                          "bytes": int}]}]}
+                              "files": [str], "missing": bool}]}}
 
 ``sizes`` is present with ``--sizes``; NODE is ``{"name": str, "bytes": int, "tensors": int,
 "children": [NODE]}``, with repeated modules folded into one (``layers.[0-31]``). ``rank_grid`` is
 present with ``--ranks``; ``layers`` and ``experts`` are global numbers such as ``0-3, 8-11``.
-``maps`` is present with ``--map``; the ``files`` of a box are copies of it, on the rank at the same
-position of ``ranks``, which is empty if the format does not know ranks.
 ``architecture`` describes the model from its training arguments or its ``config.json``;
 ``parameters`` counts each parameter once, without optimizer, padding and tied copies.
 ``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
@@ -56,9 +51,9 @@ selected by KEY, where a value inside an object has its path as key (``args.hidd
 (float4). ``min``, ``max``, ``mean`` and ``std`` (divided by n, not n - 1) are those of the finite
 elements, of their magnitudes if these are complex; null without such elements. ``histogram``
 counts the finite elements other than 0 by sign and exponent e, 2**e <= abs(x) < 2**(e + 1), without
-empty bins. A place whose ``file`` is null is filled with zeros (vocabulary padding).
-``byte_offset`` is that of the array's first element or, if ``item_bytes`` is not null, of the
-container item that holds the array.
+empty bins. A place whose
+``file`` is null is filled with zeros (vocabulary padding). ``byte_offset`` is that of the array's
+first element or, if ``item_bytes`` is not null, of the container item that holds the array.
 ``encoding`` names the codec of an array that is not stored as plain numbers; ``stored_bytes`` is
 its length in the file, if the metadata contain it. ``beside`` lists the files that a conversion
 copies along (configurations, tokenizers).
@@ -85,8 +80,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.page import check_html_path, write_report
@@ -98,13 +94,11 @@ from ckpt_cli.pages.inspect_object import object_json, value_cell
 from ckpt_cli.pages.inspect_page import detail_lines, header_lines, optimizer_lines
 from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.pages.pictures.ranks import grid_json, rank_lines
-from ckpt_cli.pages.pictures.shards import map_json, shard_lines
 from ckpt_cli.pages.pictures.sizes import size_lines, sizes_json
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
     first_lines,
-    n_text,
     shape_text,
     table,
     tree_rows,
@@ -126,7 +120,7 @@ from core.opening.damaged import open_readable_part
 from core.opening.listing import list_checkpoints
 from core.opening.open import FILL, Checkpoint
 from core.opening.unrecognised import CHECKPOINTS_BELOW
-from core.pictures.sizes import sizes_of
+from core.pictures.sizes import SizeNode, sizes_of
 from core.progress import Phase, report_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +128,6 @@ if TYPE_CHECKING:
     from core.inspect.select import SelectedEntries
     from core.numbers.statistics import ValueStatistics
     from core.pictures.ranks import RankGrid
-    from core.pictures.shards import ShardMap
 
 TREE_LIMIT = 200
 """Default number of lines of a tree, and of the details of an entry, without a pager."""
@@ -189,9 +182,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     summary = summarize(checkpoint)
     if options.values and not options.keys:
         raise require_key(summary, f"--values {options.values}")
-    if options.map and not options.keys:
-        raise require_key(summary, "--map")
-    grid = _grid_of(checkpoint, summary) if options.ranks else None
+    pictures = _pictures_of(checkpoint, summary, options)
     # Select the entries, and measure the values if requested.
     try:
         selection = select_entries(checkpoint, summary, options.keys)
@@ -219,24 +210,18 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
             statistics=statistics,
         )
         fields["problems"] = damage_json(checkpoint.problems)
-        if options.sizes:
-            fields["sizes"] = sizes_json(*sizes_of(summary.view))
-        if grid is not None:
-            fields["rank_grid"] = grid_json(grid)
-        if options.map:
-            fields["maps"] = [map_json(shards) for shards in _maps_of(summary, tensors)]
+        if pictures.sizes is not None:
+            fields["sizes"] = sizes_json(*pictures.sizes)
+        if pictures.grid is not None:
+            fields["rank_grid"] = grid_json(pictures.grid)
         print(json.dumps(fields))
         return
     # A pager shows everything, whatever the length.
     pager = None if options.no_pager else pager_of(sys.stdout)
     limit = (0 if pager else TREE_LIMIT) if options.limit is None else options.limit
-    if options.map:
-        notes = _note_lines(screen, checkpoint, selection.notes)
-        print_page(chain(notes, _map_lines(screen, summary, tensors, limit=limit)), pager)
-        return
     if options.sizes or options.ranks:
         notes = _note_lines(screen, checkpoint, selection.notes)
-        lines = _picture_lines(screen, summary, grid, options, limit=limit)
+        lines = _picture_lines(screen, summary, pictures, options, limit=limit)
         print_page(chain(notes, lines), pager)
         return
     print_page(_page(checkpoint, summary, selection, statistics, options, limit=limit), pager)
@@ -285,108 +270,87 @@ def _page(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _InspectPictures:
+    """The data of the pictures that the options ask for.
+
+    Args:
+        sizes: of the model and of the optimizer.
+    """
+
+    sizes: tuple[SizeNode, SizeNode] | None = None
+    grid: RankGrid | None = None
+
+
 def _check_pictures(options: InspectOptions) -> None:
-    """Raise if a picture is combined with an option that shows something else.
+    """Raise if ``--sizes`` or ``--ranks`` is combined with an option that shows something else.
 
     Raises:
         UsageError: two options cannot be combined.
     """
+    flag = "--sizes" if options.sizes else "--ranks" if options.ranks else None
     conflicts = {
+        "KEY": bool(options.keys),
         "--values": bool(options.values),
         "--stats": options.stats,
         "--tree and --flat": options.tree is not None,
         "--optim": options.optim,
     }
-    flag = "--sizes" if options.sizes else "--ranks" if options.ranks else None
-    shows = "the complete checkpoint"
-    if flag is not None:
-        conflicts = {"KEY": bool(options.keys), "--map": options.map, **conflicts}
-    elif options.map:
-        flag, shows = "--map", "the boxes of the tensors that KEY selects"
     other = next((name for name, is_given in conflicts.items() if is_given), None)
     if flag is not None and other is not None:
         raise UsageError(
-            f"{flag} shows {shows} and cannot be combined with {other}",
+            f"{flag} shows the complete checkpoint and cannot be combined with {other}",
             hint=f"run ckpt inspect twice, once with {flag} alone",
         )
 
 
-def _grid_of(checkpoint: Checkpoint, summary: Summary) -> RankGrid:
-    """Return what each rank holds.
+def _pictures_of(
+    checkpoint: Checkpoint, summary: Summary, options: InspectOptions
+) -> _InspectPictures:
+    """Return the data of the pictures that the options ask for.
 
     Raises:
-        UsageError: the checkpoint is not laid out by ranks.
+        UsageError: ``--ranks`` of a checkpoint that is not laid out by ranks.
     """
-    from core.pictures.ranks import rank_grid
+    grid = None
+    if options.ranks:
+        from core.pictures.ranks import rank_grid
 
-    grid = rank_grid(checkpoint)
-    if grid is None:
-        raise UsageError(
-            f"--ranks needs a checkpoint that is laid out by Megatron's ranks, but this one"
-            f" ({summary.format}) is not",
-            hint="--sizes shows where the bytes of any checkpoint are",
-        )
-    return grid
+        grid = rank_grid(checkpoint)
+        if grid is None:
+            raise UsageError(
+                f"--ranks needs a checkpoint that is laid out by Megatron's ranks, but this one"
+                f" ({summary.format}) is not",
+                hint="--sizes shows where the bytes of any checkpoint are",
+            )
+    return _InspectPictures(sizes_of(summary.view) if options.sizes else None, grid)
 
 
 def _picture_lines(
     screen: Screen,
     summary: Summary,
-    grid: RankGrid | None,
+    pictures: _InspectPictures,
     options: InspectOptions,
     *,
     limit: int,
 ) -> Iterator[str]:
-    """Yield the pictures of a complete checkpoint, with its path above them.
+    """Yield the pictures, each with the path above it.
 
     Args:
-        grid: what each rank holds, if ``--ranks`` is given.
         limit: maximum number of lines of each; 0 for all.
     """
     yield screen.styled(escaped(summary.path), "bold")
-    if options.sizes:
+    if pictures.sizes is not None:
         yield ""
-        lines = list(size_lines(screen, *sizes_of(summary.view), sort=options.sort))
+        lines = list(size_lines(screen, *pictures.sizes, sort=options.sort))
         yield from first_lines(screen, lines, limit)
         if summary.view.is_rank_local:
             note = "note: rank by rank: data that several ranks hold count several times"
             yield screen.styled(note, "yellow")
-    if grid is not None:
+    if pictures.grid is not None:
         yield ""
-        lines = list(rank_lines(screen, grid, folds=options.limit != 0))
+        lines = list(rank_lines(screen, pictures.grid, folds=options.limit != 0))
         yield from first_lines(screen, lines, limit)
-
-
-def _maps_of(summary: Summary, tensors: Sequence[TensorMeta]) -> Iterator[ShardMap]:
-    """Yield the boxes of each tensor.
-
-    Raises:
-        UsageError: KEY selects no tensor.
-    """
-    from core.pictures.shards import shard_map
-
-    if not tensors:
-        raise UsageError("--map needs tensors, but KEY selects only objects", hint=LIST_THEM)
-    return (shard_map(summary.view, meta.key) for meta in tensors)
-
-
-def _map_lines(
-    screen: Screen, summary: Summary, tensors: Sequence[TensorMeta], *, limit: int
-) -> Iterator[str]:
-    """Yield the boxes of the first tensors, with the name of each above them.
-
-    Args:
-        limit: maximum number of lines of a tensor; 0 for all.
-    """
-    for number, shards in enumerate(islice(_maps_of(summary, tensors), DETAILED)):
-        if number:
-            yield ""
-        dtype_and_shape = f"  {shards.dtype} {shape_text(shards.shape)}"
-        yield screen.styled(escaped(shards.key), "bold") + screen.styled(dtype_and_shape, "dim")
-        yield from first_lines(screen, list(shard_lines(screen, shards)), limit)
-    if len(tensors) > DETAILED:
-        n_more = n_text(len(tensors) - DETAILED, "more tensor")
-        yield screen.styled(screen.plain(f"… {n_more}: choose fewer with KEY"), "dim")
 
 
 def _note_lines(screen: Screen, checkpoint: Checkpoint, notes: Iterable[str]) -> Iterator[str]:

@@ -36,14 +36,6 @@ and with ``--explain``::
                   "rule": str, "cut": str, "shard_shape": [int], "optimizer_states": [str],
                   "pattern": str, "where": str, "source": str}]}
 
-or, with ``--map KEY``::
-
-    {"schema": "ckpt.explain-map/1", "src": str, "target_format": str,
-     "source": MAP, "target": MAP, "moves": [{"source": int, "target": int, "bytes": int}]}
-
-where MAP is an item of ``maps`` of ``ckpt inspect --map``, and the ends of a move are positions in
-its ``boxes``.
-
 ``files`` are relative to ``dst``; ``rank`` is present with ``--rank`` and lists files of the
 source. ``read_rate`` and ``write_rate`` are measured, in bytes per second, and ``expected_seconds``
 is that of one process; they are null where nothing could be measured. ``resumed_bytes`` is what an
@@ -73,10 +65,9 @@ from ckpt_cli.options.values import (
     parse_renames,
     parse_unstack_globs,
 )
-from ckpt_cli.pages.pictures.shards import move_json, move_lines
 from ckpt_cli.pages.transfer import explain_lines, plan_lines, report_lines
 from ckpt_cli.screen.failure import Terminated
-from ckpt_cli.screen.terminal import escaped, print_note, screen_of
+from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
@@ -87,7 +78,6 @@ from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
 from core.files.remote_path import location_of
 from core.forecast.forecast import forecast
-from core.inspect.nearest import nearest_names
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.version import parse_version
 from core.team.protocol import broadcast_result, gather_results, is_lead
@@ -189,8 +179,6 @@ def _check_conflicts(options: TransferOptions) -> None:
     """
     if options.rank is not None and not options.dry_run:
         raise UsageError("--rank only applies to --dry-run", hint="add --dry-run")
-    if options.map is not None and not options.explain:
-        raise UsageError("--map only applies to --explain", hint="add --explain")
     if options.report is not None:
         if not options.dry_run:
             raise UsageError("--report only applies to --dry-run", hint="add --dry-run")
@@ -269,11 +257,8 @@ def transfer(job: Job, options: TransferOptions) -> int:
 
 
 def _explain(job: Job, options: TransferOptions) -> int:
-    """Print the layout rule of each tensor, or the map of one, and return the exit code."""
+    """Print the layout rule of each tensor and return the exit code."""
     with _prepare(job, options) as prepared:
-        if options.map is not None:
-            _explain_map(prepared, options.map, is_json=options.json)
-            return 0
         lines = prepared.explain_layout()
         if options.json:
             header = {
@@ -286,35 +271,6 @@ def _explain(job: Job, options: TransferOptions) -> int:
             for text in explain_lines(screen_of(sys.stdout), lines):
                 print(text)
     return 0
-
-
-def _explain_map(prepared: Prepared, key: str, *, is_json: bool) -> None:
-    """Print the boxes of a tensor before and after, and what moves between them.
-
-    Raises:
-        UsageError: the destination has no such tensor.
-    """
-    from core.pictures.shards import shard_move
-
-    plan = prepared.plan
-    tensors = [name for name in iter(plan.keys()) if name in plan.target.tensors]
-    if key not in tensors:
-        nearest = nearest_names(tensors, key)
-        raise UsageError(
-            f"--map: the destination has no tensor {key!r}",
-            hint=f"did you mean {' or '.join(nearest)}?"
-            if nearest
-            else "--dry-run --report FILE.html lists the tensors of the destination",
-        )
-    move = shard_move(plan, key)
-    if is_json:
-        header = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
-        print(json.dumps({"schema": "ckpt.explain-map/1", **header, **move_json(move)}))
-        return
-    screen = screen_of(sys.stdout)
-    print(screen.styled(escaped(key), "bold"))
-    for text in move_lines(screen, move):
-        print(text)
 
 
 def _plan(job: Job, options: TransferOptions) -> int:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.facts import named_facts
 from ckpt_cli.html_report.moves_table import moves_table
-from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.html_report.page import render
 from ckpt_cli.html_report.sizes_view import sizes_view
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
@@ -64,5 +63,4 @@ def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
         "tensor_note": "Equal layers share a row. Open a row to see a tensor's shards at the"
         f" source and at the destination, side by side.{left_out_text(table)}",
     }
-    command = f"ckpt {verb} {shown_name(prepared.source.path)} … --explain --map KEY"
-    return render("transfer.html.j2", context, data={"table": table | {"command": command}})
+    return render("transfer.html.j2", context, data={"table": table})

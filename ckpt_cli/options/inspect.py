@@ -79,10 +79,6 @@ class InspectOptions:
             help="Show what each rank holds: pipeline stages × tensor ranks (× expert ranks).",
         ),
     ] = False
-    map: Annotated[
-        bool,
-        Flag("--map", help="Draw the boxes of the tensors that KEY selects: ranks and files."),
-    ] = False
     report: Annotated[
         Path | None,
         report_option(

@@ -318,15 +318,6 @@ class TransferOptions:
             help="Print each tensor's layout rule; read and write no tensor data.",
         ),
     ] = False
-    map: Annotated[
-        str | None,
-        Option(
-            "--map",
-            metavar="KEY",
-            rich_help_panel=OUTPUT,
-            help="With --explain: draw a tensor's boxes before and after, and what moves.",
-        ),
-    ] = None
     report: Annotated[
         Path | None,
         report_option(

@@ -1,4 +1,4 @@
-"""Pictures of ``ckpt inspect``, ``--stats`` of a KEY, and the grid of ``validate``."""
+"""``ckpt inspect --sizes`` and ``--ranks``, ``--stats`` of a KEY, and the grid of ``validate``."""
 
 from __future__ import annotations
 
@@ -44,42 +44,6 @@ def test_both_pictures_and_their_json(run: Run, shown: Callable[..., Any], golde
     assert found["rank_grid"]["vpp"] == 2
     assert [cell["layers"] for cell in found["rank_grid"]["cells"]] == ["0, 2"] * 2 + ["1, 3"] * 2
     assert "sizes" not in shown(golden / LEGACY)
-
-
-def test_the_boxes_of_tensors_are_drawn(run: Run, shown: Callable[..., Any], golden: Path) -> None:
-    key = "decoder.layers.0.self_attention.linear_proj.weight"
-    lines = run(golden / LEGACY, key, "--map").splitlines()
-    assert lines[0] == f"{key}  bfloat16 [64, 64]"
-    assert lines[1] == "axis 0 ↓ 64   axis 1 → 64, cut into 2"
-    assert lines[3].startswith("│1 tp0 pp0")
-    assert lines[-1].split() == [
-        "2", "[0:64,", "32:64]", "4.00", "KiB", "tp1", "pp0", "mp_rank_01_000/model_optim_rng.pt",
-    ]  # fmt: skip
-    (found,) = shown(golden / LEGACY, key, "--map")["maps"]
-    assert found["cut_axes"] == [1]
-    assert [box["offset"] for box in found["boxes"]] == [[0, 0], [0, 32]]
-    assert [box["ranks"] for box in found["boxes"]] == [["tp0 pp0"], ["tp1 pp0"]]
-
-
-def test_many_tensors_are_drawn_as_far_as_one_reads(run: Run, golden: Path) -> None:
-    text = run(golden / LEGACY, "decoder.layers.*", "--map")
-    assert text.count("axis 0") == 8
-    assert "more tensors: choose fewer with KEY" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--map"], "--map needs the KEY of a tensor"),
-        (["args", "--map"], "--map needs tensors, but KEY selects only objects"),
-        (["embedding*", "--map", "--stats"], "cannot be combined with --stats"),
-    ],
-)
-def test_a_map_needs_the_key_of_a_tensor(
-    words: list[str], message: str, golden: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(golden / LEGACY), *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--sizes", "--ranks"])

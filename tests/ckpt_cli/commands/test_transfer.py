@@ -451,37 +451,3 @@ def test_tensors_that_are_tied_and_differ_are_the_users_mistake(
     assert "--tie: 'lm_head.weight' is not identical to 'model.embed_tokens.weight'" in err
     assert "ranks" not in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_tensor_is_drawn_before_and_after(golden: Path, run: Run) -> None:
-    source = golden / "mcore_legacy/dense_gqa/tp4_pp1_optim"
-    words = ("reshard", source, "--tp-new", "2", "--explain", "--map")
-    key = "decoder.layers.0.mlp.linear_fc1.weight"
-    code, out, _ = run(*words, key)
-    assert code == 0
-    titles = [line for line in out.splitlines() if line in (key, "source", "target", "moves")]
-    assert titles == [key, "source", "target", "moves"]
-    # The halves of SwiGLU are cut apart: two of four ranks make each of them on a new rank.
-    found = shown(*words, key, run=run)
-    assert found["schema"] == "ckpt.explain-map/1"
-    assert [len(found[side]["boxes"]) for side in ("source", "target")] == [8, 4]
-    assert [(move["source"], move["target"]) for move in found["moves"]] == [
-        (n, n // 2) for n in range(8)
-    ]
-    assert sum(move["bytes"] for move in found["moves"]) == 192 * 64 * 2
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--explain", "--map", "decoder.layers.0.mlp.fc1"], "the destination has no tensor"),
-        (["--map", "decoder.layers.0.mlp.linear_fc1.weight"], "--map only applies to --explain"),
-    ],
-)
-def test_a_map_needs_a_tensor_of_the_destination(
-    words: list[str], message: str, golden: Path, run: Run
-) -> None:
-    source = golden / "mcore_legacy/dense_gqa/tp4_pp1_optim"
-    code, _, err = run("reshard", source, "--tp-new", "2", *words)
-    assert code == 2
-    assert message in err
