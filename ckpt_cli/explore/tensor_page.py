@@ -28,6 +28,7 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, shortened
 from core.arrays.dtypes import itemsize
+from core.catalog.stored import coords_text
 
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry
@@ -295,7 +296,7 @@ def _place_lines(screen: Screen, placement: Placement | Exception | None) -> Ite
 
 def _place_row(place: BoxLocation) -> tuple[Cell, Cell, Cell, Cell]:
     """Return box, rank, file and byte of a place."""
-    rank = " ".join(f"{name}{number}" for name, number in place.rank)
+    rank = coords_text(place.rank)
     box = Cell(box_text(place.box))
     if place.file is None:
         return box, Cell(escaped(rank)), Cell("zeros (padding)", ("dim",)), Cell("")
