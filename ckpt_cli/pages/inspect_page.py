@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import object_json, object_lines
 from ckpt_cli.pages.inspect_tensor import tensor_lines
-from ckpt_cli.pages.pictures.shards import LISTED, map_lines
+from ckpt_cli.pages.pictures.shards import LISTED, MAPS, map_lines
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -36,8 +36,6 @@ GROUP_TITLES = {
     "masters": "master weights",
     "other": "other",
 }
-MAPS = 4
-"""Most tensors whose boxes are drawn by default."""
 
 
 def catalog_of(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:

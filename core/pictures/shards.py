@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import itemsize
-from core.catalog.key_patterns import natural_order
+from core.catalog.key_patterns import LIST_THEM, matching, natural_order
 from core.catalog.stored import StoredArray, coords_text
+from core.errors import UsageError
+from core.inspect.nearest import nearest_names
 
 if TYPE_CHECKING:
     from core.catalog.catalog import AnyCatalog
@@ -147,6 +149,24 @@ def shard_move(plan: Plan, key: str) -> ShardMove:
         for ends, common in sorted(boxes.items())
     )
     return ShardMove(before, after, moves)
+
+
+def planned_keys(plan: Plan, pattern: str) -> list[str]:
+    """Return the tensors of a plan that a pattern selects, under their names in the target.
+
+    Raises:
+        UsageError: the pattern selects none, or is not valid.
+    """
+    names = list(iter(plan.keys()))
+    keys = matching(names, pattern)
+    if not keys:
+        nearest = nearest_names(names, pattern)
+        hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+        raise UsageError(
+            f"no tensor of the destination matches {pattern!r}",
+            hint=f"{hint}{LIST_THEM}",
+        )
+    return keys
 
 
 def rank_moves(plan: Plan) -> RankMoves:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LISTED = 16
 """Default number of boxes, and of moves between boxes, that are listed."""
+MAPS = 4
+"""Most tensors whose boxes are drawn by default."""
 _UNLIMITED = 80
 """Columns of the picture in files and pipes."""
 _WIDEST = 100
