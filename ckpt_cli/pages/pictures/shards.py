@@ -61,11 +61,25 @@ def map_lines(
         cut_axes: axes that are drawn because another map of the tensor is cut there.
         hint: end of the line that counts the boxes that are not listed.
     """
-    n_boxes = len(shards.shards)
-    if not n_boxes:
+    yield from map(screen.plain, wrapped(_cut_text(shards), screen.width or _UNLIMITED))
+    yield from picture_lines(screen, shards, cut_axes=cut_axes)
+    if shards.shards:
+        yield ""
+        yield from _list_lines(screen, shards.shards, listed=listed, hint=hint)
+
+
+def picture_lines(
+    screen: Screen, shards: ShardMap, *, cut_axes: Sequence[int] = (), highest: int = _HIGHEST
+) -> Iterator[str]:
+    """Yield the drawing of a tensor's boxes without the list of them.
+
+    Args:
+        cut_axes: as for ``map_lines``.
+        highest: most rows between the outer lines of a drawing.
+    """
+    if not shards.shards:
         yield screen.styled("no boxes: the tensor is stored nowhere", "dim")
         return
-    yield from map(screen.plain, wrapped(_cut_text(shards), screen.width or _UNLIMITED))
     if sum(shard.box.n_elements for shard in shards.shards) > prod(shards.shape):
         yield screen.styled("some boxes overlap", "yellow")
     colors = _colors_of(shards.shards)
@@ -75,16 +89,16 @@ def map_lines(
     for number, shard in enumerate(shards.shards):
         title = ", ".join(f"axis {axis} from {shard.box.offset[axis]:,}" for axis in others)
         drawings.setdefault(title, []).append(number)
-    highest = _HIGHEST if len(drawings) == 1 else _HIGHEST // 2
+    if len(drawings) > 1:
+        highest = min(highest, _HIGHEST // 2)
     for title, numbers in list(drawings.items())[:_DRAWINGS]:
-        yield screen.styled(title, "bold") if title else ""
+        if title:
+            yield screen.styled(title, "bold")
         yield from _drawing(screen, shards, numbers, colors, axes=(down, across), highest=highest)
     if len(drawings) > _DRAWINGS:
         n_more = sum(map(len, list(drawings.values())[_DRAWINGS:]))
         more = f"… {n_text(n_more, 'more box', 'more boxes')} not drawn"
         yield screen.plain(screen.styled(more, "dim"))
-    yield ""
-    yield from _list_lines(screen, shards.shards, colors, listed=listed, hint=hint)
 
 
 def move_lines(
@@ -326,7 +340,7 @@ def _labels(
 
 
 def _list_lines(
-    screen: Screen, shards: Sequence[Shard], colors: Mapping[str, str], *, listed: int, hint: str
+    screen: Screen, shards: Sequence[Shard], *, listed: int, hint: str
 ) -> Iterator[str]:
     """Yield a row for each box: number, region, bytes, copies, ranks and files.
 
@@ -335,6 +349,7 @@ def _list_lines(
         hint: end of the line that counts the others.
     """
     head = ["", "box", "bytes", "copies", "ranks", "files"]
+    colors = _colors_of(shards)
     rows = []
     for number, shard in enumerate(shards[: listed or None]):
         color = colors[_holder(shard)]

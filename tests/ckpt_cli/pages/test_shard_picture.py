@@ -141,7 +141,7 @@ def test_boxes_of_ranks_are_numbered_and_named(golden: Path) -> None:
     lines = drawn(shards)
     checkpoint.store.close()
     assert lines[0] == "bfloat16 [64, 96], 12.0 KiB: cut along axis 1 into 2 boxes"
-    assert lines[2] == "down: axis 0, 64 elements · across: axis 1, 96 elements, cut"
+    assert lines[1] == "down: axis 0, 64 elements · across: axis 1, 96 elements, cut"
     assert "   │   0 tp0 pp0    │   1 tp1 pp0    │" in lines
     assert lines[-1].split() == [
         "1", "[0:64,", "48:96]", "6.00", "KiB", "tp1", "pp0", "mp_rank_01_000/model_optim_rng.pt",
