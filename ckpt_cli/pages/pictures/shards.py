@@ -51,30 +51,32 @@ def map_lines(
     shards: ShardMap,
     *,
     listed: int = LISTED,
-    cut_axes: Sequence[int] = (),
+    beside: ShardMap | None = None,
+    highest: int = _HIGHEST,
     hint: str = "",
 ) -> Iterator[str]:
     """Yield the drawing of a tensor's boxes and the list of them.
 
     Args:
         listed: number of boxes that are listed; 0 for all.
-        cut_axes: axes that are drawn because another map of the tensor is cut there.
+        beside: another map of the tensor, whose drawing shall have the same axes and size.
+        highest: as for ``picture_lines``.
         hint: end of the line that counts the boxes that are not listed.
     """
     yield from map(screen.plain, wrapped(_cut_text(shards), screen.width or _UNLIMITED))
-    yield from picture_lines(screen, shards, cut_axes=cut_axes)
+    yield from picture_lines(screen, shards, beside=beside, highest=highest)
     if shards.shards:
         yield ""
         yield from _list_lines(screen, shards.shards, listed=listed, hint=hint)
 
 
 def picture_lines(
-    screen: Screen, shards: ShardMap, *, cut_axes: Sequence[int] = (), highest: int = _HIGHEST
+    screen: Screen, shards: ShardMap, *, beside: ShardMap | None = None, highest: int = _HIGHEST
 ) -> Iterator[str]:
     """Yield the drawing of a tensor's boxes without the list of them.
 
     Args:
-        cut_axes: as for ``map_lines``.
+        beside: as for ``map_lines``.
         highest: most rows between the outer lines of a drawing.
     """
     if not shards.shards:
@@ -83,7 +85,7 @@ def picture_lines(
     if sum(shard.box.n_elements for shard in shards.shards) > prod(shards.shape):
         yield screen.styled("some boxes overlap", "yellow")
     colors = _colors_of(shards.shards)
-    down, across, others = _drawn_axes(shards, cut_axes)
+    down, across, others = _drawn_axes(shards, beside)
     # One drawing for each position along the axes that are cut and not drawn.
     drawings: dict[str, list[int]] = {}
     for number, shard in enumerate(shards.shards):
@@ -94,7 +96,9 @@ def picture_lines(
     for title, numbers in list(drawings.items())[:_DRAWINGS]:
         if title:
             yield screen.styled(title, "bold")
-        yield from _drawing(screen, shards, numbers, colors, axes=(down, across), highest=highest)
+        yield from _drawing(
+            screen, shards, numbers, colors, beside=beside, axes=(down, across), highest=highest
+        )
     if len(drawings) > _DRAWINGS:
         n_more = sum(map(len, list(drawings.values())[_DRAWINGS:]))
         more = f"… {n_text(n_more, 'more box', 'more boxes')} not drawn"
@@ -111,16 +115,19 @@ def move_lines(
         hint: end of the lines that count those that are not listed.
     """
     before, after = move.before, move.after
-    cut_axes = (*before.cut_axes, *after.cut_axes)
     yield screen.styled("source", "bold")
-    yield from map_lines(screen, before, listed=listed, cut_axes=cut_axes, hint=hint)
+    yield from map_lines(
+        screen, before, beside=after, listed=listed, highest=_HIGHEST // 2, hint=hint
+    )
     n_bytes = sum(part.n_bytes for part in move.moves)
     arrow = "▼" if screen.has_unicode else "v"
     yield ""
     yield screen.plain(f"  {arrow}  {n_text(len(move.moves), 'move')}, {bytes_text(n_bytes)}")
     yield ""
     yield screen.styled("target", "bold")
-    yield from map_lines(screen, after, listed=listed, cut_axes=cut_axes, hint=hint)
+    yield from map_lines(
+        screen, after, beside=before, listed=listed, highest=_HIGHEST // 2, hint=hint
+    )
     # The moves, those into one box together.
     yield ""
     rows = [[Cell(title, ("dim",)) for title in ("source", "", "target", "bytes")]]
@@ -208,7 +215,7 @@ def _name(number: int, shard: Shard) -> str:
 
 
 def _drawn_axes(
-    shards: ShardMap, cut_axes: Sequence[int]
+    shards: ShardMap, beside: ShardMap | None
 ) -> tuple[int | None, int | None, list[int]]:
     """Return the axes that go down and across, and the cut axes that are not drawn.
 
@@ -216,7 +223,10 @@ def _drawn_axes(
     tensor of one axis goes across.
     """
     n_axes = len(shards.shape)
-    candidates = dict.fromkeys((*shards.cut_axes, *cut_axes, *range(max(n_axes - 2, 0), n_axes)))
+    cut_axes = () if beside is None else beside.cut_axes
+    # Both maps have to agree on the axes: the lower ones come first, whichever map cuts them.
+    cut_axes = tuple(sorted({*shards.cut_axes, *cut_axes}))
+    candidates = dict.fromkeys((*cut_axes, *range(max(n_axes - 2, 0), n_axes)))
     axes = sorted(list(candidates)[:2])
     across = axes[-1] if axes else None
     down = axes[0] if len(axes) > 1 else None
@@ -229,6 +239,7 @@ def _drawing(
     numbers: Sequence[int],
     colors: Mapping[str, str],
     *,
+    beside: ShardMap | None,
     axes: tuple[int | None, int | None],
     highest: int,
 ) -> Iterator[str]:
@@ -245,7 +256,11 @@ def _drawing(
         for axis in (down, across)
     ]
     extents = [1 if axis is None else max(shards.shape[axis], 1) for axis in (down, across)]
-    n_columns, n_rows = _size(screen, extents, spans, has_rows=down is not None, highest=highest)
+    all_shards = (*shards.shards, *(() if beside is None else beside.shards))
+    n_down, n_across = (len({_span(shard, axis) for shard in all_shards}) for axis in axes)
+    n_columns, n_rows = _size(
+        screen, extents, (n_down, n_across), has_rows=down is not None, highest=highest
+    )
     digits = len(str(len(shards.shards) - 1))
     rows = ruler_of(spans[0].values(), extents[0], n_rows, least=2)
     columns = ruler_of(spans[1].values(), extents[1], n_columns, least=digits + 2)
@@ -297,7 +312,7 @@ def _span(shard: Shard, axis: int | None) -> tuple[int, int]:
 def _size(
     screen: Screen,
     extents: Sequence[int],
-    spans: Sequence[Mapping[int, tuple[int, int]]],
+    counts: tuple[int, int],
     *,
     has_rows: bool,
     highest: int,
@@ -306,15 +321,18 @@ def _size(
 
     Args:
         extents: elements down and across.
-        spans: edges of the boxes, down and across.
+        counts: number of boxes down and across.
         has_rows: an axis goes down.
         highest: most rows.
     """
     room = min((screen.width or _UNLIMITED) - (12 if has_rows else 2), _WIDEST)
-    n_down, n_across = (len(set(axis_spans.values())) for axis_spans in spans)
+    n_down, n_across = counts
     widest = max(min(room, max(_LEAST_COLUMNS, n_across * _COLUMNS_OF_BOX)), 1)
     if not has_rows:
         return widest, 2 if n_across == 1 else 3
+    # Along an axis that is not cut there is nothing to see.
+    if n_down == 1:
+        return widest, min(highest, 4)
     # A character is about twice as high as wide.
     rows_per_column = extents[0] / extents[1] / 2
     n_rows = max(round(widest * rows_per_column), 2 * n_down, 4)
