@@ -20,7 +20,16 @@ from ckpt_cli.pages.pictures.box_drawing import (
     ruler_of,
     ticks_text,
 )
-from ckpt_cli.screen.blocks import Cell, box_text, bytes_text, n_text, shape_text, table, wrapped
+from ckpt_cli.screen.blocks import (
+    Cell,
+    box_text,
+    bytes_text,
+    n_text,
+    shape_text,
+    table,
+    table_width,
+    wrapped,
+)
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
 from core.arrays.dtypes import itemsize
 
@@ -366,6 +375,26 @@ def _list_lines(
         listed: number of boxes that are listed; 0 for all.
         hint: end of the line that counts the others.
     """
+    # Where there is no room for the ranks and files of all boxes, one rank of each is named.
+    for n_named in (_NAMED, 1):
+        cells, align = _list_cells(shards, listed=listed, n_named=n_named)
+        if screen.width is None or table_width(cells, align=align) <= screen.width:
+            break
+    yield from table(screen, _with_short_files(screen, cells), align=align, fits=True)
+    if listed and len(shards) > listed:
+        more = f"… {n_text(len(shards) - listed, 'more box', 'more boxes')}{hint}"
+        yield screen.plain(screen.styled(more, "dim"))
+
+
+def _list_cells(
+    shards: Sequence[Shard], *, listed: int, n_named: int
+) -> tuple[list[list[Cell]], str]:
+    """Return the list of the boxes below a heading, without empty columns, and its alignment.
+
+    Args:
+        listed: number of boxes that are listed; 0 for all.
+        n_named: number of ranks of a box that are named; the others are counted.
+    """
     head = ["", "box", "bytes", "copies", "ranks", "files"]
     colors = _colors_of(shards)
     rows = []
@@ -378,7 +407,7 @@ def _list_lines(
                 Cell(box_text(shard.box)),
                 Cell(bytes_text(shard.n_bytes), ("dim",)),
                 Cell(str(n_copies) if n_copies > 1 else ""),
-                Cell(_some_of(shard.ranks, _NAMED), (color,)),
+                Cell(_some_of(shard.ranks, n_named), (color,)),
                 Cell(_files_text(shard), ("cyan",) if shard.files else ("dim",)),
             ]
         )
@@ -386,10 +415,7 @@ def _list_lines(
     align = "".join(">" if head[at] in ("", "bytes", "copies") else "<" for at in columns)
     cells = [[Cell(head[at], ("dim",)) for at in columns]]
     cells += [[row[at] for at in columns] for row in rows]
-    yield from table(screen, _with_short_files(screen, cells), align=align, fits=True)
-    if listed and len(shards) > listed:
-        more = f"… {n_text(len(shards) - listed, 'more box', 'more boxes')}{hint}"
-        yield screen.plain(screen.styled(more, "dim"))
+    return cells, align
 
 
 def _with_short_files(screen: Screen, cells: list[list[Cell]]) -> list[list[Cell]]:

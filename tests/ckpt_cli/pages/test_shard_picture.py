@@ -127,6 +127,9 @@ def test_overlapping_boxes_and_padding_are_named() -> None:
 def test_copies_are_counted() -> None:
     lines = drawn(map_of((8,), [Box((0,), (8,))], copies=5))
     assert lines[-1] == "0  [0:8]   32 B       5  tp0, tp1, tp2 + 2  0/model.pt + 4"
+    # Names of files are more useful than those of all ranks.
+    long = map_of((8,), [Box((0,), (8,))], file="mp_rank_00_000/model_optim_rng.pt", copies=5)
+    assert drawn(long)[-1].startswith("0  [0:8]   32 B       5  tp0 + 4  0/mp_rank_00_000/model")
 
 
 def test_names_are_escaped_and_colours_are_for_terminals_only() -> None:
