@@ -28,6 +28,9 @@
                               "byte_offset": int | null, "item_bytes": int | null,
                               "strides": [int] | null, "bytes": int,
                               "encoding": str | null, "stored_bytes": int | null}],
+                  "map": {"dtype": str, "shape": [int], "cut_axes": [int],
+                          "boxes": [{"offset": [int], "shape": [int], "ranks": [str],
+                                     "files": [str], "bytes": int}]},
                   "values": [number | "nan" | "inf" | "-inf" | [re, im]],
                   "stats": {"min": number | null, "max": number | null, "mean": number | null,
                             "std": number | null, "nan": int, "inf": int, "zeros": int,
@@ -45,8 +48,10 @@
 present with ``--ranks``; ``layers`` and ``experts`` are global numbers such as ``0-3, 8-11``.
 ``architecture`` describes the model from its training arguments or its ``config.json``;
 ``parameters`` counts each parameter once, without optimizer, padding and tied copies.
-``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
-selected by KEY, where a value inside an object has its path as key (``args.hidden_size``).
+``places`` is present in tensors selected by KEY, ``map`` with ``--map``: its boxes are ordered by
+offset, and several ``ranks`` or ``files`` of a box hold copies. ``values`` is present with
+``--values``, ``value`` in objects selected by KEY, where a value inside an object has its path as
+key (``args.hidden_size``).
 ``stats`` is present in tensors measured by ``--stats``; it is null if the dtype has no numbers
 (float4). ``min``, ``max``, ``mean`` and ``std`` (divided by n, not n - 1) are those of the finite
 elements, of their magnitudes if these are complex; null without such elements. ``histogram``
@@ -81,7 +86,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -91,7 +95,7 @@ from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
 from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
 from ckpt_cli.pages.inspect_object import object_json, value_cell
-from ckpt_cli.pages.inspect_page import detail_lines, header_lines, optimizer_lines
+from ckpt_cli.pages.inspect_page import detail_lines, header_lines, map_page, optimizer_lines
 from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.pages.pictures.ranks import grid_json, rank_lines
 from ckpt_cli.pages.pictures.sizes import size_lines, sizes_json
@@ -120,7 +124,7 @@ from core.opening.damaged import open_readable_part
 from core.opening.listing import list_checkpoints
 from core.opening.open import FILL, Checkpoint
 from core.opening.unrecognised import CHECKPOINTS_BELOW
-from core.pictures.sizes import SizeNode, sizes_of
+from core.pictures.sizes import sizes_of
 from core.progress import Phase, report_bytes
 
 if TYPE_CHECKING:
@@ -182,7 +186,9 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     summary = summarize(checkpoint)
     if options.values and not options.keys:
         raise require_key(summary, f"--values {options.values}")
-    pictures = _pictures_of(checkpoint, summary, options)
+    if options.map and not options.keys:
+        raise require_key(summary, "--map")
+    grid = _grid_of(checkpoint, summary) if options.ranks else None
     # Select the entries, and measure the values if requested.
     try:
         selection = select_entries(checkpoint, summary, options.keys)
@@ -193,6 +199,8 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         raise
     summary = with_selected(summary, selection)
     tensors = list(selection.tensors.values())
+    if options.map and not tensors:
+        raise UsageError("--map needs tensors, but KEY selects only objects", hint=LIST_THEM)
     statistics = _measure(checkpoint, summary, tensors, options)
     if options.report is not None:
         from ckpt_cli.html_report.inspect_report import inspect_html
@@ -208,12 +216,13 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
             is_selected=bool(options.keys),
             n_values=options.values,
             statistics=statistics,
+            has_maps=options.map,
         )
         fields["problems"] = damage_json(checkpoint.problems)
-        if pictures.sizes is not None:
-            fields["sizes"] = sizes_json(*pictures.sizes)
-        if pictures.grid is not None:
-            fields["rank_grid"] = grid_json(pictures.grid)
+        if options.sizes:
+            fields["sizes"] = sizes_json(*sizes_of(summary.view))
+        if grid is not None:
+            fields["rank_grid"] = grid_json(grid)
         print(json.dumps(fields))
         return
     # A pager shows everything, whatever the length.
@@ -221,8 +230,14 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     limit = (0 if pager else TREE_LIMIT) if options.limit is None else options.limit
     if options.sizes or options.ranks:
         notes = _note_lines(screen, checkpoint, selection.notes)
-        lines = _picture_lines(screen, summary, pictures, options, limit=limit)
+        lines = _picture_lines(screen, summary, grid, options, limit=limit)
         print_page(chain(notes, lines), pager)
+        return
+    if options.map:
+        notes = _note_lines(screen, checkpoint, selection.notes)
+        is_complete = options.limit == 0
+        lines = map_page(screen, summary, checkpoint, tensors, is_complete=is_complete)
+        print_page(chain(notes, first_lines(screen, list(lines), options.limit or 0)), pager)
         return
     print_page(_page(checkpoint, summary, selection, statistics, options, limit=limit), pager)
 
@@ -270,32 +285,29 @@ def _page(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _InspectPictures:
-    """The data of the pictures that the options ask for.
-
-    Args:
-        sizes: of the model and of the optimizer.
-    """
-
-    sizes: tuple[SizeNode, SizeNode] | None = None
-    grid: RankGrid | None = None
-
-
 def _check_pictures(options: InspectOptions) -> None:
-    """Raise if ``--sizes`` or ``--ranks`` is combined with an option that shows something else.
+    """Raise if a picture is combined with an option that shows something else.
 
     Raises:
         UsageError: two options cannot be combined.
     """
     flag = "--sizes" if options.sizes else "--ranks" if options.ranks else None
-    conflicts = {
-        "KEY": bool(options.keys),
+    others = {
         "--values": bool(options.values),
         "--stats": options.stats,
         "--tree and --flat": options.tree is not None,
         "--optim": options.optim,
     }
+    if options.map:
+        conflicts = {"--sizes": options.sizes, "--ranks": options.ranks, **others}
+        other = next((name for name, is_given in conflicts.items() if is_given), None)
+        if other is not None:
+            raise UsageError(
+                f"--map cannot be combined with {other}",
+                hint="run ckpt inspect twice, once with --map alone",
+            )
+        return
+    conflicts = {"KEY": bool(options.keys), **others}
     other = next((name for name, is_given in conflicts.items() if is_given), None)
     if flag is not None and other is not None:
         raise UsageError(
@@ -304,52 +316,49 @@ def _check_pictures(options: InspectOptions) -> None:
         )
 
 
-def _pictures_of(
-    checkpoint: Checkpoint, summary: Summary, options: InspectOptions
-) -> _InspectPictures:
-    """Return the data of the pictures that the options ask for.
+def _grid_of(checkpoint: Checkpoint, summary: Summary) -> RankGrid:
+    """Return the ranks of a checkpoint.
 
     Raises:
-        UsageError: ``--ranks`` of a checkpoint that is not laid out by ranks.
+        UsageError: the checkpoint is not laid out by ranks.
     """
-    grid = None
-    if options.ranks:
-        from core.pictures.ranks import rank_grid
+    from core.pictures.ranks import rank_grid
 
-        grid = rank_grid(checkpoint)
-        if grid is None:
-            raise UsageError(
-                f"--ranks needs a checkpoint that is laid out by Megatron's ranks, but this one"
-                f" ({summary.format}) is not",
-                hint="--sizes shows where the bytes of any checkpoint are",
-            )
-    return _InspectPictures(sizes_of(summary.view) if options.sizes else None, grid)
+    grid = rank_grid(checkpoint)
+    if grid is None:
+        raise UsageError(
+            f"--ranks needs a checkpoint that is laid out by Megatron's ranks, but this one"
+            f" ({summary.format}) is not",
+            hint="--sizes shows where the bytes of any checkpoint are",
+        )
+    return grid
 
 
 def _picture_lines(
     screen: Screen,
     summary: Summary,
-    pictures: _InspectPictures,
+    grid: RankGrid | None,
     options: InspectOptions,
     *,
     limit: int,
 ) -> Iterator[str]:
-    """Yield the pictures, each with the path above it.
+    """Yield the path and below it the pictures of the checkpoint.
 
     Args:
+        grid: its ranks, if they are drawn.
         limit: maximum number of lines of each; 0 for all.
     """
     yield screen.styled(escaped(summary.path), "bold")
-    if pictures.sizes is not None:
+    if options.sizes:
         yield ""
-        lines = list(size_lines(screen, *pictures.sizes, sort=options.sort))
+        lines = list(size_lines(screen, *sizes_of(summary.view), sort=options.sort))
         yield from first_lines(screen, lines, limit)
         if summary.view.is_rank_local:
             note = "note: rank by rank: data that several ranks hold count several times"
             yield screen.styled(note, "yellow")
-    if pictures.grid is not None:
+    if grid is not None:
         yield ""
-        lines = list(rank_lines(screen, pictures.grid, folds=options.limit != 0))
+        lines = list(rank_lines(screen, grid, folds=options.limit != 0))
         yield from first_lines(screen, lines, limit)
 
 

@@ -34,13 +34,17 @@ and with ``--explain``::
     {"schema": "ckpt.explain/1", "src": str, "target_format": str,
      "tensors": [{"names": str, "n_tensors": int, "shape": [int],
                   "rule": str, "cut": str, "shard_shape": [int], "optimizer_states": [str],
-                  "pattern": str, "where": str, "source": str}]}
+                  "pattern": str, "where": str, "source": str}],
+     "maps": [{"key": str, "source": MAP, "target": MAP,
+               "moves": [{"source": int, "target": int, "bytes": int}]}]}
 
-``files`` are relative to ``dst``; ``rank`` is present with ``--rank`` and lists files of the
-source. ``read_rate`` and ``write_rate`` are measured, in bytes per second, and ``expected_seconds``
-is that of one process; they are null where nothing could be measured. ``resumed_bytes`` is what an
-interrupted run has written already. With too little free space (exit code 7) the object is that of
-an error.
+``maps`` is present with ``--map``, and ``tensors`` is empty then. MAP is that of ``ckpt inspect
+--map`` (``ckpt_cli.commands.inspect``); ``source`` and ``target`` of a move number the boxes of the
+two maps from 0. ``files`` are relative to ``dst``; ``rank`` is present with ``--rank`` and lists
+files of the source. ``read_rate`` and ``write_rate`` are measured, in bytes per second, and
+``expected_seconds`` is that of one process; they are null where nothing could be measured.
+``resumed_bytes`` is what an interrupted run has written already. With too little free space (exit
+code 7) the object is that of an error.
 """
 
 from __future__ import annotations
@@ -65,7 +69,8 @@ from ckpt_cli.options.values import (
     parse_renames,
     parse_unstack_globs,
 )
-from ckpt_cli.pages.transfer import explain_lines, plan_lines, report_lines
+from ckpt_cli.pages.pictures.shards import move_json
+from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_lines, report_lines
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
@@ -80,6 +85,7 @@ from core.files.remote_path import location_of
 from core.forecast.forecast import forecast
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.version import parse_version
+from core.pictures.shards import planned_keys, shard_move
 from core.team.protocol import broadcast_result, gather_results, is_lead
 
 if TYPE_CHECKING:
@@ -179,6 +185,8 @@ def _check_conflicts(options: TransferOptions) -> None:
     """
     if options.rank is not None and not options.dry_run:
         raise UsageError("--rank only applies to --dry-run", hint="add --dry-run")
+    if options.map is not None and not options.explain:
+        raise UsageError("--map only applies to --explain", hint="add --explain")
     if options.report is not None:
         if not options.dry_run:
             raise UsageError("--report only applies to --dry-run", hint="add --dry-run")
@@ -257,14 +265,26 @@ def transfer(job: Job, options: TransferOptions) -> int:
 
 
 def _explain(job: Job, options: TransferOptions) -> int:
-    """Print the layout rule of each tensor and return the exit code."""
+    """Print the layout rule of each tensor, or the maps of some, and return the exit code.
+
+    Raises:
+        UsageError: ``--map`` selects no tensor, or the job uses no layout rules.
+    """
     with _prepare(job, options) as prepared:
+        header = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
+        if options.map is not None:
+            plan = prepared.plan
+            keys = planned_keys(plan, options.map)
+            if options.json:
+                maps = [move_json(shard_move(plan, key)) for key in keys]
+                fields = {"schema": "ckpt.explain/1", **header, "tensors": [], "maps": maps}
+                print(json.dumps(fields))
+                return 0
+            for text in moves_page(screen_of(sys.stdout), plan, keys):
+                print(text)
+            return 0
         lines = prepared.explain_layout()
         if options.json:
-            header = {
-                "src": str(prepared.source.path),
-                "target_format": prepared.target_format.name,
-            }
             tensors = [line.as_dict() for line in lines]
             print(json.dumps({"schema": "ckpt.explain/1", **header, "tensors": tensors}))
         else:

@@ -23,6 +23,7 @@ from core.files.remote_path import RemotePath
 from core.inspect.preview import BoxLocation, Number, first_values, places_of
 from core.opening.open import FILL, Checkpoint
 from core.pickle.reader import gc_paused
+from core.pictures.shards import ShardMap, shard_map
 from core.progress import OnProgress, Phase, Progress, report_bytes
 
 if TYPE_CHECKING:
@@ -65,11 +66,13 @@ class Placement:
         places: the first ``MOST_PLACES``, replicas included.
         n_places: number of all.
         n_boxes: number of different boxes.
+        shards: the boxes, with those who hold them.
     """
 
     places: tuple[BoxLocation, ...]
     n_places: int
     n_boxes: int
+    shards: ShardMap
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -109,8 +112,9 @@ class CheckpointSource:
         """
         with self._reading():
             places = places_of(self.view, key)
+            shards = shard_map(self.view, key)
         return Placement(
-            tuple(places[:MOST_PLACES]), len(places), len({place.box for place in places})
+            tuple(places[:MOST_PLACES]), len(places), len({place.box for place in places}), shards
         )
 
     def values(self, key: str) -> list[Number]:

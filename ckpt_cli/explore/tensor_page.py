@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.pages.inspect_tensor import number_text
 from ckpt_cli.pages.pictures.bars import bar_text
 from ckpt_cli.pages.pictures.histogram import histogram_line, scale_of
+from ckpt_cli.pages.pictures.shards import picture_lines
 from ckpt_cli.screen.blocks import (
     Cell,
     box_text,
@@ -29,6 +30,7 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, shortened
 from core.arrays.dtypes import itemsize
+from core.catalog.stored import coords_text
 
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry
@@ -86,13 +88,17 @@ def tensor_page(screen: Screen, details: TensorDetails) -> Iterator[str]:
         ("dtype", meta.dtype),
         ("size", f"{bytes_text(meta.n_bytes)}, {elements}"),
     ]
-    placement = details.placement
+    placement, shards = details.placement, None
     if placement is not None and not isinstance(placement, Exception):
         n_copies = placement.n_places - placement.n_boxes
         replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
         pairs.append(("stored", n_text(placement.n_boxes, "box", "boxes") + replicas))
+        shards = placement.shards
     yield from facts(screen, pairs)
     yield from _section(screen, "statistics", _statistics_lines(screen, details))
+    # A single box is the complete tensor: there is nothing to draw.
+    if shards is not None and len(shards.shards) > 1:
+        yield from _section(screen, "map", picture_lines(screen, shards, highest=8))
     yield from _section(screen, "places", _place_lines(screen, placement))
     yield from _section(screen, "first values", _values_lines(screen, details))
 
@@ -274,15 +280,19 @@ def _place_lines(screen: Screen, placement: Placement | Exception | None) -> Ite
     if isinstance(placement, Exception):
         yield from error_lines(screen, placement)
         return
-    rows = [_place_row(place) for place in placement.places]
-    columns = [i for i in range(4) if any(row[i].text for row in rows)]
+    # The boxes have the numbers of the map.
+    shards = placement.shards.shards
+    numbers = {shard.box: str(at) for at, shard in enumerate(shards)} if len(shards) > 1 else {}
+    rows = [(Cell(numbers.get(place.box, "")), *_place_row(place)) for place in placement.places]
+    columns = [i for i in range(5) if any(row[i].text for row in rows)]
     cells = [[row[i] for i in columns] for row in rows]
-    align = "".join("<<<>"[i] for i in columns)
+    align = "".join("><<<>"[i] for i in columns)
     if screen.width is None or table_width(cells, align=align) <= screen.width:
         yield from table(screen, cells, align=align)
     else:
-        for box, rank, file, byte in rows:
-            yield screen.plain(f"{box.text}  {screen.styled(rank.text, 'bold')}".rstrip())
+        for number, box, rank, file, byte in rows:
+            title = f"{number.text} {box.text}".lstrip()
+            yield screen.plain(f"{title}  {screen.styled(rank.text, 'bold')}".rstrip())
             room = screen.width - len(byte.text) - 3
             name = shortened(file.text, room, ellipsis=screen.plain("…"))
             yield f"  {screen.styled(name, 'cyan')} {screen.styled(byte.text, 'dim')}".rstrip()
@@ -293,7 +303,7 @@ def _place_lines(screen: Screen, placement: Placement | Exception | None) -> Ite
 
 def _place_row(place: BoxLocation) -> tuple[Cell, Cell, Cell, Cell]:
     """Return box, rank, file and byte of a place."""
-    rank = " ".join(f"{name}{number}" for name, number in place.rank)
+    rank = coords_text(place.rank)
     box = Cell(box_text(place.box))
     if place.file is None:
         return box, Cell(escaped(rank)), Cell("zeros (padding)", ("dim",)), Cell("")

@@ -48,7 +48,7 @@ def inspect_html(
     def map_of(key: str) -> ShardMap:
         return shard_map(catalog_of(summary, checkpoint, key), key)
 
-    command = f"ckpt inspect {shown_name(summary.path)} KEY"
+    command = f"ckpt inspect {shown_name(summary.path)} KEY --map"
     # The pictures, where the checkpoint has what they show.
     sizes = sizes_view(sizes_of(view))
     grid = rank_grid(checkpoint)

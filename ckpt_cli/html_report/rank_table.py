@@ -66,10 +66,9 @@ class RankTable:
     is_cut: str = ""
 
 
-def rank_name(cell: RankCell, grid: RankGrid) -> str:
+def rank_name(grid: RankGrid, *, pp: int, tp: int, ep: int) -> str:
     """Return the name of a rank: ``pp0 tp1``, with its expert rank if there are several."""
-    ep = f" ep{cell.ep}" if grid.ep > 1 else ""
-    return f"pp{cell.pp} tp{cell.tp}{ep}"
+    return f"pp{pp} tp{tp}" + (f" ep{ep}" if grid.ep > 1 else "")
 
 
 def rank_table(
@@ -119,7 +118,7 @@ def _table_cell(
     lines += [f"experts {cell.experts}"] if cell.experts else []
     lines += cell.others[:3]
     lines += [f"and {len(cell.others) - 3} more"] if len(cell.others) > 3 else []
-    name = rank_name(cell, grid)
+    name = rank_name(grid, pp=cell.pp, tp=cell.tp, ep=cell.ep)
     tip = [name + (": missing" if cell.is_missing else "")]
     if not cell.is_missing:
         tip.append(f"model {bytes_text(cell.model_bytes)}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.facts import named_facts
 from ckpt_cli.html_report.moves_table import moves_table
+from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.html_report.page import render
 from ckpt_cli.html_report.sizes_view import sizes_view
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
@@ -40,6 +41,8 @@ def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
     matrix = moves_table(rank_moves(plan))
     tensors = [plan.target.meta(key) for key in plan.keys() if key in plan.target.tensors]  # noqa: SIM118
     table = table_json(tensors, move_of=move_of)
+    source = shown_name(str(prepared.source.path))
+    command = {"command": f"ckpt {verb} {source} … --explain --map KEY"}
     sections = [("summary", "Plan")]
     sections += [("moves", "Moves")] if matrix else []
     sections += [("tensors", "Tensors")]
@@ -63,4 +66,4 @@ def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
         "tensor_note": "Equal layers share a row. Open a row to see a tensor's shards at the"
         f" source and at the destination, side by side.{left_out_text(table)}",
     }
-    return render("transfer.html.j2", context, data={"table": table})
+    return render("transfer.html.j2", context, data={"table": table | command})

@@ -15,7 +15,7 @@ from ckpt_cli.screen.blocks import n_text
 from core.checks.finding import Finding, Severity
 from core.checks.registry import codes
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from core.pictures.ranks import RankCell, RankGrid, read_rank_grid
+from core.pictures.ranks import RankGrid, read_rank_grid
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
@@ -169,7 +169,12 @@ def _names_of_cells(grid: RankGrid) -> dict[str, set[Coordinates]]:
         # A missing rank has no files, but findings name its directory.
         directory = rank_dir(topology, Rank(cell.tp, cell.pp, cell.ep))
         folders = {file.rpartition("/")[0] for file in cell.files} - {""}
-        for name in {*cell.files, *folders, directory, rank_name(cell, grid)}:
+        for name in {
+            *cell.files,
+            *folders,
+            directory,
+            rank_name(grid, pp=cell.pp, tp=cell.tp, ep=cell.ep),
+        }:
             names.setdefault(name, set()).add((cell.pp, cell.tp, cell.ep))
     return names
 
@@ -199,5 +204,4 @@ def _findings_of_cells(
 def _cell_id(grid: RankGrid, coordinates: Coordinates) -> str:
     """Return the name of a rank without spaces."""
     pp, tp, ep = coordinates
-    cell = RankCell(pp, tp, ep, "", "", (), 0, 0, ())
-    return rank_name(cell, grid).replace(" ", "-")
+    return rank_name(grid, pp=pp, tp=tp, ep=ep).replace(" ", "-")

@@ -79,6 +79,10 @@ class InspectOptions:
             help="Show what each rank holds: pipeline stages × tensor ranks (× expert ranks).",
         ),
     ] = False
+    map: Annotated[
+        bool,
+        Flag("--map", help="Draw the boxes of KEY's tensors, with rank and file."),
+    ] = False
     report: Annotated[
         Path | None,
         report_option(

@@ -49,12 +49,12 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
         options=(
             "--iteration",
             "--tree",
-            "--optim",
             "--sort",
             "--values",
             "--stats",
             "--sizes",
             "--ranks",
+            "--map",
             "--limit",
             "--all",
             "--json",

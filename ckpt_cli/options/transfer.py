@@ -318,6 +318,16 @@ class TransferOptions:
             help="Print each tensor's layout rule; read and write no tensor data.",
         ),
     ] = False
+    map: Annotated[
+        str | None,
+        Option(
+            "--map",
+            metavar="KEY",
+            rich_help_panel=OUTPUT,
+            help="With --explain: draw the boxes of these tensors of DST before and after, "
+            "and what moves where.",
+        ),
+    ] = None
     report: Annotated[
         Path | None,
         report_option(

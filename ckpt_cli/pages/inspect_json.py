@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import object_json
-from ckpt_cli.pages.inspect_page import catalog_of
+from ckpt_cli.pages.inspect_page import catalog_of, map_of
 from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.pages.inspect_tensor import number_json, place_json
+from ckpt_cli.pages.pictures.shards import map_json
 from core.inspect.preview import first_values, places_of
 from core.inspect.summary import bare_key
 from core.megatron.optimizer.form import role_of
@@ -30,6 +31,7 @@ def inspect_json(
     is_selected: bool,
     n_values: int,
     statistics: Mapping[str, ValueStatistics | None],
+    has_maps: bool = False,
 ) -> dict[str, object]:
     """Return the object of ``--json``; its schema is in ``ckpt_cli.commands.inspect``.
 
@@ -37,6 +39,7 @@ def inspect_json(
         is_selected: KEY selected the entries: add places of tensors and contents of objects.
         n_values: number of values to add of each selected tensor.
         statistics: description of the values of each tensor that was measured, by key.
+        has_maps: add the map of each tensor.
     """
     return {
         "schema": "ckpt.inspect/1",
@@ -80,6 +83,7 @@ def inspect_json(
         "tensors": [
             _tensor_json(checkpoint, summary, meta, is_selected=is_selected, n_values=n_values)
             | ({"stats": stats_json(statistics[meta.key])} if meta.key in statistics else {})
+            | ({"map": map_json(map_of(summary, checkpoint, meta.key))} if has_maps else {})
             for meta in tensors
         ],
         "objects": [

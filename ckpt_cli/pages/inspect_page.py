@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import object_json, object_lines
 from ckpt_cli.pages.inspect_tensor import tensor_lines
+from ckpt_cli.pages.pictures.shards import LISTED, MAPS, map_lines
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -19,6 +20,7 @@ from ckpt_cli.screen.blocks import (
 )
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.inspect.preview import first_values, places_of
+from core.pictures.shards import ShardMap, shard_map
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog, TensorMeta
@@ -39,6 +41,42 @@ GROUP_TITLES = {
 def catalog_of(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
     """Return the catalog that contains a selected tensor: the view, or that of the rank files."""
     return summary.view if key in summary.view.tensors else checkpoint.catalog
+
+
+def map_of(summary: Summary, checkpoint: Checkpoint, key: str) -> ShardMap:
+    """Return the boxes of a selected tensor.
+
+    Raises:
+        CheckpointingException: the metadata of the tensor cannot be read.
+    """
+    return shard_map(catalog_of(summary, checkpoint, key), key)
+
+
+def map_page(
+    screen: Screen,
+    summary: Summary,
+    checkpoint: Checkpoint,
+    tensors: Sequence[TensorMeta],
+    *,
+    is_complete: bool,
+) -> Iterator[str]:
+    """Yield the drawings of some tensors' boxes.
+
+    Args:
+        is_complete: draw all tensors, and list all of their boxes.
+    """
+    shown = tensors if is_complete else tensors[:MAPS]
+    for number, meta in enumerate(shown):
+        if number:
+            yield ""
+        yield screen.styled(escaped(meta.key), "bold")
+        shards = map_of(summary, checkpoint, meta.key)
+        listed = 0 if is_complete else LISTED
+        yield from map_lines(screen, shards, listed=listed, hint="; --limit 0 lists all")
+    if len(shown) < len(tensors):
+        more = f"… {n_text(len(tensors) - len(shown), 'more tensor')}; --limit 0 draws all"
+        yield ""
+        yield screen.plain(screen.styled(more, "dim"))
 
 
 def detail_lines(

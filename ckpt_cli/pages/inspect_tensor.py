@@ -20,6 +20,7 @@ from ckpt_cli.screen.terminal import Screen, escaped
 from core.arrays.box import is_c_contiguous
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import TensorMeta
+from core.catalog.stored import coords_text
 from core.inspect.preview import BoxLocation, Number
 
 _COLUMNS = {
@@ -82,7 +83,7 @@ def _row(place: BoxLocation, size: int) -> list[Cell]:
         size: bytes of an element.
     """
     # Padding of the vocabulary is stored nowhere.
-    rank = " ".join(f"{name}{number}" for name, number in place.rank)
+    rank = coords_text(place.rank)
     if place.file is None:
         return [
             Cell(box_text(place.box)),

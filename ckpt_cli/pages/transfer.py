@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.forecast import forecast_facts
+from ckpt_cli.pages.pictures.shards import MAPS, move_lines
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -21,12 +22,14 @@ from ckpt_cli.screen.terminal import Screen, escaped
 from ckpt_cli.workers.work_state import traffic_text
 from core.convert.explain import LayoutLine
 from core.files.requests.traffic import traffic_so_far
+from core.pictures.shards import shard_move
 from core.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
     from core.convert.prepare import Prepared
     from core.convert.run import Report
     from core.forecast.forecast import Forecast
+    from core.plan.plan import Plan
 
 LISTED = 12
 """Maximum number of entries of a list that are shown; ``--json`` prints all."""
@@ -128,6 +131,24 @@ def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
     for name, row in zip(names, rows, strict=True):
         yield name
         yield from facts(screen, [("", cell) for cell in row[2:]], indent=2)
+
+
+def moves_page(screen: Screen, plan: Plan, keys: Sequence[str]) -> Iterator[str]:
+    """Yield the boxes of some tensors before and after, and what moves where.
+
+    Args:
+        keys: names of the tensors in the destination; the first few are drawn.
+    """
+    for number, key in enumerate(keys[:MAPS]):
+        if number:
+            yield ""
+        yield screen.styled(escaped(key), "bold")
+        yield ""
+        yield from move_lines(screen, shard_move(plan, key), hint="; --json lists all")
+    if len(keys) > MAPS:
+        more = f"… {n_text(len(keys) - MAPS, 'more tensor')}; --json lists all"
+        yield ""
+        yield screen.plain(screen.styled(more, "dim"))
 
 
 def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterator[str]:

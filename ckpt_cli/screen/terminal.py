@@ -21,6 +21,7 @@ _SGR = {
     "green": "32",
     "yellow": "33",
     "blue": "34",
+    "magenta": "35",
     "cyan": "36",
 }
 """Style → parameter of the escape sequence SGR."""

@@ -133,6 +133,13 @@ def rename_hint(keys: Sequence[str]) -> str:
     return f"rename {'them' if len(keys) > 1 else 'it'} with {' '.join(options)}{more}"
 
 
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders numbers in names by value: layer 2 before layer 10."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Format numbers in the notation of ``matcher``: ``0-31``, ``0,2,5-7``, ``0-30:2``."""
     values = sorted(numbers)

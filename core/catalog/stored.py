@@ -127,6 +127,11 @@ Coords = tuple[tuple[str, int], ...]
 """Rank coordinates such as ``(("tp", 1), ("pp", 0))``."""
 
 
+def coords_text(coords: Coords) -> str:
+    """Format rank coordinates, for people: ``tp1 pp0``; "" without coordinates."""
+    return " ".join(f"{name}{number}" for name, number in coords)
+
+
 @value(frozen=True, slots=True)
 class StoredArray:
     """A dense array in a file of a checkpoint.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.catalog.key_patterns import natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -98,7 +99,7 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
     return Catalog(
         format=catalog.format,
         version=None,
-        tensors={key: tensors[key].meta for key in sorted(tensors, key=_natural_order)},
+        tensors={key: tensors[key].meta for key in sorted(tensors, key=natural_order)},
         fragments_of=fragments_of,
         bind=catalog.bind,
         documents=documents,
@@ -221,8 +222,3 @@ def _other_entries(catalog: Catalog) -> list[str]:
     objects = dict.fromkeys(key.partition("/")[0] for key in catalog.objects if _EXTRA not in key)
     names = [*extra_states, *objects]
     return names + [str(name) for name in common_of(catalog) if name not in names]
-
-
-def _natural_order(key: str) -> tuple[tuple[int, object], ...]:
-    """Return a sort key that puts layer 2 before layer 10."""
-    return tuple((0, int(word)) if word.isdigit() else (1, word) for word in key.split("."))

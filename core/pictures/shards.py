@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import itemsize
-from core.catalog.stored import StoredArray
+from core.catalog.key_patterns import LIST_THEM, matching, natural_order
+from core.catalog.stored import StoredArray, coords_text
+from core.errors import UsageError
+from core.inspect.nearest import nearest_names
 
 if TYPE_CHECKING:
     from core.catalog.catalog import AnyCatalog
@@ -112,7 +114,7 @@ def shard_map(catalog: AnyCatalog, key: str, *, places: Places | None = None) ->
     shards = tuple(
         Shard(
             box,
-            tuple(name for array in arrays if (name := _rank_name(array))),
+            tuple(name for array in arrays if (name := coords_text(array.coords))),
             tuple(_file_name(array, places) for array in arrays),
             box.n_elements * itemsize(meta.dtype),
         )
@@ -149,6 +151,24 @@ def shard_move(plan: Plan, key: str) -> ShardMove:
     return ShardMove(before, after, moves)
 
 
+def planned_keys(plan: Plan, pattern: str) -> list[str]:
+    """Return the tensors of a plan that a pattern selects, under their names in the target.
+
+    Raises:
+        UsageError: the pattern selects none, or is not valid.
+    """
+    names = list(iter(plan.keys()))
+    keys = matching(names, pattern)
+    if not keys:
+        nearest = nearest_names(names, pattern)
+        hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+        raise UsageError(
+            f"no tensor of the destination matches {pattern!r}",
+            hint=f"{hint}{LIST_THEM}",
+        )
+    return keys
+
+
 def rank_moves(plan: Plan) -> RankMoves:
     """Add up the bytes that each target rank gets from each source rank."""
     n_bytes: Counter[tuple[str, str]] = Counter()
@@ -158,18 +178,13 @@ def rank_moves(plan: Plan) -> RankMoves:
         for piece, target, box in work.pairs:
             stored, planned = work.pieces[piece][1].array, work.targets[target].array
             if stored is not None and planned is not None:
-                source_name = _rank_name(stored) or _file_name(stored, None)
-                target_name = _rank_name(planned) or _file_name(planned, plan.places)
+                source_name = coords_text(stored.coords) or _file_name(stored, None)
+                target_name = coords_text(planned.coords) or _file_name(planned, plan.places)
                 n_bytes[source_name, target_name] += box.n_elements * size
-    sources = tuple(sorted({source for source, _ in n_bytes}, key=_natural_order))
-    targets = tuple(sorted({target for _, target in n_bytes}, key=_natural_order))
+    sources = tuple(sorted({source for source, _ in n_bytes}, key=natural_order))
+    targets = tuple(sorted({target for _, target in n_bytes}, key=natural_order))
     rows = tuple(tuple(n_bytes[source, target] for target in targets) for source in sources)
     return RankMoves(sources, targets, rows)
-
-
-def _rank_name(array: AnyArray) -> str:
-    """Return the rank of an array, such as ``tp0 pp1``; "" if the format does not say."""
-    return " ".join(f"{name}{number}" for name, number in array.coords)
 
 
 def _file_name(array: AnyArray, places: Places | None) -> str:
@@ -178,10 +193,3 @@ def _file_name(array: AnyArray, places: Places | None) -> str:
         return array.extent.file
     number = None if places is None else places.number_of(array.name)
     return array.name if places is None or number is None else places.file_of(number)
-
-
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders numbers in names by value."""
-    return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
-    ]

@@ -12,7 +12,7 @@ const fill = (node, attributes, children) => {
 };
 const element = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
 const drawing = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
-const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
+const count = (n, noun, plural = `${noun}s`) => `${n.toLocaleString("en")} ${n === 1 ? noun : plural}`;
 const bytes = (n) => {
   if (n < 1024) return `${n} B`;
   let unit = 0;
@@ -93,7 +93,7 @@ const drawShards = (shape, map, title, cut) => {
   const height = down === undefined ? 64 : Math.min(Math.max(width * extent(down) / extent(across), 110), 420);
   const colors = new Map();
   const place = element("div", {}, element("h3", {}, title));
-  place.append(element("p", { class: "lead" }, cutAxes.length ? `cut along axis ${cutAxes.join(" and ")} into ${count(total, "box").replace("boxs", "boxes")}` : "not cut: one box"));
+  place.append(element("p", { class: "lead" }, cutAxes.length ? `cut along axis ${cutAxes.join(" and ")} into ${count(total, "box", "boxes")}` : "not cut: one box"));
   const parts = [];
   for (const [key, members] of [...panels].slice(0, 6)) {
     const svg = drawing("svg", { class: "shards", viewBox: `0 0 ${width + 46} ${height + 22}`, role: "group", "aria-label": `${title}: boxes of the tensor; arrow keys go from box to box`, "data-roving": "" });
@@ -196,7 +196,7 @@ const linkMoves = (first, second, moves) => {
     const own = links.filter((link) => link[from] === number);
     if (!own.length) return;
     const total = own.reduce((sum, link) => sum + link[2], 0);
-    const text = `${part.dataset.tip}\n${from ? "from" : "to"} ${count(own.length, "box").replace("boxs", "boxes")}, ${bytes(total)}`;
+    const text = `${part.dataset.tip}\n${from ? "from" : "to"} ${count(own.length, "box", "boxes")}, ${bytes(total)}`;
     part.dataset.tip = text;
     part.setAttribute("aria-label", text);
     const ends = new Set(own.map((link) => link[to]));

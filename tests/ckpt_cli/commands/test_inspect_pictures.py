@@ -92,3 +92,47 @@ def test_validate_draws_the_grid_where_a_rank_is_missing(
     json.loads(capsys.readouterr().out)
     assert main(["validate", str(path), "--quiet"]) == 1
     assert "pp 1" not in capsys.readouterr().out
+
+
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+def test_a_map_draws_the_boxes_of_a_tensor(run: Run, golden: Path) -> None:
+    lines = run(golden / LEGACY, FC1, "--map").splitlines()
+    assert lines[0] == FC1
+    assert lines[1] == "bfloat16 [192, 64], 24.0 KiB: cut along axis 0 into 4 boxes"
+    assert lines[-1].split()[0] == "3"
+    assert lines[-1].endswith("tp1 pp0  mp_rank_01_000/model_optim_rng.pt")
+
+
+def test_maps_of_a_pattern_are_a_few(run: Run, golden: Path) -> None:
+    text = run(golden / LEGACY, "decoder.layers.*.weight", "--map")
+    assert text.count("down: ") + text.count("across: ") > 4
+    assert text.splitlines()[-1].endswith("more tensors; --limit 0 draws all")
+    complete = run(golden / LEGACY, "decoder.layers.*.weight", "--map", "--limit", "0")
+    assert "more tensors" not in complete
+
+
+def test_a_map_as_json_lists_all_boxes(shown: Callable[..., Any], golden: Path) -> None:
+    (tensor,) = shown(golden / LEGACY, FC1, "--map")["tensors"]
+    assert tensor["map"]["cut_axes"] == [0]
+    assert [box["offset"] for box in tensor["map"]["boxes"]] == [[0, 0], [48, 0], [96, 0], [144, 0]]
+    assert tensor["map"]["boxes"][1]["ranks"] == ["tp1 pp0"]
+    assert "map" not in shown(golden / LEGACY, FC1)["tensors"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--map needs the KEY of a tensor"),
+        (["args.hidden_size"], "--map needs tensors, but KEY selects only objects"),
+        ([FC1, "--ranks"], "--map cannot be combined with --ranks"),
+        ([FC1, "--values", "4"], "--map cannot be combined with --values"),
+        (["decoder.layers.0.mlp.linear_fc9.weight"], "did you mean"),
+    ],
+)
+def test_a_map_needs_a_tensor_and_room(
+    words: list[str], message: str, golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(golden / LEGACY), *words, "--map"]) == 2
+    assert message in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_a_tensor_shows_shape_places_statistics_and_values(in_golden: Path) -> N
         assert_screen(pilot.app, SCREENS / "search.txt")
         await pilot.press("enter")
         await until(pilot, lambda: label_at_cursor(app_of(pilot)).startswith("weight"))
-        await until_shown(pilot, "first values", "no NaN or Inf")
+        await until_shown(pilot, "tp0 pp0", "no NaN or Inf")
         assert_screen(pilot.app, SCREENS / "tensor.txt")
         await pilot.press("w")
         await pilot.pause()

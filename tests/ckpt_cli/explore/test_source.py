@@ -44,6 +44,7 @@ def test_a_tensor_is_placed_read_and_measured(golden: Path) -> None:
     placement = source.placement(WEIGHT)
     assert isinstance(placement, Placement)
     assert (placement.n_places, placement.n_boxes) == (2, 2)
+    assert [shard.ranks for shard in placement.shards.shards] == [("tp0 pp0",), ("tp1 pp0",)]
     assert len(source.values(WEIGHT)) == 24
     statistics = source.statistics(source.view.tensors[WEIGHT], Cancellation(), ignore)
     assert isinstance(statistics, ValueStatistics)
