@@ -24,7 +24,7 @@ from core.stage.workers_lock import WAIT_SECONDS
 
 DATA_KEYS = {"model", "dtypes", "parallel", "rank", "value"}
 """Fields whose own keys are data, not part of a schema."""
-WHERE_IT_APPLIES = {"launch", "rank", "rank_grid", "sizes"}
+WHERE_IT_APPLIES = {"launch", "rank", "rank_grid", "maps", "sizes"}
 """Fields that a schema names and not every answer has."""
 
 
