@@ -69,7 +69,7 @@ from ckpt_cli.options.values import (
     parse_renames,
     parse_unstack_globs,
 )
-from ckpt_cli.pages.pictures.shards import move_json
+from ckpt_cli.pages.pictures.shard_moves import move_json
 from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_lines, report_lines
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of

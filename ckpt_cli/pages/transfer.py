@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.forecast import forecast_facts
-from ckpt_cli.pages.pictures.shards import MAPS, move_lines
+from ckpt_cli.pages.pictures.shard_moves import move_lines
+from ckpt_cli.pages.pictures.shards import MAPS
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,

@@ -34,7 +34,7 @@ from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shorte
 from core.arrays.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from core.pictures.shards import Shard, ShardMap, ShardMove
+    from core.pictures.shards import Shard, ShardMap
 
 LISTED = 16
 """Default number of boxes, and of moves between boxes, that are listed."""
@@ -45,6 +45,8 @@ _UNLIMITED = 80
 _WIDEST = 100
 _HIGHEST = 16
 """Most columns and rows of a drawing, without its numbers."""
+LOW_DRAWING = 8
+"""Most rows of a drawing that is one of several."""
 _LEAST_COLUMNS = 34
 _COLUMNS_OF_BOX = 16
 """Columns in which the number and rank of a box have room."""
@@ -93,7 +95,7 @@ def picture_lines(
         return
     if sum(shard.box.n_elements for shard in shards.shards) > prod(shards.shape):
         yield screen.styled("some boxes overlap", "yellow")
-    colors = _colors_of(shards.shards)
+    colors = colors_of(shards.shards)
     down, across, others = _drawn_axes(shards, beside)
     # One drawing for each position along the axes that are cut and not drawn.
     drawings: dict[str, list[int]] = {}
@@ -101,7 +103,7 @@ def picture_lines(
         title = ", ".join(f"axis {axis} from {shard.box.offset[axis]:,}" for axis in others)
         drawings.setdefault(title, []).append(number)
     if len(drawings) > 1:
-        highest = min(highest, _HIGHEST // 2)
+        highest = min(highest, LOW_DRAWING)
     for title, numbers in list(drawings.items())[:_DRAWINGS]:
         if title:
             yield screen.styled(title, "bold")
@@ -111,50 +113,6 @@ def picture_lines(
     if len(drawings) > _DRAWINGS:
         n_more = sum(map(len, list(drawings.values())[_DRAWINGS:]))
         more = f"… {n_text(n_more, 'more box', 'more boxes')} not drawn"
-        yield screen.plain(screen.styled(more, "dim"))
-
-
-def move_lines(
-    screen: Screen, move: ShardMove, *, listed: int = LISTED, hint: str = ""
-) -> Iterator[str]:
-    """Yield the boxes of a tensor before and after a change of layout, and what moves where.
-
-    Args:
-        listed: number of boxes and of moves that are listed; 0 for all.
-        hint: end of the lines that count those that are not listed.
-    """
-    before, after = move.before, move.after
-    yield screen.styled("source", "bold")
-    yield from map_lines(
-        screen, before, beside=after, listed=listed, highest=_HIGHEST // 2, hint=hint
-    )
-    n_bytes = sum(part.n_bytes for part in move.moves)
-    arrow = "▼" if screen.has_unicode else "v"
-    yield ""
-    yield screen.plain(f"  {arrow}  {n_text(len(move.moves), 'move')}, {bytes_text(n_bytes)}")
-    yield ""
-    yield screen.styled("target", "bold")
-    yield from map_lines(
-        screen, after, beside=before, listed=listed, highest=_HIGHEST // 2, hint=hint
-    )
-    # The moves, those into one box together.
-    yield ""
-    rows = [[Cell(title, ("dim",)) for title in ("source", "", "target", "bytes")]]
-    targets = sorted(move.moves, key=lambda part: (part.target, part.source))
-    before_colors, after_colors = _colors_of(before.shards), _colors_of(after.shards)
-    for part in targets[: listed or None]:
-        source, target = before.shards[part.source], after.shards[part.target]
-        rows.append(
-            [
-                Cell(_name(part.source, source), (before_colors[_holder(source)],)),
-                Cell("→"),
-                Cell(_name(part.target, target), (after_colors[_holder(target)],)),
-                Cell(bytes_text(part.n_bytes)),
-            ]
-        )
-    yield from table(screen, rows, align="<<<>", fits=True)
-    if listed and len(targets) > listed:
-        more = f"… {n_text(len(targets) - listed, 'more move')}{hint}"
         yield screen.plain(screen.styled(more, "dim"))
 
 
@@ -177,19 +135,6 @@ def map_json(shards: ShardMap) -> dict[str, object]:
     }
 
 
-def move_json(move: ShardMove) -> dict[str, object]:
-    """Return a change as an object of ``--json``; the schema is in ``commands.transfer``."""
-    return {
-        "key": move.after.key,
-        "source": map_json(move.before),
-        "target": map_json(move.after),
-        "moves": [
-            {"source": part.source, "target": part.target, "bytes": part.n_bytes}
-            for part in move.moves
-        ],
-    }
-
-
 def _cut_text(shards: ShardMap) -> str:
     """Return a line on a tensor: ``float32 [384, 64], 96.0 KiB: cut along axis 0 into 2 boxes``."""
     n_bytes = prod(shards.shape) * itemsize(shards.dtype)
@@ -202,23 +147,23 @@ def _cut_text(shards: ShardMap) -> str:
     return f"{tensor}: cut along {axes} into {boxes}"
 
 
-def _holder(shard: Shard) -> str:
+def holder_of(shard: Shard) -> str:
     """Return who holds a box: its first rank, else its first file; "" if it is stored nowhere."""
     return next(iter((*shard.ranks, *shard.files)), "")
 
 
-def _colors_of(shards: Sequence[Shard]) -> dict[str, str]:
+def colors_of(shards: Sequence[Shard]) -> dict[str, str]:
     """Return a colour for each holder of boxes."""
-    holders = dict.fromkeys(map(_holder, shards))
+    holders = dict.fromkeys(map(holder_of, shards))
     return {holder: _COLORS[at % len(_COLORS)] for at, holder in enumerate(holders)}
 
 
 def _short_name(shard: Shard) -> str:
     """Return the first holder of a box, a file without its directory."""
-    return escaped(_holder(shard).rpartition("/")[2]) or "zeros"
+    return escaped(holder_of(shard).rpartition("/")[2]) or "zeros"
 
 
-def _name(number: int, shard: Shard) -> str:
+def box_name(number: int, shard: Shard) -> str:
     """Return the number of a box and who holds it: ``2 tp0 pp1``."""
     return f"{number} {_short_name(shard)}"
 
@@ -363,7 +308,7 @@ def _labels(
     for at, text in enumerate(texts):
         row = outline.top + 1 + (n_rows - len(texts)) // 2 + at
         column = outline.left + 1 + (room - columns_of(text)) // 2
-        yield Label(row, column, text, colors[_holder(shard)])
+        yield Label(row, column, text, colors[holder_of(shard)])
 
 
 def _list_lines(
@@ -396,10 +341,10 @@ def _list_cells(
         n_named: number of ranks of a box that are named; the others are counted.
     """
     head = ["", "box", "bytes", "copies", "ranks", "files"]
-    colors = _colors_of(shards)
+    colors = colors_of(shards)
     rows = []
     for number, shard in enumerate(shards[: listed or None]):
-        color = colors[_holder(shard)]
+        color = colors[holder_of(shard)]
         n_copies = len(shard.files)
         rows.append(
             [

@@ -170,6 +170,7 @@ def test_reshard_shows_both_layouts_and_what_moves(
         len(layouts[maps[n if isinstance(n, int) else n[0]][0]]) for n in (row[5], row[6])
     )
     assert after == 2 * before
+    assert str(table["command"]).endswith("… --explain --map KEY")
     # The command for the run itself does not repeat the report.
     assert "--report" not in capsys.readouterr().out
 

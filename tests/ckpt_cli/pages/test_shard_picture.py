@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.pages.pictures.shards import map_lines, move_lines
+from ckpt_cli.pages.pictures.shard_moves import move_lines
+from ckpt_cli.pages.pictures.shards import map_lines
 from ckpt_cli.screen.terminal import Screen, columns_of
 from core.arrays.box import Box, Shape
 from core.convert.prepare import prepare
