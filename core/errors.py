@@ -136,9 +136,14 @@ def in_checkpoint(path: str) -> Iterator[None]:
     except CheckpointingException as err:
         if err.file is None or path.endswith(f"/{err.file}"):
             err.file = path
-        elif not err.file.startswith(path):
+        elif not is_at_or_below(err.file, path):
             err.file = f"{path}/{err.file}"
         raise
+
+
+def is_at_or_below(file: str, path: str) -> bool:
+    """Return whether the name of a file begins with a path: whether it is complete."""
+    return file == path or file.startswith(f"{path.rstrip('/')}/")
 
 
 class UsageError(CheckpointingException):

@@ -291,27 +291,25 @@ def _check_pictures(options: InspectOptions) -> None:
     Raises:
         UsageError: two options cannot be combined.
     """
-    flag = "--sizes" if options.sizes else "--ranks" if options.ranks else None
-    others = {
+    conflicts = {
         "--values": bool(options.values),
         "--stats": options.stats,
         "--tree and --flat": options.tree is not None,
         "--optim": options.optim,
     }
     if options.map:
-        conflicts = {"--sizes": options.sizes, "--ranks": options.ranks, **others}
-        other = next((name for name, is_given in conflicts.items() if is_given), None)
-        if other is not None:
-            raise UsageError(
-                f"--map cannot be combined with {other}",
-                hint="run ckpt inspect twice, once with --map alone",
-            )
+        flag = subject = "--map"
+        conflicts |= {"--sizes": options.sizes, "--ranks": options.ranks}
+    elif options.sizes or options.ranks:
+        flag = "--sizes" if options.sizes else "--ranks"
+        subject = f"{flag} shows the complete checkpoint and"
+        conflicts |= {"KEY": bool(options.keys)}
+    else:
         return
-    conflicts = {"KEY": bool(options.keys), **others}
     other = next((name for name, is_given in conflicts.items() if is_given), None)
-    if flag is not None and other is not None:
+    if other is not None:
         raise UsageError(
-            f"{flag} shows the complete checkpoint and cannot be combined with {other}",
+            f"{subject} cannot be combined with {other}",
             hint=f"run ckpt inspect twice, once with {flag} alone",
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_tensor import number_text
@@ -20,6 +19,7 @@ from ckpt_cli.screen.blocks import (
     box_text,
     bytes_text,
     count_text,
+    elements_text,
     facts,
     n_text,
     shape_text,
@@ -82,11 +82,10 @@ def tensor_page(screen: Screen, details: TensorDetails) -> Iterator[str]:
     """Yield the lines of a tensor: facts, statistics, places, and values."""
     meta = details.meta
     yield from _title(screen, meta.key)
-    elements = f"{count_text(meta.n_elements)} {'element' if meta.n_elements == 1 else 'elements'}"
     pairs: list[tuple[str, Cell | str]] = [
         ("shape", shape_text(meta.shape)),
         ("dtype", meta.dtype),
-        ("size", f"{bytes_text(meta.n_bytes)}, {elements}"),
+        ("size", f"{bytes_text(meta.n_bytes)}, {elements_text(meta.n_elements)}"),
     ]
     placement, shards = details.placement, None
     if placement is not None and not isinstance(placement, Exception):
@@ -325,4 +324,4 @@ def _named_rows(screen: Screen, rows: list[list[Cell]], *, align: str) -> Iterat
             [Cell(shortened(row[0].text, room, ellipsis=ellipsis), row[0].styles), *row[1:]]
             for row in rows
         ]
-    yield from islice(table(screen, rows, align=align), len(rows))
+    yield from table(screen, rows, align=align)

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from ckpt_cli.options.storage import storage_option
-from ckpt_cli.options.transfer import Flag, iteration_option, missing_chunks_option
-from ckpt_cli.options.values import parse_size, whole_number
+from ckpt_cli.options.transfer import (
+    Flag,
+    iteration_option,
+    memory_option,
+    missing_chunks_option,
+    threads_option,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,23 +31,10 @@ class ExploreOptions:
     iteration: Annotated[int | None, iteration_option("Options")] = None
     missing_chunks: Annotated[str | None, missing_chunks_option("Options")] = None
     memory: Annotated[
-        int | None,
-        Option(
-            "--memory",
-            metavar="SIZE",
-            parser=parse_size,
-            help="Memory limit of statistics and comparisons. [512MiB]",
-        ),
+        int | None, memory_option("Memory limit of statistics and comparisons. [512MiB]", None)
     ] = None
     threads: Annotated[
-        int | None,
-        Option(
-            "--threads",
-            "-j",
-            metavar="N",
-            parser=whole_number(1, 64),
-            help="Number of reading threads. [one per core]",
-        ),
+        int | None, threads_option("Number of reading threads. [one per core]", None)
     ] = None
     storage_option: Annotated[list[str] | None, storage_option("Options")] = None
     debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False

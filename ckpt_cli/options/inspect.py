@@ -10,8 +10,15 @@ from typer import Argument, Option
 
 from ckpt_cli.options.progress import progress_option
 from ckpt_cli.options.storage import storage_option
-from ckpt_cli.options.transfer import Flag, iteration_option, missing_chunks_option, report_option
-from ckpt_cli.options.values import one_of, parse_size, whole_number
+from ckpt_cli.options.transfer import (
+    Flag,
+    iteration_option,
+    memory_option,
+    missing_chunks_option,
+    report_option,
+    threads_option,
+)
+from ckpt_cli.options.values import one_of, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,24 +112,9 @@ class InspectOptions:
             "--all", help="Read every rank file (default: one per pipeline stage). Implied by KEY."
         ),
     ] = False
-    memory: Annotated[
-        int | None,
-        Option(
-            "--memory",
-            metavar="SIZE",
-            parser=parse_size,
-            help="Memory limit of --stats. [512MiB]",
-        ),
-    ] = None
+    memory: Annotated[int | None, memory_option("Memory limit of --stats. [512MiB]", None)] = None
     threads: Annotated[
-        int | None,
-        Option(
-            "--threads",
-            "-j",
-            metavar="N",
-            parser=whole_number(1, 64),
-            help="Number of reading threads of --stats. [one per core]",
-        ),
+        int | None, threads_option("Number of reading threads of --stats. [one per core]", None)
     ] = None
     storage_option: Annotated[list[str] | None, storage_option("Options")] = None
     progress: Annotated[

@@ -127,20 +127,31 @@ def iteration_option(panel: str) -> object:
     )
 
 
-def threads_option(text: str) -> object:
+def threads_option(text: str, panel: str | None = ENGINE) -> object:
     """Return the option ``--threads``.
 
     Args:
         text: help text: what the threads do, and their default number.
+        panel: as for ``report_option``.
     """
     return Option(
         "--threads",
         "-j",
         metavar="N",
         parser=whole_number(1, 64),
-        rich_help_panel=ENGINE,
+        rich_help_panel=panel,
         help=text,
     )
+
+
+def memory_option(text: str, panel: str | None = ENGINE) -> object:
+    """Return the option ``--memory``.
+
+    Args:
+        text: help text: what the limit is of, and its default.
+        panel: as for ``report_option``.
+    """
+    return Option("--memory", metavar="SIZE", parser=parse_size, rich_help_panel=panel, help=text)
 
 
 def report_option(text: str, panel: str | None = None) -> object:
@@ -183,16 +194,7 @@ def missing_chunks_option(panel: str) -> object:
 
 MissingChunks = Annotated[str | None, missing_chunks_option(CONTENT)]
 CheckedMissingChunks = Annotated[str | None, missing_chunks_option(CHECKS)]
-Memory = Annotated[
-    int | None,
-    Option(
-        "--memory",
-        metavar="SIZE",
-        parser=parse_size,
-        rich_help_panel=ENGINE,
-        help="Memory limit. [512MiB]",
-    ),
-]
+Memory = Annotated[int | None, memory_option("Memory limit. [512MiB]")]
 ReadingThreads = Annotated[int | None, threads_option("Number of reading threads. [one per core]")]
 Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
 NoPager = Annotated[

@@ -10,7 +10,7 @@ from ckpt_cli.screen.blocks import (
     Cell,
     box_text,
     bytes_text,
-    count_text,
+    elements_text,
     facts,
     n_text,
     shape_text,
@@ -50,7 +50,7 @@ def tensor_lines(
     n_copies = len(places) - n_boxes
     replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
     stored = n_text(n_boxes, "box", "boxes") + replicas + _encoding_text(places)
-    elements = f"{count_text(meta.n_elements)} {'element' if meta.n_elements == 1 else 'elements'}"
+    elements = elements_text(meta.n_elements)
     yield from facts(
         screen,
         [

@@ -20,9 +20,8 @@ from ckpt_cli.screen.blocks import (
     table_width,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
-from ckpt_cli.workers.work_state import traffic_text
+from ckpt_cli.workers.work_state import store_traffic, traffic_text
 from core.convert.explain import LayoutLine
-from core.files.requests.traffic import traffic_so_far
 from core.pictures.shards import shard_move
 from core.team.protocol import summarize_figures
 
@@ -183,8 +182,8 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
             f"{seconds_text(min(times))} to {seconds_text(max(times))} each"
         )
         pairs.append(("workers", text))
-    traffic = traffic_so_far()
-    if traffic.n_requests and any("://" in path for path in (report.src, report.dst)):
+    traffic = store_traffic((report.src, report.dst))
+    if traffic is not None:
         pairs.append(("store", traffic_text(traffic)))
     if report.bytes_resumed:
         pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} had already been written"))

@@ -51,6 +51,11 @@ def count_text(count: int) -> str:
     return f"{_three_digits(value)} {unit}"
 
 
+def elements_text(count: int) -> str:
+    """Format a number of elements: ``1 element``, ``187 K elements``."""
+    return f"{count_text(count)} {'element' if count == 1 else 'elements'}"
+
+
 def _three_digits(value: float) -> str:
     """Format a value below 1000; the limits are those where rounding adds a digit."""
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0

@@ -153,15 +153,24 @@ def traffic_text(traffic: Traffic) -> str:
     return f"{n_text(traffic.n_requests, 'request')}{repeated}"
 
 
-def traffic_fields(paths: Iterable[str]) -> dict[str, object]:
-    """Return the field ``store`` of a ``--json`` report; {} unless one of the paths is a URL.
+def store_traffic(paths: Iterable[str]) -> Traffic | None:
+    """Return the requests of this process; None unless one of the paths is a URL.
 
     Args:
         paths: checkpoints that this process has read or written.
     """
-    if not any("://" in path for path in paths):
+    return traffic_so_far() if any("://" in path for path in paths) else None
+
+
+def traffic_fields(paths: Iterable[str]) -> dict[str, object]:
+    """Return the field ``store`` of a ``--json`` report; {} unless one of the paths is a URL.
+
+    Args:
+        paths: as for ``store_traffic``.
+    """
+    traffic = store_traffic(paths)
+    if traffic is None:
         return {}
-    traffic = traffic_so_far()
     return {
         "store": {
             "requests": traffic.n_requests,

@@ -42,6 +42,7 @@ from core.errors import (
     MissingShardError,
     UnsupportedError,
     UsageError,
+    is_at_or_below,
 )
 from core.files.remote_path import RemotePath, location_of
 from core.files.source_store import SourceStore, open_store
@@ -201,8 +202,9 @@ def _name_iteration(err: CheckpointingException, path: Path, chosen: Path) -> No
         path: a checkpoint, or a root of iterations.
         chosen: the directory that was opened, the path itself or below it.
     """
-    is_relative = err.file is not None and not err.file.startswith(str(path))
-    if is_relative and chosen != path and chosen.is_relative_to(path):
+    if err.file is None or chosen == path or not chosen.is_relative_to(path):
+        return
+    if not any(is_at_or_below(err.file, str(place)) for place in (path, chosen)):
         err.file = f"{chosen.relative_to(path).as_posix()}/{err.file}"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import itemsize
-from core.catalog.key_patterns import LIST_THEM, matching, natural_order
+from core.catalog.key_patterns import matching, natural_order
 from core.catalog.stored import StoredArray, coords_text
 from core.errors import UsageError
 from core.inspect.nearest import nearest_names
@@ -164,7 +164,7 @@ def planned_keys(plan: Plan, pattern: str) -> list[str]:
         hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
         raise UsageError(
             f"no tensor of the destination matches {pattern!r}",
-            hint=f"{hint}{LIST_THEM}",
+            hint=f"{hint}list all with: --explain --map '*' --json",
         )
     return keys
 

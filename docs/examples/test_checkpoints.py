@@ -2,7 +2,7 @@
 
 ::
 
-    CHECKPOINTS=runs/llama:runs/qwen pytest test_checkpoints.py
+    CHECKPOINTS=runs/llama:runs/moe pytest test_checkpoints.py
 
 Every path is a checkpoint or a training root, of which the iteration is taken that its tracker
 names. A failure shows what ``ckpt validate`` shows. For checkpoints that were written by the test

@@ -49,7 +49,7 @@ from tests.support.s3.server import LoggedRequest
 
 GIB, MIB = 1 << 30, 1 << 20
 BYTES, READING, RSS_BYTES, DEPTH = 1.02, 0.9, 256e6, 3
-WRITING, RESHARD, THREE_STEPS = 0.9, 0.8, 2.0
+WRITING, RESHARD, THREE_STEPS = 0.9, 0.8, 3.0
 DELAY_S = 0.5
 NETWORK_BYTES_PER_S = 300e6
 BUCKET = "bench"

@@ -63,6 +63,17 @@ def test_an_error_names_the_file_below_the_path_that_was_given(
     assert caught.value.file == str(damaged)
 
 
+def test_an_error_names_a_file_that_begins_with_a_dot_below_the_current_directory(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(shutil.copytree(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "run"))
+    (root / "iter_0000010/.metadata").write_bytes(b"")
+    monkeypatch.chdir(root)
+    with pytest.raises(CheckpointingException) as caught:
+        open_checkpoint(Path())
+    assert caught.value.file == "iter_0000010/.metadata"
+
+
 def test_a_release_directory_is_found(golden: Path, tmp_path: Path) -> None:
     shutil.copytree(golden / "mcore_legacy/dense_gqa/tp1_pp1/iter_0000010", tmp_path / "release")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
