@@ -10,24 +10,29 @@ import traceback
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
+from botocore.exceptions import ClientError
 
 from core.errors import AccessDeniedError, StorageError, UsageError
 from core.files.multipart import ordered as ordered_module
-from core.files.multipart import s3
+from core.files.multipart import retry_deadline, s3
+from core.files.multipart import s3_client as s3_client_module
 from core.files.multipart.client import upload_client
 from core.files.multipart.ordered import OrderedUploads
 from core.files.multipart.protocol import ObjectUpload
+from core.files.multipart.retry_deadline import RetryDeadline
 from core.files.multipart.s3_client import s3_client
 from core.files.object_client import client_of, put_object, set_storage_options
 from core.files.object_listing import find_object
 from core.files.remote_path import RemotePath, location_of
 from tests.support.emulators import azurite
-from tests.support.object_stores import s3_server
+from tests.support.object_stores import mounted_store, s3_server
+from tests.support.s3.rules import SLOW_DOWN
 from tests.support.strict_s3 import StrictS3, strict_s3
 
 MIB = 1 << 20
@@ -446,6 +451,51 @@ def test_azure_keeps_a_blob_invisible_until_the_end(
             other = memoryview(bytes(n_bytes))
             with pytest.raises(FileExistsError):
                 send_and_finish(client.begin(path, n_bytes, PART), other)
+
+
+class _Answer:
+    """An answer as botocore passes it on, with its status only."""
+
+    def __init__(self, status_code: int) -> None:
+        self.status_code = status_code
+        self.name = "UploadPart"
+
+    def pass_to(self, deadline: RetryDeadline) -> None:
+        parsed = {"Error": {"Code": "SlowDown"}}
+        deadline.check(response=(self, parsed), caught_exception=None, operation=self)
+
+
+def test_requests_are_repeated_until_none_has_succeeded_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(retry_deadline, "monotonic", lambda: now[0])
+    deadline = RetryDeadline()
+    for seconds, status in ((0, 503), (50, 500), (55, 200), (70, 429), (130, 503)):
+        now[0] = seconds
+        _Answer(status).pass_to(deadline)
+    now[0] = 131
+    with pytest.raises(ClientError, match="SlowDown"):
+        _Answer(503).pass_to(deadline)
+    # A success ends the count, and a connection that breaks is one more failure.
+    _Answer(404).pass_to(deadline)
+    deadline.check(response=None, caught_exception=OSError("cut"), operation=None)
+    now[0] = 192
+    with pytest.raises(OSError, match="cut"):
+        deadline.check(response=None, caught_exception=OSError("cut"), operation=None)
+
+
+def test_a_store_that_throttles_everything_is_given_up_soon(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(retry_deadline, "PATIENCE_S", 0.2)
+    with mounted_store(tmp_path, monkeypatch) as server:
+        client = upload_client(remote("s3://runs/a"))
+        server.take_log()
+        server.set_rules(replace(SLOW_DOWN, times=None))
+        with pytest.raises(StorageError, match="throttling"):
+            client.begin(remote("s3://runs/a"), 5, PART)
+        assert 1 < len(server.take_log()) < s3_client_module._N_ATTEMPTS
 
 
 def test_all_threads_share_one_loop() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from core.errors import CheckpointingException, MissingShardError, StorageError, UsageError
+from core.files.multipart.retry_deadline import RetryDeadline
 from core.files.object_client import client_of, no_credentials, store_error
 from core.files.remote_path import RemotePath
 from core.files.requests.traffic import count_request
@@ -36,7 +37,7 @@ _VARIABLES: Mapping[str, tuple[str | None, list[str], None, None]] = {
 By itself, boto3 does not know most of these variables, ``AWS_REGION`` among them.
 """
 _N_ATTEMPTS = 11
-"""Number of attempts of a request, with growing waits; together they take about a minute."""
+"""Number of attempts of a request, with growing waits; ``RetryDeadline`` ends them earlier."""
 _EXPIRED = ("UnauthorizedSSOTokenError", "SSOTokenLoadError", "TokenRetrievalError")
 """Errors of boto3 for credentials that must be renewed."""
 _DAMAGED = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch")
@@ -136,6 +137,7 @@ def s3_client(path: RemotePath, *, n_connections: int) -> Any:
         )
     # Waiting for "100 Continue" takes a round trip for each part, or a second where it never comes.
     client.meta.events.unregister("before-call.s3", add_expect_header)
+    client.meta.events.register("needs-retry.s3", RetryDeadline().check)
     if is_on(options, "request_payer"):
         client.meta.events.register("before-call.s3", partial(_add_header, "x-amz-request-payer"))
     return client
