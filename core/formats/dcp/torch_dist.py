@@ -21,7 +21,8 @@ Dialects (``TorchDistFacts.dialect``), as written by
 A ShardedObject is an object with the key ``<key>/shard_<offset>_<shape>`` and a list of one value.
 
 ``Catalog.common`` is the common state, inert, and its tensors are hidden ones; ``args`` and
-``iteration`` come from it. Facets: ``TorchDistFacts``, and ``DcpFacts`` as in ``dcp``.
+``iteration`` come from it, in Megatron-Bridge's checkpoints the arguments from ``run_config.yaml``.
+Facets: ``TorchDistFacts``, and ``DcpFacts`` as in ``dcp``.
 
 Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metadata`` has
 ``all_local_plans`` (``core.formats.dcp.plans``) only if ``WriteOptions.recorded_ranks`` asks for
@@ -71,6 +72,7 @@ from core.formats.mcore.metadata_json import (
     names_backend,
 )
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
+from core.formats.mcore.run_config import with_run_config
 from core.formats.torch.format import load_object
 
 if TYPE_CHECKING:
@@ -136,6 +138,7 @@ def read(store: ReadStore) -> Catalog:
             hint="copy the checkpoint again, with all its files",
         )
     catalog = with_common_state(catalog.with_hidden(arrays), value, file=store.label)
+    catalog = with_run_config(catalog, store)
     return catalog.with_facet(TorchDistFacts(dialect, metadata.mcore_data))
 
 
@@ -158,7 +161,8 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
             value, arrays = _common_of_object(store, catalog)
         else:
             return catalog
-        return with_common_state(catalog.with_hidden(arrays), value, file=store.label)
+        catalog = with_common_state(catalog.with_hidden(arrays), value, file=store.label)
+        return with_run_config(catalog, store)
     except CheckpointingException as err:
         report(err.breaking("dcp.common"))
         return catalog

@@ -1,0 +1,166 @@
+"""``run_config.yaml``, from which Megatron-Bridge takes what Megatron-LM's arguments say.
+
+On disk, in the directory of an iteration, as ``yaml.safe_dump`` writes it::
+
+    checkpoint: {…}
+    model:
+      _target_: megatron.bridge.models.gpt_provider.GPTModelProvider
+      activation_func: {_call_: false, _target_: torch.nn.functional.silu}
+      gated_linear_unit: true
+      hidden_size: 4096
+      tensor_model_parallel_size: 8
+      …
+
+Numbers, strings and lists of the section ``model`` become training arguments; some have another
+name there, or follow from several fields. Objects (initializers, layer specifications, enums) say
+nothing about a layout and are left out.
+
+Versions: Megatron-Bridge 067f987d (2026-08), with the model providers of that version. The sections
+on the optimizer and the training are not read, nor is ``train_state.pt``.
+
+Not supported: NeMo 2's ``context/model.yaml``; aliases and merge keys of YAML, which such a file
+does not need.
+
+Source: a checkpoint that Megatron-Bridge 067f987d wrote on a CPU, whose run_config.yaml is in
+tests/golden; Megatron-LM d98e8a64 ``training/arguments.py`` for the names of the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog
+from core.errors import CorruptError, UnsupportedError
+from core.pickle.inert import Global, make_namespace
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+RUN_CONFIG = "run_config.yaml"
+_MAX_BYTES = 1 << 20
+_MAX_DEPTH = 50
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+_RENAMED: Mapping[str, str] = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+"""Field of the model → training argument, where the names differ."""
+
+
+def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
+    """Take the training arguments from ``run_config.yaml``, if there is one and no others.
+
+    A file that cannot be used is noted: the tensors do not depend on it.
+    """
+    if catalog.args is not None or not store.exists(RUN_CONFIG):
+        return catalog
+    try:
+        fields = _arguments_of(_read_model_section(store))
+    except (CorruptError, UnsupportedError) as err:
+        note = f"no training arguments: {RUN_CONFIG} cannot be used: {err.message}"
+        return replace(catalog, notes=(*catalog.notes, note))
+    # The rows of the embedding tell how the vocabulary was padded; the file says only to what.
+    embedding = catalog.tensors.get(_EMBEDDING)
+    if embedding is not None and embedding.shape:
+        fields["padded_vocab_size"] = embedding.shape[0]
+    args = make_namespace(fields)
+    return replace(
+        catalog,
+        args=args,
+        common={**(catalog.common or {}), "args": args},
+        notes=(
+            *catalog.notes,
+            f"the training arguments were taken from {RUN_CONFIG} (Megatron-Bridge)",
+        ),
+        dropped=(*catalog.dropped, f"{RUN_CONFIG} (its model section became the arguments)"),
+    )
+
+
+def _read_model_section(store: ReadStore) -> Mapping[str, object]:
+    """Return the section ``model`` of the file.
+
+    Raises:
+        CorruptError: the file is not YAML, or has no such section.
+        UnsupportedError: the file uses aliases or merge keys, or is too large.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    size = store.size(RUN_CONFIG)
+    if size > _MAX_BYTES:
+        raise UnsupportedError(
+            f"{size:,} bytes, more than the {_MAX_BYTES:,} that are read", file=RUN_CONFIG
+        )
+    data = bytes(store.read(RUN_CONFIG, 0, size))
+    try:
+        # Look at the events first: the loader recurses (libyaml's crashes on deep nesting), and
+        # aliases and merge keys let a small file stand for a huge one.
+        depth = 0
+        for event in yaml.parse(data, Loader=loader):
+            if isinstance(event, yaml.AliasEvent) or (
+                isinstance(event, yaml.ScalarEvent) and event.value == "<<"
+            ):
+                raise UnsupportedError(
+                    "aliases and merge keys of YAML are not supported",
+                    file=RUN_CONFIG,
+                )
+            depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
+            depth -= isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent))
+            if depth > _MAX_DEPTH:
+                raise UnsupportedError(
+                    f"values are nested more than {_MAX_DEPTH} deep", file=RUN_CONFIG
+                )
+        content = yaml.load(data, Loader=loader)
+    # Numbers and dates out of range are ValueErrors.
+    except (yaml.YAMLError, ValueError, OverflowError) as err:
+        raise CorruptError(
+            f"not valid YAML: {' '.join(str(err).split())[:200]}", file=RUN_CONFIG
+        ) from err
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or not model:
+        raise CorruptError(
+            "it has no section model, so it is not Megatron-Bridge's", file=RUN_CONFIG
+        )
+    return {str(name): value for name, value in model.items()}
+
+
+def _arguments_of(model: Mapping[str, object]) -> dict[str, object]:
+    """Return the training arguments that the fields of a model provider stand for."""
+    fields: dict[str, object] = {}
+    for name, value in model.items():
+        items = value if isinstance(value, list) else [value]
+        if all(item is None or isinstance(item, (bool, int, float, str)) for item in items):
+            fields[_RENAMED.get(name, name)] = value
+
+    # Arguments that are told by a function, a dtype or the absence of a number.
+    activation = _target_of(model.get("activation_func"))
+    is_gated = bool(model.get("gated_linear_unit"))
+    fields["swiglu"] = is_gated and activation == "torch.nn.functional.silu"
+    fields["quick_geglu"] = is_gated and (activation or "").endswith(".quick_gelu")
+    fields["squared_relu"] = not is_gated and (activation or "").endswith(".squared_relu")
+    fields["untie_embeddings_and_output_weights"] = not model.get(
+        "share_embeddings_and_output_weights", True
+    )
+    fields["group_query_attention"] = model.get("num_query_groups") not in (
+        None,
+        model.get("num_attention_heads"),
+    )
+    dtype = (_target_of(model.get("params_dtype")) or "").removeprefix("torch.")
+    if dtype:
+        fields["params_dtype"] = Global("torch", dtype)
+    fields.setdefault("max_position_embeddings", model.get("seq_length"))
+    return fields
+
+
+def _target_of(value: object) -> str | None:
+    """Return the dotted name of a function or a dtype, as the file writes it."""
+    target = value.get("_target_") if isinstance(value, dict) else None
+    return target if isinstance(target, str) else None
