@@ -19,7 +19,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Self
