@@ -150,7 +150,7 @@ REFUSALS = {
     ("https://example.org/x",): "a web server cannot be written to",
     ("s3://runs",): "the destination is a whole bucket",
     ("s3://runs/x", "--metadata-only"): "--metadata-only makes hard links",
-    ("s3://runs/x", "--verify", "--force"): "--verify cannot be combined with --force for a URL",
+    ("s3://runs/a/../b",): "cannot be the name of an object",
 }
 
 
@@ -161,6 +161,19 @@ def test_what_cannot_be_written_is_refused(
     source = "s3://runs/hf/llama/safetensors_single"
     assert run("convert", source, *words, "--to", "dcp") == 2
     assert REFUSALS[words] in capsys.readouterr().err
+
+
+def test_a_new_destination_may_be_verified_with_force(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    words = ["convert", source, "s3://runs/x", "--to", "dcp", "--verify", "--force"]
+    assert run(*words, "-q") == 0
+    before = contents(store, "x")
+    assert run(*words) == 2
+    assert "where a checkpoint would be replaced" in capsys.readouterr().err
+    assert contents(store, "x") == before
+    assert_nothing_remains(store)
 
 
 def test_a_plan_asks_the_store_what_is_there(

@@ -121,6 +121,8 @@ class BucketStage:
         is_file: the destination is one object; its manifest is beside it.
         resume: keep the uploads on failure, and continue those of an earlier run.
         force: replace what is at the destination, at the end.
+        verify: the objects are read back before the last of them are published; then nothing can be
+            replaced.
         identity: identity of the plan (``core.convert.stored_plan.file.identity_of``).
         keep: paths that must not be replaced, such as the source.
         n_threads: number of parts in flight.
@@ -148,6 +150,7 @@ class BucketStage:
         is_file: bool,
         resume: bool,
         force: bool,
+        verify: bool,
         identity: str,
         keep: Sequence[Path],
         n_threads: int,
@@ -161,6 +164,7 @@ class BucketStage:
         self._is_file = is_file
         self._resume = resume
         self._force = force
+        self._verify = verify
         self._identity = identity
         self._keep = keep
         self._client = upload_client(dst)
@@ -227,6 +231,13 @@ class BucketStage:
                 file=str(self.dst),
                 hint="choose another one, or pass --force",
             )
+        if self._old and self._verify:
+            raise UsageError(
+                "--verify cannot be combined with --force where a checkpoint would be replaced: "
+                "objects can be read back only when they have replaced the old ones",
+                file=str(self.dst),
+                hint="write to another URL, or run ckpt validate --against SRC afterwards",
+            )
         for path in self._keep if self._old else ():
             if path.is_relative_to(self.dst) or self.dst.is_relative_to(path):
                 raise UsageError(
@@ -259,7 +270,9 @@ class BucketStage:
         try:
             uploads = self._client.unfinished(self.dst.parent if self._is_file else self.dst)
         except AccessDeniedError:
-            self.notes.append("unfinished uploads of earlier runs may not be listed, and stay")
+            note = "unfinished uploads of earlier runs may not be listed, and stay"
+            if note not in self.notes:
+                self.notes.append(note)
             return []
         of_file = {self.dst.name, manifest_name(self.dst.name)}
         named = [(upload.path.relative_to(self._base).as_posix(), upload) for upload in uploads]
