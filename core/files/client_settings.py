@@ -134,10 +134,10 @@ def unusable_setting(options: Mapping[str, str], name: str | None, text: str) ->
     match = _UNPARSED.search(text)
     if match is not None and match[2] in _KINDS:
         wrong, hint = _KINDS[match[2]]
-        shown = "the value" if name is None or _SECRET.search(name) else f"“{options[name]}”"
+        shown = "the value" if name is None or _SECRET.search(name) else repr(options[name])
         return UsageError(f"{subject}: {shown} is {wrong}", hint=hint)
     # Other messages may have a part of the value.
-    detail = "" if name is None or _SECRET.search(name) else f" “{options[name]}”"
+    detail = "" if name is None or _SECRET.search(name) else f" {options[name]!r}"
     hint = (
         "check those that begin with AWS_, GOOGLE_ or AZURE_"
         if name is None
@@ -187,7 +187,7 @@ def _seconds(text: str, option: str) -> float:
     spans = re.findall(r"(\d+)\s*([a-z]+)", text)
     if not spans or any(unit not in _UNITS_S for _, unit in spans):
         raise UsageError(
-            f"--storage-option {option}: “{text}” cannot be used",
+            f"--storage-option {option}: {text!r} cannot be used",
             hint="write it in seconds or minutes, such as 30s or 2m",
         )
     return timedelta(seconds=sum(int(n) * _UNITS_S[unit] for n, unit in spans)).total_seconds()

@@ -129,7 +129,7 @@ def location_of(path: str | PathLike[str]) -> Path:
         if ".." in remote.parts or any(ord(character) < 32 for character in text):
             raise UsageError(
                 f"{str(remote)!r} cannot be the name of an object",
-                hint="write the URL without “..” and control characters",
+                hint="write the URL without .. and control characters",
             )
         return remote
     local = _FILE_URL.fullmatch(text)

@@ -17,12 +17,12 @@ def test_options_of_the_http_client_are_told_from_those_of_the_store() -> None:
 
 
 UNUSABLE = {
-    "timeout=ten": "“ten” is not a duration",
+    "timeout=ten": "'ten' is not a duration",
     "timeout=3": "such as 30s or 2m",
-    "allow_http=maybe": "“maybe” is neither true nor false",
-    "skip_signature=perhaps": "“perhaps” is neither true nor false",
+    "allow_http=maybe": "'maybe' is neither true nor false",
+    "skip_signature=perhaps": "'perhaps' is neither true nor false",
     "proxy_url=::::": "--storage-option proxy_url: the value cannot be used",
-    "conditional_put=odd": "the value “odd” cannot be used",
+    "conditional_put=odd": "the value 'odd' cannot be used",
     "default_headers=a": "this option of obstore cannot be used",
     "root_certificate=a": "SSL_CERT_FILE",
     "endpoint=http://": "not the URL of a store",
