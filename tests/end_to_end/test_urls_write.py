@@ -35,6 +35,8 @@ CONVERSIONS = {
     "mcore0121_zarr/dense_gqa/tp2_pp2": ["--to", "dcp"],
     "hf/llama/safetensors_single": ["--to", "megatron", "--tp-new", "2"],
     "torch_dcp/fsdp2_dp2": ["--to", "safetensors"],
+    "mcore_torch_dist/dense_gelu/tp2_pp2": ["--to", "zarr3"],
+    "mcore_legacy/dense_gelu/tp2_pp1": ["--to", "zarr"],
 }
 
 
