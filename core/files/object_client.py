@@ -26,7 +26,7 @@ from core.errors import (
     StorageError,
     UsageError,
 )
-from core.files.client_settings import sort_options, unusable_setting
+from core.files.requests.client_settings import sort_options, unusable_setting
 from core.files.requests.failure import CODE, METADATA_SERVICES, STATUS
 from core.files.requests.limiter import RequestLimiter
 from core.files.requests.repeat import with_retries

@@ -9,10 +9,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from core.errors import CheckpointingException, MissingShardError, StorageError, UsageError
-from core.files.client_settings import boto3_settings
 from core.files.multipart.retry_deadline import RetryDeadline
 from core.files.object_client import client_of, no_credentials, store_error
 from core.files.remote_path import RemotePath
+from core.files.requests.client_settings import boto3_settings
 from core.files.requests.traffic import count_request
 
 _VARIABLES: Mapping[str, tuple[str | None, list[str], None, None]] = {

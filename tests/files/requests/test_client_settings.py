@@ -6,8 +6,8 @@ import pytest
 
 from ckpt_cli.app import main
 from core.errors import UsageError
-from core.files.client_settings import boto3_settings, sort_options
 from core.files.object_listing import forget_listings
+from core.files.requests.client_settings import boto3_settings, sort_options
 
 
 def test_options_of_the_http_client_are_told_from_those_of_the_store() -> None:
