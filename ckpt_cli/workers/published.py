@@ -3,7 +3,8 @@
 The elastic agent restarts all workers when one dies, even if there is nothing more to do. Right
 before the destination gets its name, the lead therefore writes its report, with the inode that will
 get the name, to the launch's directory. Restarted workers and the launcher compare this inode with
-the destination's and thus know whether it has been published::
+the destination's and thus know whether it has been published. Objects have no inodes: of a
+destination in an object store, the lead writes its report when everything is published::
 
     DIRECTORY of the launch
     ├── published.json       {"report": {…}, "inode": 17}
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from core.convert.job import Report
+from core.files.remote_path import RemotePath, location_of
 from core.stage.stage import stage_dir_of
 from core.stage.stale import finish_publication
 
@@ -27,12 +29,12 @@ _NAME = "published.json"
 
 
 def remember_report(report: Report, inode: int) -> None:
-    """Write the report of a destination that is about to be published.
+    """Write the report of a destination that is about to be published, or was, in a store.
 
     Do nothing if no launcher has set the directory of results.
 
     Args:
-        inode: inode of the file or directory that will get the destination's name.
+        inode: inode of the file or directory that will get the destination's name; 0 in a store.
     """
     path = _report_path()
     if path is None:
@@ -60,6 +62,8 @@ def recall_report(directory: Path | None = None) -> Report | None:
     try:
         record = json.loads(path.read_text("utf-8"))
         report = Report.from_dict(record["report"])
+        if isinstance(location_of(report.dst), RemotePath):
+            return report  # written after the publication
         # The record is written before the rename; only the inode proves that the rename happened.
         return report if os.lstat(report.dst).st_ino == record["inode"] else None
     except (OSError, ValueError, TypeError, KeyError):
@@ -72,7 +76,10 @@ def finish_published(report: Report) -> Report:
     Raises:
         StorageError: permission denied, or an I/O error at the destination.
     """
-    dst = Path(report.dst).absolute()
+    location = location_of(report.dst)
+    if isinstance(location, RemotePath):
+        return report
+    dst = location.absolute()
     finish_publication(stage_dir_of(dst), dst)
     return report
 

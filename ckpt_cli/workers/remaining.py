@@ -17,7 +17,8 @@ class InterruptedOutput:
     Args:
         path: the path that was given; None if the command chooses one.
         keeps_partial: the staging directory is kept if the command is interrupted.
-        inode: inode that the destination gets when it is published; None before that.
+        inode: inode that the destination gets when it is published, 0 in an object store; None
+            before that.
     """
 
     path: Path | None
@@ -28,6 +29,8 @@ class InterruptedOutput:
         """Return what remains, and how to continue."""
         path = self.path
         if isinstance(path, RemotePath):
+            if self.inode is not None:
+                return f"{path} was already complete"
             if self.keeps_partial:
                 return f"what was sent to {path} is kept (rerun the same command to continue)"
             return (

@@ -267,13 +267,6 @@ def _check_bucket(job: Job, dst: RemotePath) -> None:
             file=str(dst),
             hint="omit it, or write to the file system of the source",
         )
-    if job.verify and job.force:
-        raise UsageError(
-            "--verify cannot be combined with --force for a URL: objects can be read back only "
-            "when they have replaced the old ones",
-            file=str(dst),
-            hint="write to another URL, or run ckpt validate --against SRC afterwards",
-        )
 
 
 def _prepare(job: Job, source: Checkpoint) -> Prepared:

@@ -56,7 +56,7 @@ def run(
         job: the conversion to run.
         progress: called with the phase and its amounts, from this thread and the copying ones.
         publishing: called right before the destination gets its name, with the report and the
-            inode that will have that name.
+            inode that will have that name; of an object store when everything is published, with 0.
 
     Raises:
         CheckpointingException: the job failed; the destination is untouched.
@@ -140,9 +140,13 @@ def run(
 
             # Publish. The caller gets report and inode first: a launch that is restarted from here
             # on recognises by the inode that its destination is already published.
-            if publishing is not None:
+            # An object has no inode, so of a store the caller hears afterwards.
+            is_remote = isinstance(prepared.dst, RemotePath)
+            if publishing is not None and not is_remote:
                 publishing(report(), stage.inode)
             stage.commit(report().as_dict(), progress=progress)
+            if publishing is not None and is_remote:
+                publishing(report(), stage.inode)
         return report()
 
 

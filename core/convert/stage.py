@@ -62,6 +62,7 @@ def _bucket_stage_of(prepared: Prepared, dst: RemotePath, *, identity: str) -> B
         is_file=prepared.is_file,
         resume=job.resume,
         force=job.force,
+        verify=job.verify,
         identity=identity,
         keep=(prepared.source.path,),
         n_threads=sending_threads(prepared.images, job.own_memory_bytes),

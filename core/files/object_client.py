@@ -26,6 +26,7 @@ from core.errors import (
     StorageError,
     UsageError,
 )
+from core.files.requests.client_settings import sort_options, unusable_setting
 from core.files.requests.failure import CODE, METADATA_SERVICES, STATUS
 from core.files.requests.limiter import RequestLimiter
 from core.files.requests.repeat import with_retries
@@ -72,7 +73,7 @@ _RETRIES: Any = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
 _NO_RETRIES: Any = {"max_retries": 0}
 """For requests that ``send_request`` repeats."""
 _IMPATIENT: dict[str, Any] = {
-    "client_options": {"allow_http": True, "timeout": "10s", "connect_timeout": "2s"},
+    "client_options": {"timeout": "10s", "connect_timeout": "2s"},
     "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=6)},
 }
 """Settings of a client that has no credentials."""
@@ -119,6 +120,9 @@ _DENIED, _NO_PERMISSION = "access denied", "no permission"
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _WRONG_REGION = ("PermanentRedirect", "IllegalLocation", "AuthorizationHeaderMalformed")
 _NETWORK_HINT = "check the endpoint (AWS_ENDPOINT_URL, --storage-option endpoint=URL) and the proxy"
+_CERTIFICATE_HINT = (
+    "let SSL_CERT_FILE name a file with the certificate of its authority, or check the endpoint"
+)
 _HINTS: Mapping[str, str] = {
     "s3": "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE",
     "gs": "check GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
@@ -224,7 +228,7 @@ def _client(scheme: str, bucket: str, *, is_repeating: bool) -> ObjectStore:
         # First the package: its native part lists its modules before they are complete, so that
         # another thread would find them empty.
         import obstore  # noqa: F401
-        from obstore.exceptions import UnknownConfigurationKeyError
+        from obstore.exceptions import GenericError, UnknownConfigurationKeyError
         from obstore.store import from_url
     except ImportError as err:
         raise UsageError(
@@ -236,6 +240,11 @@ def _client(scheme: str, bucket: str, *, is_repeating: bool) -> ObjectStore:
             **_settings(scheme, bucket),
         }
         return from_url(f"{scheme}://{bucket}", **settings)
+    except GenericError as err:
+        # Before any request was sent: a setting cannot be used. Not chained: the client's text may
+        # have its value.
+        name = _find_unusable(f"{scheme}://{bucket}", str(err))
+        raise unusable_setting(_options, name, str(err)) from None
     except UnknownConfigurationKeyError as err:
         names = re.search(r"key: '([^']*)'", str(err))
         raise UsageError(
@@ -244,23 +253,44 @@ def _client(scheme: str, bucket: str, *, is_repeating: bool) -> ObjectStore:
         ) from err
 
 
+def _find_unusable(url: str, text: str) -> str | None:
+    """Return the name of the storage option that a client was refused for; None if none is.
+
+    Args:
+        url: URL of the bucket.
+        text: message of obstore.
+    """
+    from obstore.exceptions import GenericError
+    from obstore.store import from_url
+
+    # The message does not name the option: find the one without which it is another, or none.
+    for name in _options:
+        rest = sort_options({other: value for other, value in _options.items() if other != name})
+        settings: dict[str, Any] = {"client_options": {"allow_http": True, **rest.client}}
+        if not url.startswith("http"):
+            settings["config"] = rest.config
+        try:
+            from_url(url, **settings)
+        except GenericError as err:
+            if str(err) == text:
+                continue
+        return name
+    return None
+
+
 @cache
 def _settings(scheme: str, bucket: str) -> dict[str, Any]:
     """Return the settings of a bucket's clients.
 
     Raises:
-        UsageError: an endpoint is not a URL.
+        UsageError: an endpoint is not a URL, or an option cannot be set in this way.
     """
+    options = sort_options(_options)
     # An endpoint without TLS is used only if the user names one.
-    settings: dict[str, Any] = {"client_options": {"allow_http": True}}
-    for name, value in _options.items():
-        if "endpoint" in name.lower() and "://" not in value:
-            raise UsageError(
-                f"--storage-option {name}={value}: not a URL",
-                hint=f"write --storage-option {name}=https://{value}",
-            )
+    client_options = {"allow_http": True, **options.client}
+    settings: dict[str, Any] = {"client_options": client_options}
     if scheme not in ("http", "https"):
-        settings["config"] = dict(_options)
+        settings["config"] = options.config
     if scheme in ("s3", "s3a") and _reads_profile():
         from obstore.auth.boto3 import Boto3CredentialProvider
 
@@ -271,7 +301,7 @@ def _settings(scheme: str, bucket: str) -> dict[str, Any]:
         and not any("skip_signature" in name.lower() for name in _options)
     )
     if is_asked and not _has_credentials(f"{scheme}://{bucket}", settings):
-        return {**settings, **_IMPATIENT}
+        return {**settings, **_impatient(client_options)}
     return settings
 
 
@@ -285,7 +315,7 @@ def _has_credentials(url: str, settings: Mapping[str, Any]) -> bool:
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
-    impatient: Any = from_url(url, **{**settings, **_IMPATIENT})
+    impatient: Any = from_url(url, **{**settings, **_impatient(settings["client_options"])})
     try:
         # To sign an address takes credentials, but no request to the store.
         call_interruptibly(lambda: obstore.sign(impatient, "GET", "any", timedelta(minutes=1)))
@@ -295,12 +325,31 @@ def _has_credentials(url: str, settings: Mapping[str, Any]) -> bool:
             return True
     # The environment may say that requests are not signed. A client does not tell; but its
     # requests then reach the store without any credentials.
-    once: Any = from_url(url, **{**settings, **_IMPATIENT, "retry_config": {"max_retries": 0}})
+    once: Any = from_url(
+        url,
+        **{
+            **settings,
+            **_impatient(settings["client_options"]),
+            "retry_config": {"max_retries": 0},
+        },
+    )
     try:
         call_interruptibly(lambda: obstore.head(once, "any"))
     except (BaseError, FileNotFoundError) as err:
         return not any(part in str(err) for part in METADATA_SERVICES)
     return True
+
+
+def _impatient(client_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a client that has no credentials.
+
+    Args:
+        client_options: options of its HTTP client; those timeouts are added that it lacks.
+    """
+    return {
+        **_IMPATIENT,
+        "client_options": {**_IMPATIENT["client_options"], **client_options},
+    }
 
 
 def _reads_profile() -> bool:
@@ -487,7 +536,8 @@ def _unanswered(path: Address, text: str) -> tuple[str, str | None] | None:
         return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
     for part, happened in _TRANSPORT:
         if part in text:
-            return f"no answer from the store: {happened}", _NETWORK_HINT
+            hint = _CERTIFICATE_HINT if "certificate" in happened else _NETWORK_HINT
+            return f"no answer from the store: {happened}", hint
     return None
 
 

@@ -115,7 +115,8 @@ def location_of(path: str | PathLike[str]) -> Path:
     to ``/``; a local path that looks like one is written ``./s3:/…``.
 
     Raises:
-        UsageError: an address of a web server has a query or a password, which messages would show.
+        UsageError: an address of a web server has a query or a password, which messages would show,
+            or a URL has parts that no store takes.
     """
     if isinstance(path, RemotePath):
         return path
@@ -123,7 +124,14 @@ def location_of(path: str | PathLike[str]) -> Path:
     url = _URL.fullmatch(text)
     if url is not None:
         _refuse_secrets(url[1], url[2])
-        return RemotePath(text)
+        remote = RemotePath(text)
+        # Stores know no directories: "..", which clients refuse, would be part of a name.
+        if ".." in remote.parts or any(ord(character) < 32 for character in text):
+            raise UsageError(
+                f"{str(remote)!r} cannot be the name of an object",
+                hint="write the URL without .. and control characters",
+            )
+        return remote
     local = _FILE_URL.fullmatch(text)
     return Path(path) if local is None else Path("/" + unquote(local[1]))
 

@@ -137,6 +137,19 @@ def test_a_certificate_that_is_not_trusted_is_named(
     assert "its certificate is not trusted" in capsys.readouterr().err
 
 
+def test_one_variable_makes_a_certificate_trusted_for_reading_and_writing(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = self_signed(tmp_path / "server.pem")
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    with mounted_store(golden, monkeypatch, certificate=certificate):
+        words = ["convert", f"s3://runs/{MODEL}", "s3://runs/out", "--to", "dcp", "-q"]
+        assert main(words) == 6
+        assert main([*words, "--storage-option", "allow_invalid_certificates=true"]) == 0
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert main([*words, "--force"]) == 0
+
+
 def test_missing_credentials_are_named(
     store: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

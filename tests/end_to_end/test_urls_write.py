@@ -35,6 +35,8 @@ CONVERSIONS = {
     "mcore0121_zarr/dense_gqa/tp2_pp2": ["--to", "dcp"],
     "hf/llama/safetensors_single": ["--to", "megatron", "--tp-new", "2"],
     "torch_dcp/fsdp2_dp2": ["--to", "safetensors"],
+    "mcore_torch_dist/dense_gelu/tp2_pp2": ["--to", "zarr3"],
+    "mcore_legacy/dense_gelu/tp2_pp1": ["--to", "zarr"],
 }
 
 
@@ -150,7 +152,7 @@ REFUSALS = {
     ("https://example.org/x",): "a web server cannot be written to",
     ("s3://runs",): "the destination is a whole bucket",
     ("s3://runs/x", "--metadata-only"): "--metadata-only makes hard links",
-    ("s3://runs/x", "--verify", "--force"): "--verify cannot be combined with --force for a URL",
+    ("s3://runs/a/../b",): "cannot be the name of an object",
 }
 
 
@@ -161,6 +163,19 @@ def test_what_cannot_be_written_is_refused(
     source = "s3://runs/hf/llama/safetensors_single"
     assert run("convert", source, *words, "--to", "dcp") == 2
     assert REFUSALS[words] in capsys.readouterr().err
+
+
+def test_a_new_destination_may_be_verified_with_force(
+    store: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    words = ["convert", source, "s3://runs/x", "--to", "dcp", "--verify", "--force"]
+    assert run(*words, "-q") == 0
+    before = contents(store, "x")
+    assert run(*words) == 2
+    assert "where a checkpoint would be replaced" in capsys.readouterr().err
+    assert contents(store, "x") == before
+    assert_nothing_remains(store)
 
 
 def test_a_plan_asks_the_store_what_is_there(
@@ -342,6 +357,17 @@ def test_a_run_that_was_killed_while_it_verified_is_repeated(
     assert run(*words) == 0
     assert run("validate", "--deep", "s3://runs/out") == 0
     assert_nothing_remains(store)
+
+
+def test_the_caller_hears_of_a_publication_in_a_store_when_it_is_complete(
+    store: S3Server, golden: Path
+) -> None:
+    seen: list[tuple[int, set[str]]] = []
+    job = Job(
+        src=golden / "hf/llama/safetensors_single", dst=location_of("s3://runs/out"), to="dcp"
+    )
+    run_job(job, publishing=lambda report, inode: seen.append((inode, set(contents(store, "out")))))
+    assert seen == [(0, {".metadata", "__0_0.distcp", "ckpt-manifest.json"})]
 
 
 def test_an_upload_that_was_begun_twice_is_aborted(store: S3Server) -> None:

@@ -24,6 +24,12 @@ def test_other_paths_are_local(text: str) -> None:
     assert type(location_of(text)) is type(Path(text))
 
 
+@pytest.mark.parametrize("text", ["s3://bucket/../x", "gs://b/a/..", "az://c/a\nb", "s3://b/\x01"])
+def test_names_that_no_store_takes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot be the name of an object"):
+        location_of(text)
+
+
 def test_a_file_url_is_a_local_path() -> None:
     assert location_of("file:///data/a%20b") == Path("/data/a b")
     assert location_of("file://localhost/data/x") == Path("/data/x")

@@ -421,8 +421,11 @@ class _Lead:
     def commit(self, publishing: Callable[[Report, int], None] | None) -> Report:
         """Publish the destination, and return the report."""
         self._prepared.source.store.verify_unchanged()
-        if publishing is not None:
+        is_remote = isinstance(self._prepared.dst, RemotePath)
+        if publishing is not None and not is_remote:
             publishing(self._report(), self._stage.inode)
         self._stage.commit(self._report().as_dict(), progress=self._progress)
+        if publishing is not None and is_remote:
+            publishing(self._report(), self._stage.inode)
         self.committed = self._report()
         return self.committed

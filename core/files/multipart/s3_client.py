@@ -12,10 +12,12 @@ from core.errors import CheckpointingException, MissingShardError, StorageError,
 from core.files.multipart.retry_deadline import RetryDeadline
 from core.files.object_client import client_of, no_credentials, store_error
 from core.files.remote_path import RemotePath
+from core.files.requests.client_settings import boto3_settings
 from core.files.requests.traffic import count_request
 
 _VARIABLES: Mapping[str, tuple[str | None, list[str], None, None]] = {
     "region": ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None),
+    "ca_bundle": ("ca_bundle", ["AWS_CA_BUNDLE", "SSL_CERT_FILE"], None, None),
     "endpoint": (None, ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"], None, None),
     **{
         name: (None, [f"AWS_{name.upper()}"], None, None)
@@ -36,6 +38,8 @@ _VARIABLES: Mapping[str, tuple[str | None, list[str], None, None]] = {
 
 By itself, boto3 does not know most of these variables, ``AWS_REGION`` among them.
 """
+_OF_BOTO3 = ("ca_bundle",)
+"""Variables that obstore has no option for."""
 _N_ATTEMPTS = 11
 """Number of attempts of a request, with growing waits; ``RetryDeadline`` ends them earlier."""
 _EXPIRED = ("UnauthorizedSSOTokenError", "SSOTokenLoadError", "TokenRetrievalError")
@@ -58,7 +62,8 @@ def s3_options(path: RemotePath) -> dict[str, str]:
 
     store: Any = client_of(path)
     session = botocore.session.Session(session_vars=_VARIABLES)
-    variables = {name: session.get_config_variable(name) for name in _VARIABLES}
+    names = _VARIABLES.keys() - _OF_BOTO3
+    variables = {name: session.get_config_variable(name) for name in names}
     # obstore brings the names of options into one form.
     options = {name: value for name, value in variables.items() if value} | dict(store.config)
     if "default_region" in options and "region" not in store.config:
@@ -88,6 +93,8 @@ def s3_client(path: RemotePath, *, n_connections: int) -> Any:
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.handlers import add_expect_header
+    from urllib3 import disable_warnings
+    from urllib3.exceptions import InsecureRequestWarning
 
     options = s3_options(path)
     if "sse_customer_key_base64" in options:
@@ -123,6 +130,11 @@ def s3_client(path: RemotePath, *, n_connections: int) -> Any:
     }
     if is_on(options, "skip_signature"):
         settings["signature_version"] = UNSIGNED
+    store: Any = client_of(path)
+    settings |= boto3_settings(dict(store.client_options or {}), endpoint=endpoint)
+    verify = {"verify": settings.pop("verify")} if "verify" in settings else {}
+    if verify:  # whoever asks for that needs no warning at every request
+        disable_warnings(InsecureRequestWarning)
 
     with translate_s3_errors(path):
         session = botocore.session.Session(session_vars=_VARIABLES)
@@ -134,6 +146,7 @@ def s3_client(path: RemotePath, *, n_connections: int) -> Any:
             aws_secret_access_key=options.get("secret_access_key"),
             aws_session_token=options.get("session_token"),
             config=Config(**settings),
+            **verify,
         )
     # Waiting for "100 Continue" takes a round trip for each part, or a second where it never comes.
     client.meta.events.unregister("before-call.s3", add_expect_header)

@@ -3,6 +3,7 @@
 A bucket has neither directories nor a rename, so nothing is staged in it. Every object is an
 unfinished upload of the store, which nobody sees, until all of its parts have been sent::
 
+    bucket/.out.ckpt-stage/lock                while a run works, so that no other one does
     bucket/.out.ckpt-stage/publication.json    while the objects become visible
     bucket/out/…                               unfinished uploads, then objects
 
@@ -36,6 +37,7 @@ from core.files.remote_store import RemoteStore
 from core.files.store import list_files_below
 from core.manifest.of_copy import manifest_name
 from core.progress import OnProgress, Phase, begin_phase
+from core.stage.bucket.destination_lock import DestinationLock, is_of_lock
 from core.stage.bucket.literals import EarlyLiterals
 from core.stage.bucket.parts import PartStore
 from core.stage.bucket.publication import PublicationRecord, record_url_of
@@ -119,6 +121,8 @@ class BucketStage:
         is_file: the destination is one object; its manifest is beside it.
         resume: keep the uploads on failure, and continue those of an earlier run.
         force: replace what is at the destination, at the end.
+        verify: the objects are read back before the last of them are published; then nothing can be
+            replaced.
         identity: identity of the plan (``core.convert.stored_plan.file.identity_of``).
         keep: paths that must not be replaced, such as the source.
         n_threads: number of parts in flight.
@@ -132,7 +136,7 @@ class BucketStage:
 
     Raises (on entering):
         UsageError: the destination exists, or replacing it would remove a path that must be kept.
-        StorageError: the store refuses, or cannot be reached.
+        StorageError: another run is writing to it, or the store refuses, or cannot be reached.
     """
 
     journal = None
@@ -146,6 +150,7 @@ class BucketStage:
         is_file: bool,
         resume: bool,
         force: bool,
+        verify: bool,
         identity: str,
         keep: Sequence[Path],
         n_threads: int,
@@ -159,9 +164,11 @@ class BucketStage:
         self._is_file = is_file
         self._resume = resume
         self._force = force
+        self._verify = verify
         self._identity = identity
         self._keep = keep
         self._client = upload_client(dst)
+        self._lock = DestinationLock(dst, record_url_of(dst).parent)
         self._old: list[str] = []
         self._earlier: dict[str, ObjectUpload] = {}
         self._state = _State()
@@ -174,11 +181,13 @@ class BucketStage:
             self._begin()
         except BaseException:
             self.store.close()
+            self._lock.release()
             raise
         return self
 
     def _begin(self) -> None:
         """Finish the publication of an earlier run, or look at what is at the destination."""
+        self._lock.take()
         forget_listings()
         record = PublicationRecord.read(self.dst)
         uploads = self._unfinished_uploads()
@@ -222,6 +231,13 @@ class BucketStage:
                 file=str(self.dst),
                 hint="choose another one, or pass --force",
             )
+        if self._old and self._verify:
+            raise UsageError(
+                "--verify cannot be combined with --force where a checkpoint would be replaced: "
+                "objects can be read back only when they have replaced the old ones",
+                file=str(self.dst),
+                hint="write to another URL, or run ckpt validate --against SRC afterwards",
+            )
         for path in self._keep if self._old else ():
             if path.is_relative_to(self.dst) or self.dst.is_relative_to(path):
                 raise UsageError(
@@ -254,7 +270,9 @@ class BucketStage:
         try:
             uploads = self._client.unfinished(self.dst.parent if self._is_file else self.dst)
         except AccessDeniedError:
-            self.notes.append("unfinished uploads of earlier runs may not be listed, and stay")
+            note = "unfinished uploads of earlier runs may not be listed, and stay"
+            if note not in self.notes:
+                self.notes.append(note)
             return []
         of_file = {self.dst.name, manifest_name(self.dst.name)}
         named = [(upload.path.relative_to(self._base).as_posix(), upload) for upload in uploads]
@@ -384,13 +402,15 @@ class BucketStage:
         """Delete the record, and what workers have noted beside it."""
         store = RemoteStore(self.stage_dir)
         try:
-            delete_objects([self.stage_dir / name for name in list_files_below(store)])
+            names = [name for name in list_files_below(store) if not is_of_lock(name)]
+            delete_objects([self.stage_dir / name for name in names])
         finally:
             store.close()
 
     def _make_visible(self, metadata: Sequence[str], *, report: Mapping[str, Any] | None) -> None:
         """Wait for all parts, write the record, and make objects visible."""
         self.store.finish()
+        self._lock.check()
         uploads, state = self.store.uploads, self._state
         held_back = {*self._objects.metadata, *self._objects.last}
         record = PublicationRecord(
@@ -467,11 +487,17 @@ class BucketStage:
                 self.store.close()
                 if not self._state.is_committed:
                     self._clean_up()
+                self._lock.release()
                 return
 
     def _clean_up(self) -> None:
         """Abort the uploads and delete the objects of a failed run, as far as the store lets."""
         state = self._state
+        # What another run that has taken over the lock has made visible is not deleted.
+        with suppress(CheckpointingException):
+            if not self._lock.is_own():
+                _abort([*self.store.uploads.values()])
+                return
         # What another run can finish stays if it has replaced something, or is to be resumed. No
         # other run can continue uploads that are sent in order.
         keeps = self._resume and self._client.takes_any_order

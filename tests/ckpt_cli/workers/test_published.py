@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,18 @@ def test_what_stood_at_the_destination_goes_when_the_new_one_has_its_name(tmp_pa
     old.write_text("old")
     finish_published(report(dst))
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list(dst.iterdir())
+
+
+def test_of_a_store_the_report_alone_tells_that_all_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "launch" / "attempt_0"))
+    (tmp_path / "launch" / "attempt_0").mkdir(parents=True)
+    url = "s3://runs/out"
+    written = replace(report(tmp_path), dst=url)
+    assert recall_report() is None
+    remember_report(written, 0)
+    assert recall_report() == written
+    assert finish_published(written) == written
+    assert not (tmp_path / "s3:").exists()
