@@ -103,6 +103,7 @@ from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
     first_lines,
+    more_lines,
     shape_text,
     table,
     tree_rows,
@@ -183,7 +184,12 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         CheckpointingException: values cannot be read.
     """
     screen = screen_of(sys.stdout)
-    summary = summarize(checkpoint)
+    # Pictures in the terminal do not show the possible conversions, which take time to find out.
+    is_picture = options.sizes or options.ranks or options.map
+    summary = summarize(
+        checkpoint,
+        with_capabilities=not is_picture or options.json or options.report is not None,
+    )
     if options.values and not options.keys:
         raise require_key(summary, f"--values {options.values}")
     if options.map and not options.keys:
@@ -475,7 +481,10 @@ def _lines(
     shown.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, view))))
     nodes = tree_of(shown, split=lambda key: path_of(key, view), folds_roots=view.is_rank_local)
     rows = list(tree_rows(nodes, sort=options.sort))
-    yield from first_lines(screen, list(table(screen, rows, align="<<<>", fits=True)), limit)
+    # Only the rows that are shown are laid out: of 10⁵ names, the others would take seconds.
+    yield from table(screen, rows[: limit or None], align="<<<>", fits=True)
+    if limit:
+        yield from more_lines(screen, len(rows) - limit)
     if states:
         yield from optimizer_lines(screen, states_of(states, bare=lambda key: bare_key(key, view)))
 
