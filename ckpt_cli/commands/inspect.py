@@ -117,7 +117,7 @@ from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UnsupportedError, UsageError
 from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
-from core.inspect.stats import measure_tensors
+from core.inspect.stats import measure_layers, merged_layers
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
@@ -207,11 +207,12 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     tensors = list(selection.tensors.values())
     if options.map and not tensors:
         raise UsageError("--map needs tensors, but KEY selects only objects", hint=LIST_THEM)
-    statistics = _measure(checkpoint, summary, tensors, options)
+    layers = _measure(checkpoint, summary, tensors, options)
+    statistics = merged_layers(layers)
     if options.report is not None:
         from ckpt_cli.html_report.inspect_report import inspect_html
 
-        html = inspect_html(checkpoint, summary, tensors, statistics)
+        html = inspect_html(checkpoint, summary, tensors, statistics, layers)
         write_report(options.report, html)
     if options.json:
         fields = inspect_json(
@@ -245,7 +246,8 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         lines = map_page(screen, summary, checkpoint, tensors, is_complete=is_complete)
         print_page(chain(notes, first_lines(screen, list(lines), options.limit or 0)), pager)
         return
-    print_page(_page(checkpoint, summary, selection, statistics, options, limit=limit), pager)
+    lines = _page(checkpoint, summary, selection, statistics, layers, options, limit=limit)
+    print_page(lines, pager)
 
 
 def _page(
@@ -253,6 +255,7 @@ def _page(
     summary: Summary,
     selection: SelectedEntries,
     statistics: Mapping[str, ValueStatistics | None],
+    layers: Mapping[str, tuple[ValueStatistics, ...] | None],
     options: InspectOptions,
     *,
     limit: int,
@@ -260,7 +263,7 @@ def _page(
     """Yield the page: damage and notes, then the statistics or the entries.
 
     Args:
-        statistics: those that were measured, by key.
+        statistics, layers: those that were measured, by key.
         limit: as for ``_lines``.
     """
     screen = screen_of(sys.stdout)
@@ -276,6 +279,7 @@ def _page(
             screen,
             measured,
             statistics,
+            layers=layers,
             is_flat=is_flat,
             has_members=bool(options.keys),
             sort=options.sort,
@@ -386,8 +390,10 @@ def _print_listing(options: InspectOptions) -> None:
 
 def _measure(
     checkpoint: Checkpoint, summary: Summary, tensors: list[TensorMeta], options: InspectOptions
-) -> dict[str, ValueStatistics | None]:
+) -> dict[str, tuple[ValueStatistics, ...] | None]:
     """Return the descriptions that ``--stats`` requests, by key: of KEY's tensors or of the model.
+
+    A tensor in which layers are stacked has one for each layer.
 
     Raises:
         UsageError: KEY selects no tensor, or an option does not apply.
@@ -407,7 +413,7 @@ def _measure(
             hint=LIST_THEM,
         )
     with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
-        return measure_tensors(
+        return measure_layers(
             checkpoint,
             summary.view,
             chosen,
