@@ -76,6 +76,7 @@ def validate_html(verdicts: Sequence[Verdict]) -> str:
     n_bad = sum(not verdict.judgement.is_valid for verdict in verdicts)
     worst = max(map(_worst, verdicts), default=0)
     is_single = len(verdicts) == 1
+    views = list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS]))
     context = {
         "title": "validate",
         "subject": verdicts[0].validation.path
@@ -87,12 +88,12 @@ def validate_html(verdicts: Sequence[Verdict]) -> str:
         if n_bad
         else "none with errors",
         "worst": _LABELS[worst],
-        "sections": [("checkpoints", "Checkpoints")] if not is_single else _sections(),
+        "sections": _sections(views[0]) if is_single else [("checkpoints", "Checkpoints")],
         "all": [
             (verdict.validation.path, verdict.counts_text, _LABELS[_worst(verdict)])
             for verdict in ([] if is_single else verdicts[:1000])
         ],
-        "checkpoints": list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS])),
+        "checkpoints": views,
     }
     return render("validate.html.j2", context, data={})
 
@@ -101,9 +102,10 @@ _LABELS = {0: "good", **{int(severity): severity.label for severity in Severity}
 """Severity, or 0 without findings → CSS class."""
 
 
-def _sections() -> list[tuple[str, str]]:
+def _sections(view: CheckpointView) -> list[tuple[str, str]]:
     """Return the sections of the report of one checkpoint."""
-    return [("summary-1", "Summary"), ("findings-1", "Findings")]
+    ranks = [("ranks-1", "Ranks")] if view.grid is not None else []
+    return [("summary-1", "Summary"), *ranks, ("findings-1", "Findings")]
 
 
 def _worst(verdict: Verdict) -> int:
