@@ -126,8 +126,6 @@ def _children_of(node: SizeNode, area: Rectangle) -> tuple[list[SizeNode], Recta
 
 def _joined(node: SizeNode) -> SizeNode:
     """Return a node joined with an only child: ``linear_fc1.weight``."""
-    if len(node.children) != 1:
-        return node
     name = node.name
     while len(node.children) == 1:
         node = node.children[0]
