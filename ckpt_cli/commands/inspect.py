@@ -103,6 +103,7 @@ from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
     first_lines,
+    more_lines,
     shape_text,
     table,
     tree_rows,
@@ -116,7 +117,7 @@ from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UnsupportedError, UsageError
 from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
-from core.inspect.stats import measure_tensors
+from core.inspect.stats import measure_layers, merged_layers
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
@@ -183,7 +184,12 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         CheckpointingException: values cannot be read.
     """
     screen = screen_of(sys.stdout)
-    summary = summarize(checkpoint)
+    # Pictures in the terminal do not show the possible conversions, which take time to find out.
+    is_picture = options.sizes or options.ranks or options.map
+    summary = summarize(
+        checkpoint,
+        with_capabilities=not is_picture or options.json or options.report is not None,
+    )
     if options.values and not options.keys:
         raise require_key(summary, f"--values {options.values}")
     if options.map and not options.keys:
@@ -201,11 +207,12 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     tensors = list(selection.tensors.values())
     if options.map and not tensors:
         raise UsageError("--map needs tensors, but KEY selects only objects", hint=LIST_THEM)
-    statistics = _measure(checkpoint, summary, tensors, options)
+    layers = _measure(checkpoint, summary, tensors, options)
+    statistics = merged_layers(layers)
     if options.report is not None:
         from ckpt_cli.html_report.inspect_report import inspect_html
 
-        html = inspect_html(checkpoint, summary, tensors, statistics)
+        html = inspect_html(checkpoint, summary, tensors, statistics, layers)
         write_report(options.report, html)
     if options.json:
         fields = inspect_json(
@@ -239,7 +246,8 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         lines = map_page(screen, summary, checkpoint, tensors, is_complete=is_complete)
         print_page(chain(notes, first_lines(screen, list(lines), options.limit or 0)), pager)
         return
-    print_page(_page(checkpoint, summary, selection, statistics, options, limit=limit), pager)
+    lines = _page(checkpoint, summary, selection, statistics, layers, options, limit=limit)
+    print_page(lines, pager)
 
 
 def _page(
@@ -247,6 +255,7 @@ def _page(
     summary: Summary,
     selection: SelectedEntries,
     statistics: Mapping[str, ValueStatistics | None],
+    layers: Mapping[str, tuple[ValueStatistics, ...] | None],
     options: InspectOptions,
     *,
     limit: int,
@@ -254,7 +263,7 @@ def _page(
     """Yield the page: damage and notes, then the statistics or the entries.
 
     Args:
-        statistics: those that were measured, by key.
+        statistics, layers: those that were measured, by key.
         limit: as for ``_lines``.
     """
     screen = screen_of(sys.stdout)
@@ -270,6 +279,7 @@ def _page(
             screen,
             measured,
             statistics,
+            layers=layers,
             is_flat=is_flat,
             has_members=bool(options.keys),
             sort=options.sort,
@@ -380,8 +390,10 @@ def _print_listing(options: InspectOptions) -> None:
 
 def _measure(
     checkpoint: Checkpoint, summary: Summary, tensors: list[TensorMeta], options: InspectOptions
-) -> dict[str, ValueStatistics | None]:
+) -> dict[str, tuple[ValueStatistics, ...] | None]:
     """Return the descriptions that ``--stats`` requests, by key: of KEY's tensors or of the model.
+
+    A tensor in which layers are stacked has one for each layer.
 
     Raises:
         UsageError: KEY selects no tensor, or an option does not apply.
@@ -401,7 +413,7 @@ def _measure(
             hint=LIST_THEM,
         )
     with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
-        return measure_tensors(
+        return measure_layers(
             checkpoint,
             summary.view,
             chosen,
@@ -475,7 +487,10 @@ def _lines(
     shown.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, view))))
     nodes = tree_of(shown, split=lambda key: path_of(key, view), folds_roots=view.is_rank_local)
     rows = list(tree_rows(nodes, sort=options.sort))
-    yield from first_lines(screen, list(table(screen, rows, align="<<<>", fits=True)), limit)
+    # Only the rows that are shown are laid out: of 10⁵ names, the others would take seconds.
+    yield from table(screen, rows[: limit or None], align="<<<>", fits=True)
+    if limit:
+        yield from more_lines(screen, len(rows) - limit)
     if states:
         yield from optimizer_lines(screen, states_of(states, bare=lambda key: bare_key(key, view)))
 

@@ -232,18 +232,26 @@ def _report_lines(
 def _grids_with_missing_ranks(screen: Screen, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the grid of the ranks of each checkpoint of which some are missing."""
     from ckpt_cli.pages.pictures.ranks import rank_lines
+    from ckpt_cli.pages.pictures.zero_ranks import zero_lines
     from core.pictures.ranks import read_rank_grid
+    from core.pictures.zero_ranks import read_zero_grid
 
     for verdict in verdicts:
         if not any(finding.code == RANK_MISSING.code for finding in verdict.validation.findings):
             continue
         # The findings are the result; without a readable rank there is no picture.
-        grid = read_rank_grid(verdict.validation.path)
+        path = verdict.validation.path
+        grid = read_rank_grid(path)
+        zero_grid = read_zero_grid(path) if grid is None else None
+        if grid is None and zero_grid is None:
+            continue
+        yield ""
+        if len(verdicts) > 1:
+            yield screen.styled(escaped(path), "bold")
         if grid is not None:
-            yield ""
-            if len(verdicts) > 1:
-                yield screen.styled(escaped(verdict.validation.path), "bold")
             yield from rank_lines(screen, grid)
+        elif zero_grid is not None:
+            yield from zero_lines(screen, zero_grid)
 
 
 def _checkpoints_below(

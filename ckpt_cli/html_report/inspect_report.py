@@ -36,12 +36,13 @@ def inspect_html(
     summary: Summary,
     tensors: Sequence[TensorMeta],
     statistics: Mapping[str, ValueStatistics | None],
+    layers: Mapping[str, tuple[ValueStatistics, ...] | None],
 ) -> str:
     """Return the report of one checkpoint.
 
     Args:
         tensors: the tensors to list.
-        statistics: those that were measured, by key.
+        statistics, layers: those that were measured, by key, of tensors and of stacked layers.
     """
     view = summary.view
 
@@ -57,6 +58,7 @@ def inspect_html(
         bare=lambda key: bare_key(key, view),
         map_of=map_of,
         statistics=statistics,
+        layers=layers,
         numbers_of=_numbers_of,
     )
     sections = [("summary", "Summary")]

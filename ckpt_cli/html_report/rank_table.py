@@ -1,4 +1,7 @@
-"""The grid of ranks as a table: a row for each pipeline stage, a column for each tensor rank."""
+"""The grid of ranks as a table: a row for each pipeline stage, a column for each tensor rank.
+
+DeepSpeed's has a row for each kind of file, and a column for each data-parallel rank.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from itertools import product
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from core.pictures.ranks import RankCell, RankGrid
+from core.pictures.zero_ranks import ZeroGrid
 
 MAX_CELLS = 1024
 """Most cells of the table; the others are counted."""
@@ -71,19 +75,17 @@ def rank_name(grid: RankGrid, *, pp: int, tp: int, ep: int) -> str:
     return f"pp{pp} tp{tp}" + (f" ep{ep}" if grid.ep > 1 else "")
 
 
-def rank_table(
-    grid: RankGrid, findings: Mapping[tuple[int, int, int], CellFindings] | None = None
-) -> RankTable:
+def rank_table(grid: RankGrid, findings: Mapping[str, CellFindings] | None = None) -> RankTable:
     """Arrange the ranks as rows and columns.
 
     Args:
-        findings: findings by (pp, tp, ep).
+        findings: findings by the name of the rank.
     """
     findings = findings or {}
     largest = max((cell.model_bytes + cell.optimizer_bytes for cell in grid.cells), default=0)
     cells = {
         (cell.pp, cell.tp, cell.ep): _table_cell(
-            cell, grid, largest, findings.get((cell.pp, cell.tp, cell.ep))
+            cell, grid, largest, findings.get(rank_name(grid, pp=cell.pp, tp=cell.tp, ep=cell.ep))
         )
         for cell in grid.cells
     }
@@ -107,6 +109,44 @@ def rank_table(
     is_cut = f"the first {len(shown):,} rows; {n_more:,} more are not shown" if n_more else ""
     columns = tuple(f"TP {tp}" for tp in range(n_columns))
     return RankTable(summary, columns, rows, is_cut)
+
+
+def zero_name(kind: str, rank: int) -> str:
+    """Return the name of the cell of DeepSpeed's files of one kind: ``optimizer dp3``."""
+    return f"{kind} dp{rank}"
+
+
+def zero_table(grid: ZeroGrid, findings: Mapping[str, CellFindings]) -> RankTable:
+    """Arrange DeepSpeed's files: a row for each kind, a column for each data-parallel rank.
+
+    Args:
+        findings: findings by the name of the cell.
+    """
+    n_columns = min(grid.n_ranks, MAX_CELLS // max(len(grid.kinds), 1))
+    largest = max((file.n_bytes or 0 for files in grid.kinds.values() for file in files), default=0)
+    rows = []
+    for kind, files in grid.kinds.items():
+        cells: dict[int, TableCell] = {}
+        for file in files:
+            name = zero_name(kind, file.rank)
+            place = findings.get(name)
+            state = "missing" if file.n_bytes is None else bytes_text(file.n_bytes)
+            cells[file.rank] = TableCell(
+                name,
+                file.n_bytes or 0,
+                round(5 * (file.n_bytes or 0) / largest) if largest else 0,
+                (),
+                f"{name}: {state}\n{shown_name(file.name)}",
+                file.n_bytes is None,
+                *(("", "") if place is None else (place.worst, place.text)),
+            )
+        rows.append(TableRow(kind, tuple(map(cells.get, range(n_columns)))))
+    summary = f"ZeRO: {n_text(grid.n_ranks, 'data-parallel rank')}"
+    n_missing = len(grid.missing)
+    summary += f", {n_text(n_missing, 'file')} missing" if n_missing else ""
+    n_more = grid.n_ranks - n_columns
+    is_cut = f"the first {n_columns:,} ranks; {n_more:,} more are not shown" if n_more else ""
+    return RankTable(summary, tuple(f"DP {rank}" for rank in range(n_columns)), tuple(rows), is_cut)
 
 
 def _table_cell(

@@ -32,18 +32,21 @@ def table_json(
     map_of: Callable[[str], ShardMap] | None = None,
     move_of: Callable[[str], ShardMove] | None = None,
     statistics: Mapping[str, ValueStatistics | None] | None = None,
+    layers: Mapping[str, tuple[ValueStatistics, ...] | None] | None = None,
     numbers_of: Callable[[ValueStatistics], dict[str, object]] | None = None,
 ) -> dict[str, object]:
     """Return the JSON value of the table, the largest rows first.
 
     A row is ``[parts of the names, dtype, shape, bytes of one, role, maps, maps after, moves,
-    statistics]``: maps are a number for each tensor, or one for all of them if they are equal.
+    statistics, statistics of layers]``: maps are a number for each tensor, or one for all of them
+    if they are equal; the last is for one tensor in which layers are stacked.
 
     Args:
         bare: returns a key without its rank directory.
         map_of: returns the shard map of a key; None if the report has no maps.
         move_of: returns the shard maps before and after; it replaces ``map_of``.
         statistics: descriptions of values by key, of those that were measured.
+        layers: descriptions of the layers of each tensor by key.
         numbers_of: returns what the report shows of a description.
     """
     # Fold the names, and leave out the smallest tensors if there are too many names.
@@ -74,8 +77,13 @@ def table_json(
             ]
             described = described if any(described) else []
             n_described += len(described)
+        stacked: list[object] = []
+        parts = (layers or {}).get(meta.key) or ()
+        if len(name.keys) == 1 and len(parts) > 1 and described and numbers_of is not None:
+            stacked = [numbers_of(part) for part in parts]
+            n_described += len(stacked)
         n = len(name.keys)
-        rows.append([*row, _folded(before, n), _folded(after, n), moves, described])
+        rows.append([*row, _folded(before, n), _folded(after, n), moves, described, stacked])
     return {
         "rows": rows,
         "tensors": len(tensors),

@@ -112,12 +112,11 @@ def _children_of(node: SizeNode, area: Rectangle) -> tuple[list[SizeNode], Recta
     if room.width < 24 or room.height < 12 or not node.n_bytes:
         return [], room
     per_byte = room.width * room.height / node.n_bytes
-    children = sorted(
-        (_joined(child) for child in node.children if child.n_bytes),
-        key=lambda child: -child.n_bytes,
-    )
-    shown = [child for child in children if child.n_bytes * per_byte >= _LEAST_SIDE**2 * 4]
-    rest = children[len(shown) :]
+    children = [child for child in node.children if child.n_bytes]
+    children.sort(key=lambda child: -child.n_bytes)
+    large = [child for child in children if child.n_bytes * per_byte >= _LEAST_SIDE**2 * 4]
+    shown = [_joined(child) for child in large]
+    rest = children[len(large) :]
     if rest:
         n_bytes = sum(child.n_bytes for child in rest)
         n_tensors = sum(child.n_tensors for child in rest)

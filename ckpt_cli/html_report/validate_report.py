@@ -10,12 +10,20 @@ from ckpt_cli.findings.grouping import FindingGroup, group_similar
 from ckpt_cli.findings.text import validation_facts
 from ckpt_cli.html_report.facts import FactText, named_facts
 from ckpt_cli.html_report.page import render
-from ckpt_cli.html_report.rank_table import CellFindings, RankTable, rank_name, rank_table
+from ckpt_cli.html_report.rank_table import (
+    CellFindings,
+    RankTable,
+    rank_name,
+    rank_table,
+    zero_name,
+    zero_table,
+)
 from ckpt_cli.screen.blocks import n_text
 from core.checks.finding import Finding, Severity
 from core.checks.registry import codes
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pictures.ranks import RankGrid, read_rank_grid
+from core.pictures.zero_ranks import read_zero_grid
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
@@ -68,6 +76,7 @@ def validate_html(verdicts: Sequence[Verdict]) -> str:
     n_bad = sum(not verdict.judgement.is_valid for verdict in verdicts)
     worst = max(map(_worst, verdicts), default=0)
     is_single = len(verdicts) == 1
+    views = list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS]))
     context = {
         "title": "validate",
         "subject": verdicts[0].validation.path
@@ -79,12 +88,12 @@ def validate_html(verdicts: Sequence[Verdict]) -> str:
         if n_bad
         else "none with errors",
         "worst": _LABELS[worst],
-        "sections": [("checkpoints", "Checkpoints")] if not is_single else _sections(),
+        "sections": _sections(views[0]) if is_single else [("checkpoints", "Checkpoints")],
         "all": [
             (verdict.validation.path, verdict.counts_text, _LABELS[_worst(verdict)])
             for verdict in ([] if is_single else verdicts[:1000])
         ],
-        "checkpoints": list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS])),
+        "checkpoints": views,
     }
     return render("validate.html.j2", context, data={})
 
@@ -93,9 +102,10 @@ _LABELS = {0: "good", **{int(severity): severity.label for severity in Severity}
 """Severity, or 0 without findings → CSS class."""
 
 
-def _sections() -> list[tuple[str, str]]:
+def _sections(view: CheckpointView) -> list[tuple[str, str]]:
     """Return the sections of the report of one checkpoint."""
-    return [("summary-1", "Summary"), ("findings-1", "Findings")]
+    ranks = [("ranks-1", "Ranks")] if view.grid is not None else []
+    return [("summary-1", "Summary"), *ranks, ("findings-1", "Findings")]
 
 
 def _worst(verdict: Verdict) -> int:
@@ -111,16 +121,25 @@ def _checkpoint_view(verdict: Verdict) -> CheckpointView:
     is_readable = validation.n_tensors > 0 and validation.format == "torch_dist"
     has_grid = is_readable or validation.format == "megatron"
     grid = read_rank_grid(validation.path) if has_grid else None
-    names = {} if grid is None else _names_of_cells(grid)
+    zero_grid = read_zero_grid(validation.path) if validation.format == "deepspeed" else None
+    names: dict[str, set[str]] = {}
     table = None
     if grid is not None:
+        names = _names_of_cells(grid)
         table = rank_table(grid, _findings_of_cells(counted, names))
+    elif zero_grid is not None:
+        names = {
+            file.name: {zero_name(kind, file.rank)}
+            for kind, files in zero_grid.kinds.items()
+            for file in files
+        }
+        table = zero_table(zero_grid, _findings_of_cells(counted, names))
     groups = group_similar(counted, path=validation.path)
     room = _MAX_RANK_CHARACTERS
     views = []
     for group in groups[:MAX_GROUPS]:
         cells = {name for finding in group.findings for name in _cells_of(finding, names)}
-        ranks = " ".join(f"rank:{_cell_id(grid, cell)};" for cell in cells if grid is not None)
+        ranks = " ".join(f"rank:{cell.replace(' ', '-')};" for cell in cells)
         room -= len(ranks)
         # "rank:*;" passes the filter of every rank.
         views.append(_finding_view(group, ranks if room > 0 else "rank:*;"))
@@ -158,29 +177,22 @@ def _finding_view(group: FindingGroup, ranks: str) -> FindingView:
     )
 
 
-Coordinates = tuple[int, int, int]
-
-
-def _names_of_cells(grid: RankGrid) -> dict[str, set[Coordinates]]:
-    """Return the ranks by the names that findings give them: files and directories."""
-    names: dict[str, set[Coordinates]] = {}
+def _names_of_cells(grid: RankGrid) -> dict[str, set[str]]:
+    """Return the names of ranks by what findings call them: files and directories."""
+    names: dict[str, set[str]] = {}
     topology = Topology(tp=grid.tp, pp=grid.pp, ep=grid.ep)
     for cell in grid.cells:
         # A missing rank has no files, but findings name its directory.
         directory = rank_dir(topology, Rank(cell.tp, cell.pp, cell.ep))
         folders = {file.rpartition("/")[0] for file in cell.files} - {""}
-        for name in {
-            *cell.files,
-            *folders,
-            directory,
-            rank_name(grid, pp=cell.pp, tp=cell.tp, ep=cell.ep),
-        }:
-            names.setdefault(name, set()).add((cell.pp, cell.tp, cell.ep))
+        rank = rank_name(grid, pp=cell.pp, tp=cell.tp, ep=cell.ep)
+        for name in {*cell.files, *folders, directory, rank}:
+            names.setdefault(name, set()).add(rank)
     return names
 
 
-def _cells_of(finding: Finding, names: Mapping[str, set[Coordinates]]) -> set[Coordinates]:
-    """Return the ranks that a finding is about; empty if it is about none in particular."""
+def _cells_of(finding: Finding, names: Mapping[str, set[str]]) -> set[str]:
+    """Return the names of the ranks that a finding is about; empty if it names none."""
     for name in (finding.rank, finding.file):
         if name is not None and name in names:
             return names[name]
@@ -188,10 +200,10 @@ def _cells_of(finding: Finding, names: Mapping[str, set[Coordinates]]) -> set[Co
 
 
 def _findings_of_cells(
-    findings: Sequence[Finding], names: Mapping[str, set[Coordinates]]
-) -> dict[Coordinates, CellFindings]:
+    findings: Sequence[Finding], names: Mapping[str, set[str]]
+) -> dict[str, CellFindings]:
     """Return the number and the worst severity of the findings of each rank."""
-    by_cell: dict[Coordinates, list[Severity]] = {}
+    by_cell: dict[str, list[Severity]] = {}
     for finding in findings:
         for cell in _cells_of(finding, names):
             by_cell.setdefault(cell, []).append(finding.severity)
@@ -199,9 +211,3 @@ def _findings_of_cells(
         cell: CellFindings(max(severities).label, n_text(len(severities), "finding"))
         for cell, severities in by_cell.items()
     }
-
-
-def _cell_id(grid: RankGrid, coordinates: Coordinates) -> str:
-    """Return the name of a rank without spaces."""
-    pp, tp, ep = coordinates
-    return rank_name(grid, pp=pp, tp=tp, ep=ep).replace(" ", "-")

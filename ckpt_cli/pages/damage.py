@@ -20,7 +20,8 @@ def damage_lines(screen: Screen, problems: Sequence[CheckpointingException]) -> 
     if not problems:
         return
     count = n_text(len(problems), "problem")
-    yield screen.styled(f"✗ damaged: {count}; below is what can be read", "red", "bold")
+    title = f"✗ damaged: {count}; below is what can be read"
+    yield screen.plain(screen.styled(title, "red", "bold"))
     pairs = []
     for problem in problems[:_MOST_SHOWN]:
         # The file is the label of its line, so that the place does not repeat it.

@@ -29,6 +29,7 @@ def stats_lines(
     tensors: Sequence[TensorMeta],
     statistics: Mapping[str, ValueStatistics | None],
     *,
+    layers: Mapping[str, tuple[ValueStatistics, ...] | None] | None = None,
     is_flat: bool,
     has_members: bool = False,
     sort: str | None,
@@ -39,6 +40,7 @@ def stats_lines(
 
     Args:
         statistics: description of each tensor by key; None for one without numbers.
+        layers: descriptions of the layers of each tensor, if several are stacked in it.
         is_flat: one row per tensor; otherwise a line below a folded row names the extreme members.
         has_members: below a folded row, also a line with the histogram of each member.
         sort: ``size``, ``name``, or None for the order of ``tensors``.
@@ -47,7 +49,7 @@ def stats_lines(
     if is_flat:
         folded = [FoldedStatistics(meta.key, (meta,), statistics[meta.key]) for meta in tensors]
     else:
-        folded = fold_statistics(tensors, statistics)
+        folded = fold_statistics(tensors, statistics, layers)
     if sort is not None:
         folded.sort(key=lambda row: (0 if sort == "name" else -_n_bytes(row), row.label))
 
@@ -60,7 +62,7 @@ def stats_lines(
     headings: list[list[str]] = [[]]
     heading = ""
     for cells, row in zip(figures[1:], folded, strict=True):
-        prefix, bracket, name = row.label.rpartition("].")
+        prefix, bracket, name = (row.stacked_key or row.label).rpartition("].")
         name = ("  " if bracket else "") + escaped(name)
         headings.append([] if prefix in ("", heading) else [f"{escaped(prefix)}]"])
         heading = prefix
@@ -72,7 +74,7 @@ def stats_lines(
     extremes = [[], *map(_extreme_texts, folded)]
     below = [
         [],
-        *(_histogram_lines(screen, row, statistics, has_members=has_members) for row in folded),
+        *(_histogram_lines(screen, row, has_members=has_members) for row in folded),
     ]
     for line, titles, texts, histograms in zip(
         table(screen, figures, align=_ALIGN), headings, extremes, below, strict=True
@@ -87,13 +89,7 @@ def stats_lines(
     yield from _total_lines(screen, tensors, statistics, n_rows=len(folded))
 
 
-def _histogram_lines(
-    screen: Screen,
-    row: FoldedStatistics,
-    statistics: Mapping[str, ValueStatistics | None],
-    *,
-    has_members: bool,
-) -> Iterator[str]:
+def _histogram_lines(screen: Screen, row: FoldedStatistics, *, has_members: bool) -> Iterator[str]:
     """Yield the histogram of a row, or one for each of its members, all to one scale.
 
     Args:
@@ -106,7 +102,7 @@ def _histogram_lines(
         yield "    " + histogram_line(screen, row.total.histogram, row.total.n_zeros, scale)
         return
     # Of very many members, those whose deviations are the most unusual.
-    parts = {meta.key: part for meta in row.members if (part := statistics[meta.key]) is not None}
+    parts = row.parts
     ratios = _ratios_to_median(parts)
     unusual = sorted(parts, key=lambda key: -abs(log2(ratios[key] or 1)))[:_MOST_MEMBERS]
     chosen = {*unusual}
@@ -122,7 +118,9 @@ def _histogram_lines(
             rows.append([Cell(row.numbers_of(key)), *figures, Cell(bars, ("cyan",)), mark])
     yield from table(screen, rows, align="<>><<", indent=4, fits=True)
     if len(parts) > len(chosen):
-        n_more = n_text(len(parts) - len(chosen), "more tensor")
+        n_more = n_text(
+            len(parts) - len(chosen), "more layer" if row.stacked_key else "more tensor"
+        )
         yield screen.plain("    " + screen.styled(f"… {n_more}, closer to the median std", "dim"))
 
 

@@ -308,12 +308,13 @@ def _in_order(nodes: Sequence[Node], sort: str | None) -> Sequence[Node]:
 
 def first_lines(screen: Screen, lines: Sequence[str], limit: int) -> Iterator[str]:
     """Yield the first ``limit`` lines (0: all) and a line that counts the others."""
-    if limit and len(lines) > limit:
-        yield from lines[:limit]
-        yield screen.plain(
-            screen.styled(
-                f"… {n_text(len(lines) - limit, 'more line')}; --limit 0 shows all", "dim"
-            )
-        )
-    else:
-        yield from lines
+    yield from lines[: limit or None]
+    if limit:
+        yield from more_lines(screen, len(lines) - limit)
+
+
+def more_lines(screen: Screen, n_more: int) -> Iterator[str]:
+    """Yield a line that counts lines that are not shown; none without any."""
+    if n_more > 0:
+        text = f"… {n_text(n_more, 'more line')}; --limit 0 shows all"
+        yield screen.plain(screen.styled(text, "dim"))

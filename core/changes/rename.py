@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.facets import MegatronModel, TorchDistFacts
@@ -51,6 +52,7 @@ class RenamedCatalog:
     renamed: Sequence[tuple[str, str]] = ()
 
 
+@lru_cache(maxsize=1 << 18)
 def is_optimizer_key(key: str) -> bool:
     """Return whether a key names optimizer state such as moments, master weights and steps."""
     return _OPTIMIZER.search(key) is not None

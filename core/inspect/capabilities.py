@@ -48,6 +48,8 @@ LARGE = 400
 """More tensors than this are not laid out in files if a parallel layout has checked them."""
 HUGE = 60_000
 """A model with a layout and more tensors than this is not tried: planning takes too long."""
+MANY_NAMES = 5_000
+"""If more tensors than this remain after thinning, none is tried: 10,000 take about ten seconds."""
 MANY_VALUES = 100_000
 """A checkpoint with more values in its objects is not tried: every format would write them."""
 _DIGITS = re.compile(r"\d+")
@@ -144,6 +146,8 @@ def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capabil
         targets += [(_HF, format) for _, format in targets if _HF in format.aliases]
     with gc_paused():
         trials = _Trials(checkpoint, model)
+        if trials.has_many_names:
+            return None
         for name, format in targets:
             is_possible, why = trials.conversion(name, format)
             (possible if is_possible else impossible).setdefault(why, []).append(name)
@@ -177,6 +181,9 @@ class _Trials:
         except CheckpointingException as err:
             self._failure = err
         self._source = checkpoint
+        self.has_many_names = (
+            is_plain and self._failure is None and len(checkpoint.catalog.tensors) > MANY_NAMES
+        )
 
     def conversion(self, to: str, format: Format) -> tuple[bool, str | None]:
         """Return whether the checkpoint can be converted, and the condition or the reason."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.key_patterns import fold_keys
+from core.catalog.optimizer_keys import param_of
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import CapacityError, CheckpointingException, UnsupportedError
 from core.files.syscalls import allowed_cores
+from core.megatron.reshard.reshard import load_rules
 from core.numbers.difference import has_numbers
 from core.numbers.statistics import ValueStatistics, describe, merge_statistics
 from core.plan.box_reader import BoxReader, TensorReader, bands
@@ -27,8 +30,8 @@ from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
 from core.team.threads import ThreadGroup
 
 if TYPE_CHECKING:
-    from core.arrays.box import Box
     from core.catalog.catalog import Catalog, TensorMeta
+    from core.megatron.rules.rules import Rules
     from core.opening.open import Checkpoint
 
 _BAND_BYTES = 1 << 20
@@ -50,6 +53,8 @@ class FoldedStatistics:
         label: the common name, a pattern such as ``layers.[0-3].weight``.
         members: the tensors, in their order; they have one dtype and shape.
         total: all their values together; None if the dtype has no numbers.
+        parts: description of each member by key, of those with numbers.
+        stacked_key: name of the tensor whose layers the members are; None if they are tensors.
         least, greatest: keys of the members with the extremes of ``total``; None without numbers.
         least_std, greatest_std: (key, standard deviation) of the members with the extreme ones;
             None without numbers.
@@ -58,6 +63,8 @@ class FoldedStatistics:
     label: str
     members: tuple[TensorMeta, ...]
     total: ValueStatistics | None
+    parts: Mapping[str, ValueStatistics] = field(default_factory=dict)
+    stacked_key: str | None = None
     least: str | None = None
     greatest: str | None = None
     least_std: tuple[str, float] | None = None
@@ -73,6 +80,16 @@ class FoldedStatistics:
         )
 
 
+def n_layers_in(meta: TensorMeta, rules: Rules) -> int:
+    """Return the number of layers that are stacked along a tensor's first axis; 1 if none are.
+
+    Args:
+        rules: the rules that know the names of Megatron's distributed checkpoints.
+    """
+    is_stacked = rules.stacked_of(param_of(meta.key)) is not None
+    return max(meta.shape[0], 1) if is_stacked and len(meta.shape) > 1 else 1
+
+
 def measure_tensors(
     checkpoint: Checkpoint,
     view: Catalog,
@@ -82,7 +99,37 @@ def measure_tensors(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, ValueStatistics | None]:
-    """Read tensors and describe the values of each.
+    """Read tensors and describe the values of each, as ``measure_layers`` does with their layers.
+
+    Returns:
+        Description by key; None for a tensor whose dtype or kind has no numbers to read.
+    """
+    parts = measure_layers(
+        checkpoint, view, tensors, threads=threads, memory_bytes=memory_bytes, progress=progress
+    )
+    return merged_layers(parts)
+
+
+def merged_layers(
+    parts: Mapping[str, tuple[ValueStatistics, ...] | None],
+) -> dict[str, ValueStatistics | None]:
+    """Return the description of each tensor, given those of its layers."""
+    return {
+        key: None if layers is None else merge_statistics(list(layers))
+        for key, layers in parts.items()
+    }
+
+
+def measure_layers(
+    checkpoint: Checkpoint,
+    view: Catalog,
+    tensors: Iterable[TensorMeta],
+    *,
+    threads: int | None = None,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> dict[str, tuple[ValueStatistics, ...] | None]:
+    """Read tensors and describe the values of each, layer by layer where layers are stacked.
 
     Args:
         view: the catalog that ``inspect`` shows; a tensor that it lacks is one of the rank files.
@@ -91,7 +138,8 @@ def measure_tensors(
         progress: called from the reading threads.
 
     Returns:
-        Description by key; None for a tensor whose dtype or kind has no numbers to read.
+        Key → a description for each layer of Megatron's tensors whose first axis is the layer, one
+        for other tensors; None for a tensor whose dtype or kind has no numbers to read.
 
     Raises:
         CapacityError: the memory limit is too low for one thread.
@@ -99,7 +147,7 @@ def measure_tensors(
     """
     # Each tensor is read from the catalog that has it.
     sources: list[tuple[Catalog, TensorMeta]] = []
-    statistics: dict[str, ValueStatistics | None] = {}
+    statistics: dict[str, tuple[ValueStatistics, ...] | None] = {}
     for meta in tensors:
         catalog = view if meta.key in view.tensors else checkpoint.catalog
         statistics[meta.key] = None
@@ -112,25 +160,54 @@ def measure_tensors(
         id(catalog): BoxReader(catalog, checkpoint.store, cache_bytes=cache_bytes)
         for catalog in (view, checkpoint.catalog)
     }
-    jobs = ((readers[id(catalog)], meta) for catalog, meta in sources)
+    rules = load_rules() if checkpoint.format.is_mcore else None
+    jobs = (
+        (readers[id(catalog)], meta, 1 if rules is None else n_layers_in(meta, rules))
+        for catalog, meta in sources
+    )
     total_bytes = sum(meta.n_bytes for _, meta in sources)
     statistics.update(_Measurement(jobs, total_bytes, progress).run(n_threads))
     return statistics
 
 
 def fold_statistics(
-    tensors: Sequence[TensorMeta], statistics: Mapping[str, ValueStatistics | None]
+    tensors: Sequence[TensorMeta],
+    statistics: Mapping[str, ValueStatistics | None],
+    layers: Mapping[str, tuple[ValueStatistics, ...] | None] | None = None,
 ) -> list[FoldedStatistics]:
     """Fold the tensors whose keys differ only in numbers, in order of first appearance.
 
+    A tensor of several layers becomes a row whose members are the layers, under the names that they
+    would have alone.
+
     Args:
         statistics: description of each tensor by key.
+        layers: descriptions of each tensor's layers by key.
     """
     metas = {meta.key: meta for meta in tensors}
     kinds = {key: (meta.dtype, meta.shape) for key, meta in metas.items()}
-    return [
-        _fold(label, [metas[key] for key in keys], statistics) for label, keys in fold_keys(kinds)
+    rows = []
+    for label, keys in fold_keys(kinds):
+        parts = (layers or {}).get(keys[0]) or ()
+        if len(keys) == 1 and len(parts) > 1:
+            rows.append(_fold_layers(metas[keys[0]], parts))
+        else:
+            rows.append(_fold(label, [metas[key] for key in keys], statistics))
+    return rows
+
+
+def _fold_layers(meta: TensorMeta, layers: Sequence[ValueStatistics]) -> FoldedStatistics:
+    """Fold the layers of one tensor."""
+    stacked = load_rules().stacked_of(param_of(meta.key))
+    assert stacked is not None, "only stacked layers have several descriptions"
+    before, after = meta.key.removesuffix(stacked[1]), stacked[1]
+    members = [
+        replace(meta, key=f"{before}{number}.{after}", shape=meta.shape[1:])
+        for number in range(len(layers))
     ]
+    parts = {member.key: part for member, part in zip(members, layers, strict=True)}
+    label = f"{before}[0-{len(layers) - 1}].{after}"
+    return replace(_fold(label, members, parts), stacked_key=meta.key)
 
 
 def _fold(
@@ -147,6 +224,7 @@ def _fold(
         label,
         tuple(members),
         merge_statistics(list(parts.values())),
+        parts,
         least=min(leasts, key=leasts.__getitem__, default=None),
         greatest=max(greatests, key=greatests.__getitem__, default=None),
         least_std=min(stds, key=lambda pair: pair[1], default=None),
@@ -182,27 +260,33 @@ def _fit_to_memory(
     return threads, min(DEFAULT_CACHE_BYTES, spare_bytes) if unit_bytes else 0
 
 
+def _in_layer(boxes: Iterable[Box], layer: int) -> list[Box]:
+    """Return boxes of one layer as boxes of the tensor with all layers."""
+    return [Box((layer, *box.offset), (1, *box.shape)) for box in boxes]
+
+
 @dataclass(slots=True)
 class _MeasuredTensor:
-    """A tensor that is being read: its reader, and what is known and missing of it."""
+    """A tensor that is being read: its reader, and what is known and missing of its layers."""
 
     key: str
     reader: TensorReader
     n_left: int
-    parts: list[ValueStatistics] = field(default_factory=list)
+    layers: tuple[list[ValueStatistics], ...]
 
 
 class _Measurement:
     """One pass over tensors, in several threads.
 
     Args:
-        tensors: (reader of its checkpoint, metadata) of each tensor.
+        tensors: (reader of its checkpoint, metadata, number of layers along its first axis) of each
+            tensor.
         total_bytes: size of all tensors.
     """
 
     def __init__(
         self,
-        tensors: Iterable[tuple[BoxReader, TensorMeta]],
+        tensors: Iterable[tuple[BoxReader, TensorMeta, int]],
         total_bytes: int,
         progress: Progress | None,
     ) -> None:
@@ -212,10 +296,10 @@ class _Measurement:
         self._done_bytes = 0
         self._lock = threading.Lock()
         self._threads = ThreadGroup("stats")
-        self._results: dict[str, ValueStatistics | None] = {}
+        self._results: dict[str, tuple[ValueStatistics, ...] | None] = {}
 
-    def run(self, n_threads: int) -> dict[str, ValueStatistics | None]:
-        """Read everything and return the description of each tensor.
+    def run(self, n_threads: int) -> dict[str, tuple[ValueStatistics, ...] | None]:
+        """Read everything and return the descriptions of each tensor's layers.
 
         Raises:
             CheckpointingException: the first error of a thread.
@@ -224,10 +308,10 @@ class _Measurement:
         return self._results
 
     def _all_items(
-        self, tensors: Iterable[tuple[BoxReader, TensorMeta]]
-    ) -> Iterator[tuple[_MeasuredTensor, list[Box]]]:
-        """Yield each tensor in groups of bands; called under the lock."""
-        for reader, meta in tensors:
+        self, tensors: Iterable[tuple[BoxReader, TensorMeta, int]]
+    ) -> Iterator[tuple[_MeasuredTensor, int, list[Box]]]:
+        """Yield each tensor in groups of bands, with their layer; called under the lock."""
+        for reader, meta, n_layers in tensors:
             try:
                 tensor = reader.tensor(meta.key)
             except UnsupportedError:
@@ -236,16 +320,20 @@ class _Measurement:
             except CheckpointingException as err:
                 err.key = err.key or meta.key
                 raise
-            boxes = list(bands(tensor.shape, itemsize(tensor.dtype), _BAND_BYTES))
+            # No band is of two layers.
+            shape = tensor.shape if n_layers == 1 else tensor.shape[1:]
+            boxes = list(bands(shape, itemsize(tensor.dtype), _BAND_BYTES))
             groups = [boxes[at : at + _GROUP] for at in range(0, len(boxes), _GROUP)]
             # A tensor without elements has no bands.
             if not groups:
-                self._results[meta.key] = ValueStatistics()
-            job = _MeasuredTensor(meta.key, tensor, len(groups))
-            for group in groups:
-                yield job, group
+                self._results[meta.key] = (ValueStatistics(),) * n_layers
+            layers: tuple[list[ValueStatistics], ...] = tuple([] for _ in range(n_layers))
+            job = _MeasuredTensor(meta.key, tensor, len(groups) * n_layers, layers)
+            for layer in range(n_layers):
+                for group in groups:
+                    yield job, layer, group if n_layers == 1 else _in_layer(group, layer)
 
-    def _next_item(self) -> tuple[_MeasuredTensor, list[Box]] | None:
+    def _next_item(self) -> tuple[_MeasuredTensor, int, list[Box]] | None:
         """Return the next group of bands; None at the end."""
         with self._lock:
             return None if self._threads.is_stopped() else next(self._items, None)
@@ -254,7 +342,7 @@ class _Measurement:
         """Describe groups of bands until there are no more; the task of one thread."""
         out, raw = (memoryview(mmap.mmap(-1, _BAND_BYTES)) for _ in range(2))
         while (item := self._next_item()) is not None:
-            job, boxes = item
+            job, layer, boxes = item
             parts = []
             for box in boxes:
                 if self._threads.is_stopped():
@@ -265,10 +353,10 @@ class _Measurement:
                 self._advance(len(data))
             part = merge_statistics(parts)
             with self._lock:
-                job.parts.append(part)
+                job.layers[layer].append(part)
                 job.n_left -= 1
                 if job.n_left == 0:
-                    self._results[job.key] = merge_statistics(job.parts)
+                    self._results[job.key] = tuple(map(merge_statistics, job.layers))
 
     def _advance(self, n_bytes: int) -> None:
         """Report bytes that were read."""

@@ -262,10 +262,12 @@ def path_of(key: str, view: Catalog) -> list[str]:
 
 def _split_rank(key: str, catalog: Catalog) -> tuple[str | None, str]:
     """Split a key into its rank directory (None if it has none) and the name behind it."""
+    # The colon first: asking for facets takes longer, and is asked of 10⁵ keys several times.
+    rank, colon, name = key.partition(":")
+    if not colon or "." in rank:
+        return None, key
     if catalog.is_rank_local or catalog.facet(_RankKeys) is not None:
-        rank, colon, name = key.partition(":")
-        if colon and "." not in rank:
-            return rank, name
+        return rank, name
     return None, key
 
 

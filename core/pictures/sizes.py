@@ -76,6 +76,8 @@ def sizes_of(catalog: Catalog) -> tuple[SizeNode, SizeNode]:
 
 def _size_node(name: str, branch: _SizeBranch) -> SizeNode:
     """Build the node of a branch; the names of ``components`` bound the recursion."""
+    if not branch.below:
+        return SizeNode(name, branch.n_bytes, branch.n_tensors)
     children = tuple(_size_node(part, below) for part, below in branch.below.items())
     return SizeNode(name, branch.n_bytes, branch.n_tensors, children)
 

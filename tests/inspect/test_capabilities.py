@@ -451,6 +451,28 @@ def test_what_is_not_tried_on_a_huge_checkpoint_is_said(
     assert any("too large to try" in note and "--dry-run" in note for note in summary.notes)
 
 
+def test_many_names_without_numbers_are_not_tried_and_this_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [a + b for a in "abcdefgh" for b in "abcdefgh"]
+    numbered = {f"part.{number}.weight": torch.ones(2) for number in range(64)}
+    torch.save({word: torch.ones(2) for word in words}, tmp_path / "words.pt")
+    torch.save(numbered, tmp_path / "numbered.pt")
+
+    def tried(name: str) -> bool:
+        opened = open_checkpoint(tmp_path / name)
+        summary = summarize(opened)
+        opened.store.close()
+        is_noted = any("too large to try" in note for note in summary.notes)
+        assert is_noted == (not summary.capabilities)
+        return bool(summary.capabilities)
+
+    assert tried("words.pt") and tried("numbered.pt")
+    monkeypatch.setattr(capabilities, "MANY_NAMES", len(words) - 1)
+    assert not tried("words.pt")
+    assert tried("numbered.pt")
+
+
 def test_one_unsupported_tensor_among_many_is_seen(tmp_path: Path) -> None:
     state = {f"layers.{number}.weight": torch.ones(2) for number in range(capabilities.MANY + 400)}
     state["layers.7.weight"] = torch.eye(3).to_sparse()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import CapacityError
 from core.inspect.select import model_tensors
-from core.inspect.stats import fold_statistics, measure_tensors
+from core.inspect.stats import fold_statistics, measure_layers, measure_tensors, merged_layers
 from core.inspect.summary import summarize
 from core.numbers.statistics import ValueStatistics
 from core.opening.open import open_checkpoint
@@ -79,6 +79,38 @@ def test_stacked_and_compressed_tensors_are_read(golden: Path) -> None:
     leasts = [part.least for part in layers if part is not None and part.least is not None]
     assert total.least == min(leasts)
     assert total.n_elements == sum(part.n_elements for part in layers if part is not None)
+
+
+@pytest.mark.parametrize("stacked", ["mcore0121_zarr", "mcore_torch_dist"])
+def test_layers_in_one_tensor_are_folded_like_layers_of_their_own(
+    stacked: str, golden: Path
+) -> None:
+    ranks = measured(golden / "mcore_legacy/dense_gqa/tp2_pp2")
+    checkpoint = open_checkpoint(golden / stacked / "dense_gqa/tp2_pp2")
+    try:
+        summary = summarize(checkpoint)
+        tensors = model_tensors(summary)
+        layers = measure_layers(checkpoint, summary.view, tensors)
+    finally:
+        checkpoint.store.close()
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    of_rank_files = tuple(ranks[key.replace("layers.", f"layers.{i}.")] for i in range(4))
+    if stacked == "mcore_torch_dist":
+        # Only these were saved from the same values.
+        assert layers[key] == of_rank_files
+    folded = {
+        row.stacked_key: row for row in fold_statistics(tensors, merged_layers(layers), layers)
+    }
+    row = folded[key]
+    assert row.label == "decoder.layers.[0-3].mlp.linear_fc1.weight"
+    assert tuple(row.parts.values()) == layers[key]
+    assert row.total == merged_layers(layers)[key]
+    stds = [part.std for part in row.parts.values()]
+    assert row.greatest_std is not None
+    name = row.greatest_std[0]
+    assert row.numbers_of(name) == f"layers.{stds.index(max(s for s in stds if s is not None))}"
+    # Tensors outside layers have one description.
+    assert len(layers["embedding.word_embeddings.weight"] or ()) == 1
 
 
 def test_layers_are_folded_with_their_extremes(tmp_path: Path) -> None:

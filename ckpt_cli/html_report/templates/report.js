@@ -167,6 +167,33 @@ const drawStatistics = (values) => {
   return place;
 };
 
+// One line for each layer, all to one scale, so that an outlier is seen; it is marked in words, too.
+const MOST_LINES = 128;
+const drawLines = (parts, names) => {
+  const measured = parts.map((part, at) => [part, names[at]]).filter(([part]) => part && part.bins);
+  const stds = measured.map(([part]) => part.std).filter((std) => std > 0).sort((a, b) => a - b);
+  const middle = stds.length ? (stds[(stds.length - 1) >> 1] + stds[stds.length >> 1]) / 2 : 0;
+  const top = Math.max(...measured.map(([part]) => part.bins[0]));
+  const place = element("div", { class: "lines" }, element("h3", {}, "Layer by layer"));
+  const rows = measured.slice(0, MOST_LINES).map(([part, name]) => {
+    const [own, zeros, negative, positive] = part.bins;
+    const shown = negative.length - 1, shift = top - own;
+    const column = (side, at) => at < shift ? 0 : side[at - shift] || 0;
+    const counts = [...Array.from({ length: shown }, (_, at) => column(negative, at)), zeros, ...Array.from({ length: shown }, (_, at) => column(positive, shown - 1 - at))];
+    const most = Math.max(...counts.filter((_, at) => at !== shown), 1), width = 5;
+    const svg = drawing("svg", { class: "line", viewBox: `0 0 ${counts.length * width} 24`, role: "img", "aria-label": `Histogram of ${name}, from ${number(part.min)} to ${number(part.max)}`, "data-tip": `${name}\nfrom ${number(part.min)} to ${number(part.max)}` });
+    counts.forEach((n, at) => { if (n) { const h = Math.max(Math.min(n / most, 1) * 24, 1); svg.append(drawing("rect", { x: at * width, y: (24 - h).toFixed(1), width: width - 1, height: h.toFixed(1) })); } });
+    const ratio = middle && part.std ? part.std / middle : 1, bad = (part.NaN || 0) + (part.Inf || 0);
+    const mark = bad ? `${count(bad, "NaN or Inf", "NaN or Inf")}` : ratio >= 3 || ratio <= 1 / 3 ? `${ratio.toPrecision(3)} × the median std` : "";
+    const cell = (text, kind) => element("td", { class: kind }, text);
+    return element("tr", {}, element("th", { scope: "row" }, name), cell(part.std === undefined ? "–" : number(part.std), "number"), cell(number(Math.max(Math.abs(part.min ?? 0), Math.abs(part.max ?? 0))), "number"), element("td", {}, svg), cell(mark, mark ? "bad" : null));
+  });
+  const head = element("tr", {}, element("th", { scope: "col" }, "layer"), element("th", { scope: "col", class: "number" }, "std"), element("th", { scope: "col", class: "number" }, "max |x|"), element("th", { scope: "col" }, `−2^${top + 1} to 2^${top + 1}`), element("th", { scope: "col" }, "unusual"));
+  place.append(element("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Values layer by layer" }, element("table", { class: "list compact" }, element("thead", {}, head), element("tbody", {}, ...rows))));
+  if (measured.length > rows.length) place.append(element("p", { class: "quiet" }, `the first ${rows.length} of ${measured.length}`));
+  return place;
+};
+
 // The details of a row: one of its tensors at a time.
 const showMember = (place, row, names, member) => {
   const [, , shape, , , before, after, moves, statistics] = row;
@@ -186,7 +213,7 @@ const showMember = (place, row, names, member) => {
   if (values) sides.append(drawStatistics(values));
   if (!map && !values) sides.append(element("p", { class: "quiet" }, data.table.command ? `No shard map in this report. To see it: ${data.table.command}` : "No further details in this report."));
   place.querySelector(".sides")?.remove();
-  place.append(sides);
+  place.insertBefore(sides, place.querySelector(".lines"));
 };
 const linkMoves = (first, second, moves) => {
   const links = [];
@@ -231,6 +258,10 @@ if (body) {
       place.append(element("h3", {}, names[choice[0]]));
     }
     showMember(place, entry.row, names, choice[0]);
+    // The layers of the row, whether each is a tensor or all are stacked in one.
+    const [, , , , , , , , measured, stacked] = entry.row;
+    if (stacked.length > 1) place.append(drawLines(stacked, stacked.map((_, at) => `layer ${at}`)));
+    else if (measured.length > 1) place.append(drawLines(choice.map((at) => measured[at]), choice.map((at) => names[at])));
     line.after(element("tr", { class: "detail" }, place));
   };
   const lineOf = (entry) => {

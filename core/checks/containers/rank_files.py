@@ -11,7 +11,6 @@ Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``,
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from core.checks.check import Check
@@ -19,8 +18,8 @@ from core.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
 from core.checks.finding import Finding
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.formats.deepspeed.optim_states import parse_optim_states
-from core.formats.deepspeed.state_file import read_state_file
+from core.formats.deepspeed.files import name_of_rank
+from core.formats.deepspeed.optim_states import recorded_ranks
 from core.formats.deepspeed.universal.parameter import lacking_files
 from core.formats.megatron.format import MODEL_FILE, OPTIM_FILE
 from core.formats.torch.tree import parse
@@ -145,15 +144,7 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
         return
     optim = _files_by_rank(subject, _OPTIM)
     models = _files_by_rank(subject, _ZERO_MODEL)
-    # Optimizer files record the number of ranks. Read three, because one may be damaged or from
-    # another run.
-    votes: Counter[int] = Counter()
-    for name in list(optim.values())[:3]:
-        try:
-            votes[parse_optim_states(read_state_file(subject.store, name)).n_ranks] += 1
-        except CheckpointingException:
-            continue
-    n_ranks = votes.most_common(1)[0][0] if votes else None
+    n_ranks = recorded_ranks(subject.store, optim.values())
     if optim:
         yield from _missing_ranks(optim, "optimizer", n_ranks=n_ranks)
     if models:
@@ -191,7 +182,7 @@ def _missing_ranks(
         if rank not in files:
             yield RANK_MISSING.finding(
                 f"the {kind} file of data-parallel rank {rank} is missing",
-                file=re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", sibling),
+                file=name_of_rank(sibling, rank),
                 rank=str(rank),
                 expected=f"files of {total} ranks",
                 found=f"files of {len(files)}",

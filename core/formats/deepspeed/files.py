@@ -88,6 +88,19 @@ def is_rank_file(name: str) -> bool:
     return any(pattern.match(name) for pattern in (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _LAYER))
 
 
+def kind_and_rank(name: str) -> tuple[str, int] | None:
+    """Return the kind of a rank file, ``model`` or ``optimizer``, and its data-parallel rank.
+
+    Returns:
+        None for other files. The model file of ZeRO-0, 1 and 2 is written by rank 0.
+    """
+    for kind, pattern in (("optimizer", _OPTIM), ("model", _ZERO_MODEL)):
+        match = pattern.match(name)
+        if match is not None:
+            return kind, int(match["rank"])
+    return ("model", 0) if _MODEL.match(name) else None
+
+
 def rank_files(store: ReadStore) -> ZeroRankFiles:
     """List the files of a directory by rank, and check that none of them is missing.
 
@@ -139,6 +152,11 @@ def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
     return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
 
+def name_of_rank(like: str, rank: int) -> str:
+    """Return the name of a rank's file, given that of another rank."""
+    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", like)
+
+
 def missing_rank(like: str, rank: int) -> MissingShardError:
     """Return the error about the missing file of a rank.
 
@@ -147,7 +165,7 @@ def missing_rank(like: str, rank: int) -> MissingShardError:
     """
     return MissingShardError(
         f"the file of data-parallel rank {rank} is missing",
-        file=re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", like),
+        file=name_of_rank(like, rank),
         hint="copy the checkpoint again, with all its files; or the rank did not finish saving",
     )
 

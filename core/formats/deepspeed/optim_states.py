@@ -17,17 +17,21 @@ Source: DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from core.errors import UnsupportedError
+from core.errors import CheckpointingException, UnsupportedError
 from core.formats.deepspeed.files import EXPERTS_HINT
-from core.formats.deepspeed.state_file import mapping_or_empty, shown, type_of
+from core.formats.deepspeed.state_file import mapping_or_empty, read_state_file, shown, type_of
 from core.pickle.inert import Inert, TensorLeaf, attributes
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
+    from core.files.store import ReadStore
     from core.formats.deepspeed.state_file import StateFile
 
 OPTIMIZER_STATE = "optimizer_state_dict"
@@ -64,6 +68,23 @@ class OptimStates:
     slices: Sequence[Mapping[str, tuple[int, int]]] | None
     alignment: Sequence[Sequence[int]] | None
     other_entries: Mapping[str, object]
+
+
+_MOST_VOTES = 3
+"""Files that are asked for the number of ranks: one may be damaged, or from another run."""
+
+
+def recorded_ranks(store: ReadStore, files: Iterable[str]) -> int | None:
+    """Return the number of ranks that most of some ``*_optim_states.pt`` files record.
+
+    Returns:
+        None if none of them can be read.
+    """
+    votes: Counter[int] = Counter()
+    for name in islice(files, _MOST_VOTES):
+        with suppress(CheckpointingException):
+            votes[parse_optim_states(read_state_file(store, name)).n_ranks] += 1
+    return votes.most_common(1)[0][0] if votes else None
 
 
 CONSUMED_OPTIM = frozenset({

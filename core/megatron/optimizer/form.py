@@ -61,7 +61,7 @@ _NUMBERED = re.compile(r"(^|\.)state\.\d+\.[a-z_0-9]+$")
 _OPTIMIZER_OBJECT = re.compile(r"(^|[.:])(optimizer|optim)\b")
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 18)
 def role_of(key: str) -> str:
     """Return the role of a tensor: ``model``, ``moments``, ``masters`` or ``other``.
 

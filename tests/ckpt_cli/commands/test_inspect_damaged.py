@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
+from ckpt_cli.pages.damage import damage_lines
+from ckpt_cli.screen.terminal import Screen
+from core.errors import CorruptError
 from tests.support import broken as b
 from tests.support.damages import DCP, ITER, RANKS, SHARDS, ZARR
 
@@ -117,3 +120,9 @@ def test_no_other_command_reads_a_part(damaged: Callable[..., Path], tmp_path: P
     path = damaged(SHARDS, SECOND, Path.unlink)
     assert main(["convert", str(path), str(tmp_path / "out.pt")]) == 3
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_damage_is_plain_ascii_where_the_terminal_has_no_other() -> None:
+    lines = list(damage_lines(Screen(80, has_unicode=False), [CorruptError("cut", file="a.pt")]))
+    assert lines[0] == "- damaged: 1 problem; below is what can be read"
+    assert all(line.isascii() for line in lines)

@@ -23,6 +23,7 @@ from ckpt_cli.explore.report_screen import ReportScreen
 from ckpt_cli.explore.search import SearchPanel, search_names
 from ckpt_cli.explore.source import CheckpointSource, SourceOptions
 from core.errors import CorruptError, UsageError
+from tests.support.documents import CHECKPOINTS
 from tests.support.hostile_names import write_named_tensors
 from tests.support.screens import assert_screen, screen_text
 
@@ -100,9 +101,17 @@ def test_the_first_screen_shows_names_overview_and_keys(in_golden: Path) -> None
     assert app.return_code == 0
 
 
-def test_a_tensor_shows_shape_places_statistics_and_values(in_golden: Path) -> None:
+def test_a_tensor_shows_shape_places_statistics_and_values(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The guide shows these screens: of a run of its playground, under the name that it has there.
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/llama").symlink_to(golden / CHECKPOINTS["runs/llama"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
     async def steps(pilot: Pilot[int]) -> None:
-        await search(pilot, "0.self_attention.linear_qkv.weight", "1 of 435 names")
+        await search(pilot, "0.self_attention.linear_qkv.weight", "1 of 655 names")
         await until_shown(pilot, "no NaN or Inf")
         assert_screen(pilot.app, SCREENS / "search.txt")
         await pilot.press("enter")
@@ -113,7 +122,7 @@ def test_a_tensor_shows_shape_places_statistics_and_values(in_golden: Path) -> N
         await pilot.pause()
         assert_screen(pilot.app, SCREENS / "wide.txt")
 
-    explore(RUN, steps)
+    explore(Path("runs/llama"), steps)
 
 
 def app_of(pilot: Pilot[int]) -> ExplorerApp:

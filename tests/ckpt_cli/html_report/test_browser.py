@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2_optim"
-REPORTS = ("inspect", "reshard", "validate", "diff", "hostile")
+REPORTS = ("inspect", "stacked", "zero", "reshard", "validate", "diff", "hostile")
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,17 @@ def reports(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     ranks, broken = golden / RANKS, folder / "broken"
     shutil.copytree(ranks, broken)
     shutil.rmtree(broken / "iter_0000010" / "mp_rank_01_001")
+    lost = folder / "lost"
+    shutil.copytree(golden / "deepspeed/zero3_dp2_bf16", lost)
+    next(lost.rglob("zero_pp_rank_1_*_model_states.pt")).unlink()
     hostile = write_named_tensors(folder / "hostile.safetensors", HOSTILE_NAMES)
     fewer = write_named_tensors(folder / "fewer.safetensors", HOSTILE_NAMES[2:])
     commands: dict[str, tuple[object, ...]] = {
         "inspect": ("inspect", ranks, "--stats"),
         "reshard": ("reshard", ranks, folder / "out", "--tp-new", 4, "--pp-new", 1, "-n"),
+        "stacked": ("inspect", golden / "mcore_torch_dist/dense_gqa/tp2_pp2", "--stats"),
         "validate": ("validate", broken),
+        "zero": ("validate", lost),
         "diff": ("diff", hostile, fewer),
         "hostile": ("inspect", hostile),
     }
@@ -83,6 +88,27 @@ def test_nothing_of_a_hostile_checkpoint_runs(
     assert tab.console == []
     assert "<script>owned=1</script>" in tab.run("document.body.textContent")
     assert "(10,000 characters)" in tab.run("document.body.textContent")
+
+
+@pytest.mark.parametrize(("name", "row"), [("stacked", "layer 3"), ("inspect", "layers.3.")])
+def test_each_layer_has_a_line_of_its_values(
+    name: str, row: str, tab: Tab, reports: dict[str, Path]
+) -> None:
+    tab.open(reports[name])
+    tab.run("document.querySelectorAll('.row-button').forEach((button) => button.click())")
+    lines = (
+        "[...document.querySelectorAll('.lines')].find((place) =>"
+        f" place.textContent.includes({json.dumps(row)})).querySelectorAll(':scope tbody tr')"
+    )
+    assert tab.run(f"{lines}.length") == 4
+    assert tab.run(f"{lines}[3].querySelectorAll('svg rect').length") > 2
+    assert row in tab.run(f"{lines}[3].querySelector('th').textContent")
+    # Another layer's details come above the lines, as the first one's.
+    tab.run(
+        "(() => { const s = document.querySelector('.detail select'); if (s) { s.value = '2';"
+        " s.dispatchEvent(new Event('change')); } })()"
+    )
+    assert tab.run("document.querySelector('.detail .sides + .lines') !== null")
 
 
 def test_an_injected_script_is_refused_by_the_policy(tab: Tab, reports: dict[str, Path]) -> None:

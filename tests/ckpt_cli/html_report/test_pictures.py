@@ -33,7 +33,7 @@ def test_a_missing_rank_is_named_and_not_only_coloured() -> None:
 
 
 def test_findings_are_shown_in_the_cell_of_their_rank() -> None:
-    table = rank_table(grid(2, 2), {(1, 0, 0): CellFindings("error", "2 findings")})
+    table = rank_table(grid(2, 2), {"pp1 tp0": CellFindings("error", "2 findings")})
     worst = [[cell and cell.worst for cell in row.cells] for row in table.rows]
     assert worst == [["", ""], ["error", ""]]
 

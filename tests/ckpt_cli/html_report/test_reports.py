@@ -16,6 +16,7 @@ import pytest
 
 from ckpt_cli.app import main
 from ckpt_cli.html_report.page import json_block
+from tests.support.edited import copied
 from tests.support.hostile_names import HOSTILE_NAMES, write_named_tensors
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2_optim"
@@ -189,6 +190,19 @@ def test_validate_places_findings_on_the_grid(
     assert "✗ missing" in page.text and "error CK160" in page.text
     assert ("data-filter-rank", "pp1-tp1") in page.attributes
     assert ("data-ranks", "rank:pp1-tp1;") in page.attributes
+
+
+def test_validate_places_findings_on_the_grid_of_deepspeeds_ranks(
+    golden: Path, tmp_path: Path, report: Callable[..., Page], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied(golden, "deepspeed/zero1_dp2_bf16", tmp_path)
+    next(path.rglob("bf16_zero_pp_rank_1_*optim_states.pt")).unlink()
+    page = report("validate", path, code=1)
+    assert "✗ missing" in page.text and "2 data-parallel ranks, 1 file missing" in page.text
+    assert ("data-filter-rank", "optimizer-dp1") in page.attributes
+    assert ("data-ranks", "rank:optimizer-dp1;") in page.attributes
+    # The terminal has the same picture below the findings.
+    assert "optimizer  58.4 KiB  missing" in capsys.readouterr().out
 
 
 def test_validate_lists_several_checkpoints_the_worst_first(
