@@ -94,6 +94,7 @@ class Runner:
                 "PATH": f"{self.tools}:{os.environ['PATH']}",
                 "RUNNER_TEMP": str(self.folder),
                 "GITHUB_ACTION_PATH": str(self.repo_dir / ACTION).rpartition("/")[0],
+                "CKPT_PROGRESS": "none",  # which a busy machine would show on standard error
                 **files,
                 **env,
             },
