@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from core.diff.result import Diff
     from core.inspect.summary import Summary
     from core.numbers.difference import Tolerance
+    from core.prune.run import Pruning
     from core.validate.run import Validation
 
 AnyPath = str | os.PathLike[str]
@@ -249,3 +250,52 @@ def diff(
         memory_bytes=memory_bytes,
     )
     return compare(job, progress=bytes_only(progress))
+
+
+def prune(
+    root: AnyPath,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    deep: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Pruning:
+    """Remove iterations of a training root that are not needed any more, as ``ckpt prune`` does.
+
+    It does not ask. The newest valid iteration, those that a tracker names, and what is not
+    recognised as a complete checkpoint always stay.
+
+    Args:
+        root: the directory that contains the iterations, or its URL.
+        keep_last: the number of the newest valid iterations that stay.
+        keep_every: iterations divisible by this number stay, too.
+        dry_run: only decide; nothing is removed.
+        deep: read every byte of an iteration before it counts as valid.
+        memory_bytes: memory limit for reading data.
+        progress: called with (bytes read, bytes in total) of what is validated.
+
+    Returns:
+        What was removed (with ``dry_run``: would be), and what stays for which reasons.
+
+    Raises:
+        UsageError: neither ``keep_last`` nor ``keep_every`` is given, or there are no iterations.
+        CheckpointingException: a tracker is damaged, an iteration changed meanwhile, or the system
+            refuses.
+    """
+    from core.checks.level import Level
+    from core.prune.decision import KeepRules
+    from core.prune.run import PruneJob, examine, remove
+
+    report = bytes_only(progress)
+    job = PruneJob(
+        root=location_of(root),
+        rules=KeepRules(keep_last=keep_last, keep_every=keep_every),
+        level=Level.DEEP if deep else Level.HEADERS,
+        memory_bytes=memory_bytes,
+    )
+    pruning = examine(job, progress=report)
+    if not dry_run:
+        remove(pruning, progress=report)
+    return pruning
