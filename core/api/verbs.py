@@ -128,6 +128,7 @@ def reshard(
     vpp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    experts: str | None = None,
     to: str | None = None,
     iteration: int | None = None,
     optimizer: bool = True,
@@ -142,17 +143,19 @@ def reshard(
         src: a Megatron checkpoint, or a training root.
         dst: the directory to write; None for a name in the directory of ``src``.
         tp, pp, vpp, ep, etp: sizes of the destination; None keeps that of the source.
+        experts: module of the experts, ``sequential``, ``grouped`` or ``te-grouped``; None keeps
+            it.
         to: the target format; None keeps that of the source.
         iteration, optimizer, verify, force, memory_bytes, progress: as for ``convert``.
 
     Raises:
-        UsageError: no size is given, or the model cannot be divided so.
+        UsageError: neither a size nor ``experts`` is given, or the model cannot be divided so.
         CheckpointingException: as for ``convert``.
     """
     from core.convert.run import run
 
     topology = TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-    if not topology.is_change:
+    if not topology.is_change and experts is None:
         raise UsageError("reshard: no target size", hint="give one, such as tp=2")
     job = Job(
         src=location_of(src),
@@ -160,6 +163,7 @@ def reshard(
         to=to,
         iteration=iteration,
         topology=topology,
+        experts=experts,
         keeps_layout=True,
         optim="carry" if optimizer else "drop",
         verify=verify,

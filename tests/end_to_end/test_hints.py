@@ -190,7 +190,7 @@ VALUES: Mapping[str, str] = {
     "transformer-impl": "local",
     "unknown": "refuse",
     "ignore": "CK1",
-    "moe-experts": "sequential",
+    "experts": "sequential",
     "storage-option": "region=x",
 }
 """Values of options, where a message names none or a placeholder."""
