@@ -43,6 +43,7 @@ FOREIGN: Mapping[str, str] = {
     "verify-integrity": "Megatron-LM",
     "fp8-param-gather": "Megatron-LM",
     "moe-grouped-gemm": "Megatron-LM",
+    "moe-use-legacy-grouped-gemm": "Megatron-LM",
     "load": "Megatron-LM",
     "ckpt-format": "Megatron-LM",
     "decoder": "Megatron-LM: --decoder-first-pipeline-num-layers and --decoder-last-…",
