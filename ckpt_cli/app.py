@@ -24,6 +24,7 @@ from ckpt_cli.options.explore import ExploreOptions
 from ckpt_cli.options.inspect import InspectOptions
 from ckpt_cli.options.launch import LaunchOptions
 from ckpt_cli.options.manifest import ManifestOptions
+from ckpt_cli.options.prune import PruneOptions
 from ckpt_cli.options.transfer import TransferOptions, accepts
 from ckpt_cli.options.typer_command import HELP_ALL, Command, Group, short_page
 from ckpt_cli.options.validate import ValidateOptions
@@ -216,6 +217,19 @@ def _diff(options: DiffOptions) -> Work:
     from ckpt_cli.commands.diff import run_diff
 
     return partial(run_diff, options)
+
+
+@app.command("prune", cls=Command, short_help="Remove old iterations of a training run.")
+@accepts(PruneOptions)
+def _prune(options: PruneOptions) -> Work:
+    """Remove iterations of a training run that no rule keeps; asks before it does.
+
+    The newest valid iteration always stays, and so do those that a tracker names, that are being
+    written, or that are not recognised as checkpoints.
+    """
+    from ckpt_cli.commands.prune import prune
+
+    return partial(prune, options)
 
 
 @app.command(

@@ -29,6 +29,7 @@ class Phase(StrEnum):
     CHECKING = "checking"
     COMPARING = "comparing"
     MEASURING = "measuring"
+    REMOVING = "removing"
 
 
 Unit = Literal["bytes", "files"]

@@ -18,10 +18,11 @@ def reshard(options: TransferOptions) -> int:
         UsageError: no option changes the layout, or the options contradict each other.
         CheckpointingException: the checkpoint cannot be read, resharded or written.
     """
-    # --to or --vocab-size may be the only change: the parallel sizes then stay the source's.
+    # --to, --vocab-size or --experts may be the only change: the sizes then stay the source's.
     sizes = (options.tp_new, options.pp_new, options.vpp_new, options.ep_new, options.etp_new)
     has_target = build_pipeline(options) is not None or any(size is not None for size in sizes)
-    if options.to is None and options.vocab_size is None and not has_target:
+    others = (options.to, options.vocab_size, options.experts)
+    if not has_target and all(option is None for option in others):
         raise UsageError("no target size", hint=_target_size_hint(options))
     return transfer(build_job(options, keeps_layout=True), options)
 

@@ -134,7 +134,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         megatron_version=None
         if options.megatron_version is None
         else parse_version(options.megatron_version),
-        moe_experts=options.moe_experts,
+        experts=options.experts,
         dequantize=options.dequantize,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),

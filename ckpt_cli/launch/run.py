@@ -75,6 +75,8 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
         )
     if command[0] == "explore":
         raise UsageError("explore needs a terminal of its own", hint="use ckpt explore …")
+    if command[0] == "prune":
+        raise UsageError("prune removes files, so one process is enough", hint="use ckpt prune …")
     if command[0] == "launch":
         raise UsageError(
             "launch cannot be launched", hint="use ckpt launch OPTIONS -- COMMAND ARGS"

@@ -188,6 +188,25 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
         ),
         guide="guide/compare",
     ),
+    "prune": ShortHelp(
+        examples=(
+            (
+                "the newest three, and every ten-thousandth; show it only",
+                "ckpt prune run --keep-last 3 --keep-every 10000 --dry-run",
+            ),
+            ("in a job, where nobody can be asked", "ckpt prune run --keep-last 3 --yes"),
+        ),
+        options=(
+            "--keep-last",
+            "--keep-every",
+            "--dry-run",
+            "--yes",
+            "--deep",
+            "--json",
+            "--quiet",
+        ),
+        guide="guide/prune",
+    ),
     "launch": ShortHelp(
         examples=(
             (

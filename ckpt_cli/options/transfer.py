@@ -488,15 +488,15 @@ class TransferOptions:
             help="megatron-core version that will load the rank files. [the one that wrote SRC]",
         ),
     ] = None
-    moe_experts: Annotated[
+    experts: Annotated[
         str | None,
         Option(
-            "--moe-experts",
+            "--experts",
             metavar="KIND",
-            parser=one_of("sequential"),
+            parser=one_of("sequential", "grouped", "te-grouped"),
             rich_help_panel=LAYOUT,
-            help="sequential: write the old GroupedMLP (removed in megatron-core 0.17) "
-            "as one module per expert.",
+            help="Module of the experts: sequential, te-grouped (Transformer Engine), or grouped "
+            "(the old GroupedMLP, removed in megatron-core 0.17). [that of SRC]",
         ),
     ] = None
     rules: RulesFile = None

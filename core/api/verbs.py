@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from core.diff.result import Diff
     from core.inspect.summary import Summary
     from core.numbers.difference import Tolerance
+    from core.prune.run import Pruning
     from core.validate.run import Validation
 
 AnyPath = str | os.PathLike[str]
@@ -127,6 +128,7 @@ def reshard(
     vpp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    experts: str | None = None,
     to: str | None = None,
     iteration: int | None = None,
     optimizer: bool = True,
@@ -141,17 +143,19 @@ def reshard(
         src: a Megatron checkpoint, or a training root.
         dst: the directory to write; None for a name in the directory of ``src``.
         tp, pp, vpp, ep, etp: sizes of the destination; None keeps that of the source.
+        experts: module of the experts, ``sequential``, ``grouped`` or ``te-grouped``; None keeps
+            it.
         to: the target format; None keeps that of the source.
         iteration, optimizer, verify, force, memory_bytes, progress: as for ``convert``.
 
     Raises:
-        UsageError: no size is given, or the model cannot be divided so.
+        UsageError: neither a size nor ``experts`` is given, or the model cannot be divided so.
         CheckpointingException: as for ``convert``.
     """
     from core.convert.run import run
 
     topology = TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-    if not topology.is_change:
+    if not topology.is_change and experts is None:
         raise UsageError("reshard: no target size", hint="give one, such as tp=2")
     job = Job(
         src=location_of(src),
@@ -159,6 +163,7 @@ def reshard(
         to=to,
         iteration=iteration,
         topology=topology,
+        experts=experts,
         keeps_layout=True,
         optim="carry" if optimizer else "drop",
         verify=verify,
@@ -249,3 +254,52 @@ def diff(
         memory_bytes=memory_bytes,
     )
     return compare(job, progress=bytes_only(progress))
+
+
+def prune(
+    root: AnyPath,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    deep: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Pruning:
+    """Remove iterations of a training root that are not needed any more, as ``ckpt prune`` does.
+
+    It does not ask. The newest valid iteration, those that a tracker names, and what is not
+    recognised as a complete checkpoint always stay.
+
+    Args:
+        root: the directory that contains the iterations, or its URL.
+        keep_last: the number of the newest valid iterations that stay.
+        keep_every: iterations divisible by this number stay, too.
+        dry_run: only decide; nothing is removed.
+        deep: read every byte of an iteration before it counts as valid.
+        memory_bytes: memory limit for reading data.
+        progress: called with (bytes read, bytes in total) of what is validated.
+
+    Returns:
+        What was removed (with ``dry_run``: would be), and what stays for which reasons.
+
+    Raises:
+        UsageError: neither ``keep_last`` nor ``keep_every`` is given, or there are no iterations.
+        CheckpointingException: a tracker is damaged, an iteration changed meanwhile, or the system
+            refuses.
+    """
+    from core.checks.level import Level
+    from core.prune.decision import KeepRules
+    from core.prune.run import PruneJob, examine, remove
+
+    report = bytes_only(progress)
+    job = PruneJob(
+        root=location_of(root),
+        rules=KeepRules(keep_last=keep_last, keep_every=keep_every),
+        level=Level.DEEP if deep else Level.HEADERS,
+        memory_bytes=memory_bytes,
+    )
+    pruning = examine(job, progress=report)
+    if not dry_run:
+        remove(pruning, progress=report)
+    return pruning

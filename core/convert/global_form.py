@@ -49,9 +49,11 @@ from core.megatron.extras.random_states import with_rng
 from core.megatron.model.args import facts_of, with_vocab_size
 from core.megatron.model.checks import check_complete
 from core.megatron.optimizer.sharded.write import sharding_of, wanted_sharding
+from core.megatron.placement.expert_kind import with_expert_kind
 from core.megatron.placement.implementation import with_implementation
 from core.megatron.reshard.from_global import has_megatron_names
 from core.megatron.reshard.reshard import Rules, is_megatron, load_rules, unshard
+from core.megatron.rules.experts import OPTION as EXPERTS
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source, documents_above, unread_files
@@ -274,12 +276,17 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
     catalog = with_rng(
         step.catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks"
     )
-    if job.transformer_impl is not None:
-        if not is_cut(format):
+    for option, value in (("--transformer-impl", job.transformer_impl), (EXPERTS, job.experts)):
+        if value is not None and not is_cut(format):
             raise UsageError(
-                f"--transformer-impl has no effect on {format.name}",
+                f"{option} has no effect on {format.name}",
                 hint="use it with --to megatron or --to torch_dist",
             )
+    if is_cut(format):
+        catalog = with_expert_kind(
+            catalog, job.experts, rules=rules, implementation=job.transformer_impl
+        )
+    if job.transformer_impl is not None:
         catalog = with_implementation(catalog, job.transformer_impl, rules=rules)
     return replace(step, catalog=catalog)
 
@@ -351,6 +358,8 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
             make_vocab_size_divisible_by=divisor,
             transformer_impl=job.transformer_impl,
         )
+    if job.experts is not None:
+        catalog = with_expert_kind(catalog, job.experts, rules=request.rules)
     padding = (
         f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)"
     )
@@ -563,7 +572,7 @@ def _needs_global_form(request: _FormRequest, catalog: Catalog) -> bool:
         return True
     if not is_megatron(catalog, request.rules):
         return False
-    if request.names == "megatron" or job.transformer_impl is not None:
+    if request.names == "megatron" or job.transformer_impl is not None or job.experts is not None:
         return True
     if not format.is_mcore:
         return False

@@ -81,8 +81,8 @@ class Job:
             (``core.megatron.placement.implementation``).
         megatron_version: the megatron-core that will load the rank files; None writes the
             optimizer's groups as the source has them.
-        moe_experts: ``sequential`` writes experts of the old GroupedMLP as one module each; None
-            keeps their kind.
+        experts: the kind of experts to write (``core.megatron.placement.expert_kind``); None keeps
+            it.
         dequantize: dtype that quantized tensors are dequantized to; None keeps them. This and the
             options up to ``quantize`` are applied by ``core.convert.apply_changes``, in its order.
             Each matches the names that the changes before it produced, the first those that
@@ -143,7 +143,7 @@ class Job:
     tokenizer: Path | None = None
     transformer_impl: str | None = None
     megatron_version: MegatronVersion | None = None
-    moe_experts: str | None = None
+    experts: str | None = None
     dequantize: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

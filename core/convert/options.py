@@ -86,11 +86,6 @@ def _check_rank_options(job: Job, format: Format) -> None:
             f"{OPTION} is for rank files; {format.name} does not depend on the version",
             hint=f"omit {OPTION}",
         )
-    if job.moe_experts is not None:
-        raise UsageError(
-            f"{EXPERTS} is for rank files; {format.name} has one naming for all kinds of experts",
-            hint=f"omit {EXPERTS}",
-        )
     if job.unstack_layers and format.is_mcore:
         raise UsageError(
             f"--unstack-layers: {format.name} has either one key for all layers or one per layer",
@@ -191,7 +186,7 @@ def refuse_layout_options(job: Job) -> None:
         "--rng": job.rng is not None,
         "--transformer-impl": job.transformer_impl is not None,
         OPTION: job.megatron_version is not None,
-        EXPERTS: job.moe_experts is not None,
+        EXPERTS: job.experts is not None,
     }
     for name, is_given in given.items():
         if is_given:

@@ -128,7 +128,6 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
             vocab_size=job.vocab_size,
             rng=job.rng,
             version=job.megatron_version,
-            experts=job.moe_experts,
         )
         ranks = target.facet(RankFacts)
         assert ranks is not None, "shard builds rank files"

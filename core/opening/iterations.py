@@ -18,11 +18,26 @@ _ORBAX_STEP = "_CHECKPOINT_METADATA"
 
 def iteration_dirs(store: SourceStore) -> dict[int, str]:
     """Return iteration → directory name, for the directories right below a training root."""
-    names: dict[int, str] = {}
     # Folders are sorted, so that a plain directory comes before its ``_universal`` form.
-    for name in store.folders():
+    return {number: names[0] for number, names in all_iteration_dirs(store).items()}
+
+
+def all_iteration_dirs(store: SourceStore) -> dict[int, list[str]]:
+    """Return iteration → names of all its directories, right below a training root."""
+    names: dict[int, list[str]] = {}
+    folders = store.folders()
+    # In an object store, the object of this name marks a prefix whose objects are being deleted.
+    files = set(store.files()) if store.is_remote else frozenset()
+    for name in folders:
+        if removed_name(name) in files:
+            continue
         if match := ITERATION_DIR.match(name):
-            names.setdefault(int(match.group(1)), name)
+            names.setdefault(int(match.group(1)), []).append(name)
         elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
-            names.setdefault(int(name), name)
+            names.setdefault(int(name), []).append(name)
     return names
+
+
+def removed_name(name: str) -> str:
+    """Return the hidden name of an iteration's directory that is being removed (``core.prune``)."""
+    return f".{name}.ckpt-removed"

@@ -72,7 +72,7 @@ def newest_valid(
 
     # The lead lists the root, so that all ranks try the same iterations.
     def list_root() -> tuple[list[tuple[int, Path]], tuple[int, str] | None, list[str]]:
-        iterations, last = _iterations(root), _last_completed(root)
+        iterations, last = _iterations(root), last_completed(root)
         folders = open_store(root).folders()
         return iterations, last, [name for name in folders if _UNFINISHED.search(name)]
 
@@ -93,7 +93,7 @@ def newest_valid(
         is_good, validation = is_valid(path)
         if is_good:
             return Newest(str(path), number, tuple(skipped))
-        skipped.append(Skipped(str(path), _reason(validation)))
+        skipped.append(Skipped(str(path), worst_finding(validation)))
     return Newest(None, None, tuple(skipped))
 
 
@@ -129,7 +129,7 @@ def _iterations(root: Path) -> list[tuple[int, Path]]:
     ]
 
 
-def _last_completed(root: Path) -> tuple[int, str] | None:
+def last_completed(root: Path) -> tuple[int, str] | None:
     """Read the first tracker that names an iteration.
 
     Returns:
@@ -155,7 +155,7 @@ def _last_completed(root: Path) -> tuple[int, str] | None:
     return None
 
 
-def _reason(validation: Validation) -> str:
+def worst_finding(validation: Validation) -> str:
     """Describe the worst finding in one clause, with the number of further errors."""
     errors = [finding for finding in validation.findings if finding.severity == Severity.ERROR]
     finding = (errors or validation.findings)[0]

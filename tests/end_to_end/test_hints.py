@@ -43,6 +43,7 @@ FOREIGN: Mapping[str, str] = {
     "verify-integrity": "Megatron-LM",
     "fp8-param-gather": "Megatron-LM",
     "moe-grouped-gemm": "Megatron-LM",
+    "moe-use-legacy-grouped-gemm": "Megatron-LM",
     "load": "Megatron-LM",
     "ckpt-format": "Megatron-LM",
     "decoder": "Megatron-LM: --decoder-first-pipeline-num-layers and --decoder-last-…",
@@ -190,7 +191,7 @@ VALUES: Mapping[str, str] = {
     "transformer-impl": "local",
     "unknown": "refuse",
     "ignore": "CK1",
-    "moe-experts": "sequential",
+    "experts": "sequential",
     "storage-option": "region=x",
 }
 """Values of options, where a message names none or a placeholder."""

@@ -67,11 +67,26 @@ def install() -> None:
     _patch_megatron()
 
 
+class _GroupedGemm:
+    """The only function of the package grouped_gemm that megatron-core calls, with torch."""
+
+    @staticmethod
+    def gmm(
+        tokens: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, *, trans_b: bool
+    ) -> torch.Tensor:
+        """Multiply the tokens of each expert, which follow each other, with its weight."""
+        assert not trans_b
+        parts = zip(tokens.split(counts.tolist()), weights, strict=True)
+        return torch.cat([part @ weight for part, weight in parts])
+
+
 def _patch_megatron() -> None:
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
 
+    # GroupedMLP needs the package grouped_gemm, whose kernels run on a GPU only.
+    grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = _GroupedGemm
     token_dispatcher.maybe_move_tensor_to_cpu = (
         _counts  # otherwise what is on the CPU already stays a tensor
     )

@@ -26,6 +26,7 @@ GELU = Model(
 )
 PADDED = Model(vocab=50, divisible_by=16)
 MOE = Model(experts=4)
+GROUPED = Model(experts=4, grouped=True)
 MOE_SHARED = Model(experts=4, first_dense=1, shared_ffn=16, expert_bias=True, qk_layernorm=True)
 FIVE = Model(layers=5)
 MTP = Model(mtp=1)
@@ -174,6 +175,37 @@ def test_training_goes_on_from_rank_files_made_of_torch_dist(
     worker: Megatron, tmp_path: Path, name: str
 ) -> None:
     _check(worker, {**SHORT, **LONG}[name], tmp_path, GLOBAL, RANK_FILES)
+
+
+KINDS: dict[str, tuple[Model, Form, Form, str | None]] = {
+    "to_grouped": (MOE, RANK_FILES, RANK_FILES, "grouped"),
+    "to_sequential": (GROUPED, RANK_FILES, RANK_FILES, "sequential"),
+    "grouped_stays": (GROUPED, RANK_FILES, RANK_FILES, None),
+    "grouped_stays_in_torch_dist": (GROUPED, RANK_FILES, GLOBAL, None),
+    "grouped_out_of_torch_dist": (GROUPED, GLOBAL, RANK_FILES, None),
+    "to_grouped_in_torch_dist": (MOE, RANK_FILES, GLOBAL, "grouped"),
+    "torch_dist_to_sequential": (GROUPED, GLOBAL, GLOBAL, "sequential"),
+}
+"""Experts before, forms, and kind of experts that training goes on with."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if n < 2 else pytest.mark.long) for n, name in enumerate(KINDS)],
+)
+def test_training_goes_on_with_another_kind_of_experts(
+    worker: Megatron, tmp_path: Path, name: str
+) -> None:
+    model, source_form, target_form, experts = KINDS[name]
+    prove(
+        worker,
+        Run(model=model, optimizer=FLOAT16, layout=ONE),
+        EP2,
+        tmp_path,
+        source_form=source_form,
+        target_form=target_form,
+        experts=experts,
+    )
 
 
 @pytest.mark.long

@@ -138,6 +138,7 @@ def test_the_schemas_have_the_fields_of_real_answers(
         "ckpt.diff/1": ["diff", run, other],
         "ckpt.validate/1": ["validate", run, tmp_path / "half"],
         "ckpt.newest/1": ["validate", "--newest-valid", run],
+        "ckpt.prune/1": ["prune", run, "--keep-last", 1, "--dry-run"],
         "ckpt.checks/1": ["validate", "--list-checks"],
     }
     answer: dict[str, str] = {}

@@ -28,7 +28,6 @@ def update_args(
     pipeline: Pipeline,
     counts: Sequence[int],
     padded_vocab_size: int | None,
-    is_grouped: bool | None = None,
     unset: Iterable[str] = (),
 ) -> object:
     """Return a copy of the arguments for rank files with new sizes.
@@ -41,7 +40,6 @@ def update_args(
         pipeline: distribution of the layers.
         counts: number of layers in every model chunk, virtual stages outermost.
         padded_vocab_size: rows of the embedding, or None to keep that argument.
-        is_grouped: experts are written as grouped experts; None to keep that argument.
         unset: arguments that become False if they are set.
     """
     fields = fields_of(args)
@@ -51,8 +49,6 @@ def update_args(
     changes: dict[str, object] = {"ckpt_format": "torch", "use_dist_ckpt": False}
     if padded_vocab_size is not None:
         changes["padded_vocab_size"] = padded_vocab_size
-    if is_grouped is not None:
-        changes |= {"moe_grouped_gemm": is_grouped, "moe_use_legacy_grouped_gemm": False}
     changes |= {name: False for name in unset if fields.get(name)}
     changes |= {
         name: recut(text, counts)

@@ -27,6 +27,7 @@ from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
 from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.facts import ModelFacts
+from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import Rules
 
 _ATTENTION = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
@@ -123,7 +124,7 @@ def _check_convertible(facts: ModelFacts, model: MegatronModel, *, to_fused: boo
     if model.expert_names == "te_grouped" and not to_fused:
         raise UnsupportedError(
             "the local implementation does not have Transformer Engine's grouped experts",
-            hint="remove --transformer-impl",
+            hint=f"add {OPTION} sequential or {OPTION} grouped, or remove --transformer-impl",
         )
 
 

@@ -7,7 +7,8 @@ in the file>``, which has no file position yet. The catalog has the fields ``arg
 ``RankFacts.transposed`` names tensors whose axes are in the other order in files and in this
 catalog; the source's must be brought into that order (``core.megatron.rules.experts.transposed``).
 
-Experts keep the form of their names. The legacy grouped form exists up to megatron-core 0.16.
+Experts keep the form of their names (``core.megatron.placement.expert_kind`` changes it). The
+legacy grouped form exists up to megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of, state_of
 from core.catalog.stored import Coords, PlannedArray
-from core.errors import UnsupportedError, UsageError
+from core.errors import UnsupportedError
 from core.megatron.extras.common_state import (
     CONTENT,
     OPTIMIZER,
@@ -69,7 +70,6 @@ def shard(
     vocab_size: int | None = None,
     rng: str | None = None,
     version: MegatronVersion | None = None,
-    experts: str | None = None,
 ) -> TargetCatalog:
     """Return the target catalog of rank files (the module's docstring describes it).
 
@@ -82,11 +82,8 @@ def shard(
         rng: ``keep`` refuses to drop random states (``core.megatron.extras.random_states``).
         version: the megatron-core that is to load the files; None writes the optimizer as the
             source's did.
-        experts: ``sequential`` writes legacy grouped experts as one module each; None keeps the
-            form of experts.
 
     Raises:
-        UsageError: ``experts`` is given, but there are no legacy grouped experts.
         UnsupportedError: the training arguments are missing, sizes do not divide, the layout cannot
             be written yet or not for ``version``, random states cannot be kept, or the size of the
             vocabulary is unknown.
@@ -99,7 +96,7 @@ def shard(
     check_target(topology, facts)
     check_rank_files(topology)
     check_predictions(facts, topology)
-    expert_names = _expert_names(catalog, facts, version=version, experts=experts)
+    expert_names = _expert_names(catalog, facts, version=version)
 
     # Decide how every tensor is cut. Weights of legacy grouped experts are transposed in files.
     catalog = adapt_expert_states(catalog, topology, facts, rules, expert_names=expert_names)
@@ -132,14 +129,14 @@ def shard(
     pipeline = topology.pipeline
     if pipeline is None:
         pipeline = facts.pipeline_at(topology.pp, topology.vpp)
-    layout_notes = _layout_notes(topology, facts, pipeline, version=version, experts=experts)
+    layout_notes = _layout_notes(topology, facts, pipeline, version=version)
     places = homes_at(model, topology, facts, rules, pipeline=pipeline, expert_names=expert_names)
     plan = _ShardPlan(model, topology, facts, rules, cuts, places)
     homes, home_notes = plan.find_homes()
     notes = [*catalog.notes, *layout_notes, *home_notes]
 
     # Plan the files, rank by rank.
-    args = _new_args(plan, pipeline, homes, is_grouped=None if experts is None else False)
+    args = _new_args(plan, pipeline, homes)
     top_level = _top_level_entries(plan, args, rng=rng)
     files = _plan_files(plan, homes, top_level, optimizer)
     dropped = [*catalog.dropped, *top_level.dropped]
@@ -194,23 +191,14 @@ def _target_catalog(
 
 
 def _expert_names(
-    catalog: Catalog, facts: ModelFacts, *, version: MegatronVersion | None, experts: str | None
+    catalog: Catalog, facts: ModelFacts, *, version: MegatronVersion | None
 ) -> str | None:
-    """Return the form of experts' names in the rank files: the requested one or the source's.
+    """Return the form of experts' names in the rank files.
 
     Raises:
-        UsageError: ``experts`` is given, but the experts are not legacy grouped ones.
         UnsupportedError: the megatron-core that is to load the files has no legacy grouped experts.
     """
     names = (catalog.facet(MegatronModel) or MegatronModel()).expert_names or facts.expert_names
-    if experts is not None:
-        if names != "grouped":
-            raise UsageError(
-                f"{OPTION} {experts} has no effect: the checkpoint has no experts of the old "
-                "GroupedMLP",
-                hint="remove the option",
-            )
-        return experts
     if names == "grouped" and version is not None and not version.has_grouped_mlp:
         raise UnsupportedError(
             f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} "
@@ -226,7 +214,6 @@ def _layout_notes(
     pipeline: Pipeline,
     *,
     version: MegatronVersion | None,
-    experts: str | None,
 ) -> list[str]:
     """Return notes for the user about the layout.
 
@@ -234,11 +221,6 @@ def _layout_notes(
         UnsupportedError: the megatron-core that is to load the files cannot run these sizes.
     """
     notes: list[str] = []
-    if experts is not None:
-        notes.append(
-            "the experts of GroupedMLP become one module each (start Megatron without "
-            "--moe-grouped-gemm)"
-        )
     notes += pipeline_notes(facts, pipeline)
     if version is not None:
         version.check_sizes(
@@ -321,14 +303,8 @@ def _new_args(
     plan: _ShardPlan,
     pipeline: Pipeline,
     homes: Mapping[str, Sequence[Home]],
-    *,
-    is_grouped: bool | None,
 ) -> object:
-    """Return the training arguments for the sizes of the destination.
-
-    Args:
-        is_grouped: True or False for Megatron's option of grouped experts; None keeps it.
-    """
+    """Return the training arguments for the sizes of the destination."""
     topology, rules, stages = plan.topology, plan.rules, plan.places.stages
     main_stack = plan.facts.kind.stacks[0]
     counts = [
@@ -348,7 +324,6 @@ def _new_args(
         padded_vocab_size=next(
             (plan.cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None
         ),
-        is_grouped=is_grouped,
         unset=unset,
     )
 

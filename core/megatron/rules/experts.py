@@ -37,7 +37,7 @@ from core.catalog.file_image import JoinedArray
 from core.catalog.stored import PlannedArray, StoredArray
 from core.errors import CorruptError, UnsupportedError
 
-OPTION = "--moe-experts"
+OPTION = "--experts"
 
 
 @dataclass(frozen=True, slots=True)

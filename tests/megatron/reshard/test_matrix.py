@@ -71,7 +71,7 @@ def reshard(
         dst=dst,
         to=to,
         topology=change,
-        moe_experts=experts,
+        experts=experts,
         keeps_layout=True,
         optim="drop",
     )

@@ -16,6 +16,7 @@ from core.formats.megatron import format as megatron
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology
+from core.megatron.placement.expert_kind import with_expert_kind
 from core.megatron.reshard.reshard import shard, unshard
 from core.pickle.inert import TensorLeaf, as_mapping, attributes
 from tests.megatron.support.megatron_gold import (
@@ -168,7 +169,8 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
     golden: Path, a: str, b: str
 ) -> None:
     store, source = global_form(golden, "moe_grouped", a)
-    target = shard(source, topology(b), rules=RULES, experts="sequential")
+    source = with_expert_kind(source, "sequential", rules=RULES)
+    target = shard(source, topology(b), rules=RULES)
     made = model_arrays(filled(target, source, store))
     wanted_store, wanted = rank_files(golden, "moe_seq", b)
     expected = model_arrays(stored(wanted, wanted_store))
@@ -181,7 +183,7 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
         )
         assert list(as_mapping(a_model) or {}) == list(as_mapping(b_model) or {})
     assert fields_of(target.args)["moe_grouped_gemm"] is False
-    assert any("GroupedMLP become one module each" in note for note in target.notes)
+    assert any("the experts become sequential" in note for note in target.notes)
 
 
 @pytest.mark.parametrize(

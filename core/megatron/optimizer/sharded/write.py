@@ -27,10 +27,12 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog
 from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, ParamGroup, state_of, trained
+from core.errors import UnsupportedError
 from core.megatron.extras.common_state import CONTENT, OPTIMIZER, common_of
 from core.megatron.optimizer.entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
+from core.megatron.rules.experts import OPTION
 from core.pickle.inert import as_mapping
 
 _CONTENT_SHARDING = "distrib_optim_sharding_type"
@@ -84,6 +86,14 @@ class StackedOptimizer:
         self.notes: list[str] = []
         if target is None:
             return
+
+        # Megatron transposes the weights of GroupedMLP, but not its states in this form.
+        is_grouped = target.facts.expert_names == "grouped"
+        if is_grouped and self._is_distributed and self._sharding == MODEL_SPACE:
+            raise UnsupportedError(
+                f"optimizer states of GroupedMLP experts cannot be written as {MODEL_SPACE}",
+                hint=f"drop the optimizer with --no-optim, or add {OPTION} sequential",
+            )
 
         # Another distribution of experts may need other groups: with EP, they have their own.
         self._optimizer = target.optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from core.errors import (
     CorruptError,
     MissingShardError,
     UnsupportedError,
-    UsageError,
 )
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import parse_version
@@ -197,7 +197,7 @@ def test_legacy_grouped_experts_become_single_ones_with_their_states(
 ) -> None:
     model = replace(MOE, more_args={"moe_grouped_gemm": True})
     source = save(model, a, tmp_path / "a", Style(is_grouped=True))
-    reshard(source, tmp_path / "out", Topology(tp=2, ep=4), moe=True, moe_experts="sequential")
+    reshard(source, tmp_path / "out", Topology(tp=2, ep=4), moe=True, experts="sequential")
     wanted = save(MOE, Topology(tp=2, ep=4), tmp_path / "b")
     assert_same_optimizer(tmp_path / "out", wanted)
     assert_same_weights(tmp_path / "out", wanted)
@@ -230,10 +230,8 @@ def test_grouped_experts_are_refused_for_a_megatron_without_them(
     assert (
         f"GroupedMLP (experts.weight1), which megatron-core {version} does not have" in err.message
     )
-    assert str(err.hint).endswith("--moe-experts sequential")
-    reshard(
-        source, tmp_path / "out", Topology(tp=1), megatron_version=asked, moe_experts="sequential"
-    )
+    assert str(err.hint).endswith("--experts sequential")
+    reshard(source, tmp_path / "out", Topology(tp=1), megatron_version=asked, experts="sequential")
     assert not any("weight1" in name for name in _names(tmp_path / "out"))
     reshard(source, tmp_path / "kept", Topology(tp=1), megatron_version=parse_version("0.16"))
     assert any("weight1" in name for name in _names(tmp_path / "kept"))
@@ -244,23 +242,82 @@ def _names(folder: Path) -> list[str]:
     return list(load_rank_file(next(iter(rank_dirs(folder).values())) / MODEL_FILE)["model"])
 
 
-def test_kinds_of_experts_are_chosen_only_where_there_are_grouped_ones(tmp_path: Path) -> None:
-    for model, what in (
-        (MOE, "no experts of the old GroupedMLP"),
-        (DENSE, "no experts of the old GroupedMLP"),
-    ):
-        source = save(model, Topology(tp=2), tmp_path / f"{len(model.moe)}")
-        assert what in refusal(source, tmp_path, moe_experts="sequential").message
-    with pytest.raises(UsageError, match="--moe-experts is for rank files"):
-        run(
-            Job(
-                src=source,
-                dst=tmp_path / "out",
-                to="torch_dist",
-                moe_experts="sequential",
-                fsync=False,
-            )
-        )
+@pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("b", [Topology(ep=2), Topology(pp=2, ep=4)], ids=str)
+def test_single_experts_become_grouped_ones_with_their_states_and_back(
+    tmp_path: Path, a: Topology, b: Topology
+) -> None:
+    grouped = replace(MOE, more_args={"moe_grouped_gemm": True})
+    source = save(MOE, a, tmp_path / "a")
+    reshard(source, tmp_path / "out", b, moe=True, experts="grouped", verify=True)
+    wanted = save(grouped, b, tmp_path / "b", Style(is_grouped=True))
+    assert_same_optimizer(tmp_path / "out", wanted)
+    assert_same_weights(tmp_path / "out", wanted)
+    args = load_rank_file(next(iter(rank_dirs(tmp_path / "out").values())) / MODEL_FILE)["args"]
+    assert args.moe_grouped_gemm is True
+    reshard(tmp_path / "out", tmp_path / "back", a, moe=True, experts="sequential", verify=True)
+    assert_same_optimizer(tmp_path / "back", source)
+    assert_same_weights(tmp_path / "back", source)
+
+
+_LEGACY = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
+KINDS: dict[str, tuple[Model, Style]] = {
+    "sequential": (replace(GROUPED, expert_names="sequential"), Style()),
+    "te-grouped": (GROUPED, Style()),
+    "grouped": (
+        replace(GROUPED, expert_names="sequential", more_args=_LEGACY),
+        Style(is_grouped=True),
+    ),
+}
+"""Kinds of experts with Transformer Engine: model, and style of its files."""
+
+
+@pytest.mark.parametrize(("a", "b"), list(permutations(KINDS, 2)))
+def test_every_kind_of_experts_becomes_every_other_with_its_states(
+    tmp_path: Path, a: str, b: str
+) -> None:
+    source = save(KINDS[a][0], Topology(tp=2, ep=2), tmp_path / "a", KINDS[a][1])
+    wanted = save(KINDS[b][0], Topology(pp=2, ep=4), tmp_path / "b", KINDS[b][1])
+    reshard(source, tmp_path / "out", Topology(pp=2, ep=4), moe=True, experts=b)
+    assert_same_optimizer(tmp_path / "out", wanted)
+    assert_same_weights(tmp_path / "out", wanted)
+    names = [_names(folder) for folder in (tmp_path / "out", wanted)]
+    assert [name for name in names[0] if "extra_state" not in name] == [
+        name for name in names[1] if "extra_state" not in name
+    ]
+    args = load_rank_file(next(iter(rank_dirs(tmp_path / "out").values())) / MODEL_FILE)["args"]
+    assert bool(args.moe_grouped_gemm) == (b != "sequential")
+    assert bool(getattr(args, "moe_use_legacy_grouped_gemm", False)) == (b == "grouped")
+
+
+def test_grouped_experts_stay_with_another_transformer_implementation(tmp_path: Path) -> None:
+    model = replace(MOE, more_args={"moe_grouped_gemm": True})
+    source = save(model, Topology(tp=2), tmp_path / "a", Style(is_grouped=True))
+    reshard(source, tmp_path / "te", Topology(), moe=True, transformer_impl="transformer_engine")
+    args = load_rank_file(next(iter(rank_dirs(tmp_path / "te").values())) / MODEL_FILE)["args"]
+    assert args.moe_use_legacy_grouped_gemm is True
+    # Back again, and with experts that only Transformer Engine has.
+    options = {"transformer_impl": "local", "experts": "grouped"}
+    reshard(tmp_path / "te", tmp_path / "b", Topology(tp=2), moe=True, **options)
+    assert_same_weights(tmp_path / "b", source)
+    options = {"transformer_impl": "transformer_engine", "experts": "te-grouped"}
+    reshard(source, tmp_path / "c", Topology(tp=2), moe=True, **options)
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight0" in _names(tmp_path / "c")
+    options = {"transformer_impl": "local", "experts": "sequential"}
+    reshard(tmp_path / "c", tmp_path / "d", Topology(tp=2), moe=True, **options)
+    assert_same_weights(tmp_path / "d", save(MOE, Topology(tp=2), tmp_path / "e"))
+
+
+def test_a_kind_of_experts_that_the_model_cannot_have_is_refused(tmp_path: Path) -> None:
+    source = save(DENSE, Topology(tp=2), tmp_path / "dense")
+    assert "the model has no experts" in refusal(source, tmp_path, experts="sequential").message
+    source = save(MOE, Topology(tp=2), tmp_path / "moe")
+    err = refusal(source, tmp_path, experts="te-grouped")
+    assert "the local transformer implementation has no te-grouped experts" in err.message
+    assert "is none of: sequential, grouped" in refusal(source, tmp_path, experts="x").message
+    # The kind that they have already is no error.
+    reshard(source, tmp_path / "out", Topology(), moe=True, experts="sequential")
+    assert_same_weights(tmp_path / "out", save(MOE, Topology(), tmp_path / "b"))
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
@@ -282,7 +339,7 @@ def test_grouped_experts_come_back_out_of_megatrons_distributed_formats(
     wanted = save(model, Topology(pp=2, ep=4), tmp_path / "b", style)
     assert_same_optimizer(tmp_path / "out", wanted)
     assert_same_weights(tmp_path / "out", wanted)
-    options = {"to": "megatron", "moe_experts": "sequential"}
+    options = {"to": "megatron", "experts": "sequential"}
     reshard(tmp_path / "dist", tmp_path / "single", Topology(tp=2, ep=4), moe=True, **options)
     wanted = save(MOE, Topology(tp=2, ep=4), tmp_path / "c")
     assert_same_optimizer(tmp_path / "single", wanted)

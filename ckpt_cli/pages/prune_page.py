@@ -1,0 +1,82 @@
+"""What ``ckpt prune`` keeps and removes, as lines and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
+from ckpt_cli.screen.terminal import Screen, escaped
+from core.opening.iterations import removed_name
+
+if TYPE_CHECKING:
+    from core.prune.run import PrunedIteration, Pruning
+
+
+def prune_lines(screen: Screen, pruning: Pruning, *, is_done: bool) -> Iterator[str]:
+    """Yield a row for each iteration, the newest first, and what is freed.
+
+    Args:
+        is_done: the iterations have been removed; otherwise they would be.
+    """
+    yield screen.styled(escaped(str(pruning.root)), "bold")
+    rows: list[list[Cell | str]] = []
+    for iteration in pruning.iterations:
+        if iteration.reasons:
+            decision, style = "keep", "green"
+        else:
+            decision, style = ("removed" if is_done else "remove"), "red"
+        rows.append(
+            [
+                Cell(decision, (style,)),
+                escaped(", ".join(iteration.names)),
+                Cell(bytes_text(iteration.n_bytes), ("dim",)),
+                Cell(escaped("; ".join(iteration.reasons)), ("dim",)),
+            ]
+        )
+    for name in pruning.unfinished:
+        decision = "removed" if is_done else "remove"
+        why = Cell("left by an interrupted removal", ("dim",))
+        rows.append([Cell(decision, ("red",)), escaped(removed_name(name)), "", why])
+    yield from table(screen, rows, align="<<><", indent=2, fits=True)
+    for note in pruning.notes:
+        yield f"{screen.styled('note:', 'yellow')} {escaped(note)}"
+    yield summary(pruning, is_done=is_done)
+
+
+def summary(pruning: Pruning, *, is_done: bool) -> str:
+    """Return one line: how many iterations stay and are removed, and the bytes that this frees."""
+    if pruning.newest_valid is None:
+        return "no iteration is known to be valid, so none is removed"
+    n_kept = len(pruning.kept)
+    kept = f"{n_text(n_kept, 'iteration')} {'stays' if n_kept == 1 else 'stay'}"
+    if not pruning.removed:
+        return f"nothing to remove: {kept}"
+    count = n_text(len(pruning.removed), "iteration")
+    freed = bytes_text(pruning.freed_bytes)
+    if is_done:
+        return f"removed {count}, {freed} freed; {kept}"
+    return f"would remove {count} and free {freed}; {kept}"
+
+
+def prune_json(pruning: Pruning) -> dict[str, object]:
+    """Return the fields of ``--json`` about iterations; see ``ckpt_cli.commands.prune``."""
+
+    def as_json(iteration: PrunedIteration) -> dict[str, object]:
+        return {
+            "iteration": iteration.number,
+            "paths": [str(pruning.root / name) for name in iteration.names],
+            "why": list(iteration.reasons),
+            "n_files": iteration.n_files,
+            "n_bytes": iteration.n_bytes,
+        }
+
+    return {
+        "path": str(pruning.root),
+        "newest_valid": pruning.newest_valid,
+        "kept": [as_json(iteration) for iteration in pruning.kept],
+        "removed": [as_json(iteration) for iteration in pruning.removed],
+        "unfinished": [str(pruning.root / removed_name(name)) for name in pruning.unfinished],
+        "freed_bytes": pruning.freed_bytes,
+        "notes": list(pruning.notes),
+    }

@@ -1,0 +1,10 @@
+"""``ckpt prune``: remove iterations of a training root that are not needed any more.
+
+Start at ``run``. ``root`` and ``contents`` look at what is there, ``decision`` is pure and chooses
+what stays, ``removal`` removes in such an order that half of an iteration is never taken for one.
+Imports: checks, convert, core, errors, files, opening, stage, validate.
+"""
+
+from core.verb_module import make_callable
+
+make_callable(__name__)
