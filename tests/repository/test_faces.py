@@ -22,7 +22,7 @@ FACES = {
             "TopologyChange",
         ),
         *("__version__", "open_checkpoint"),
-        *("convert", "diff", "inspect", "open", "reshard", "validate"),
+        *("convert", "diff", "inspect", "merge", "open", "reshard", "validate"),
     },
     "core.catalog": {
         *(
