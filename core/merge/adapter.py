@@ -141,7 +141,6 @@ def fold_adapter(base: MergeSource, adapter: MergeSource, store: ReadStore) -> M
     @lru_cache(maxsize=64)
     def computed(name: str) -> Sequence[Fragment]:
         meta = catalog.tensors[name]
-        dtype = "float64" if meta.dtype == "float64" else "float32"
         replacement = replacements.get(name)
         weight = (
             source_of(catalog, name)
@@ -151,11 +150,14 @@ def fold_adapter(base: MergeSource, adapter: MergeSource, store: ReadStore) -> M
         item = adaptations.get(name)
         encoding: Encoding
         if item is None:
-            encoding = Combined((weight,), SUM, (1.0,), 1.0, dtype)
+            encoding = Combined((weight,), SUM, (1.0,), 1.0, meta.dtype)
         else:
             a, b = source_of(adapter.catalog, item.a), source_of(adapter.catalog, item.b)
-            encoding = Folded(weight, a, b, item.scaling, is_transposed[name], dtype)
-        return computed_array(meta, dtype, encoding)
+            encoding = Folded(
+                weight, a, b, item.scaling, is_transposed[name], item.is_embedding, meta.dtype
+            )
+        # Rounded here, not by the copy: fused tensors need one type for all of their parts.
+        return computed_array(meta, meta.dtype, encoding)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         is_computed = key in adaptations or key in replacements

@@ -9,8 +9,8 @@ For the tensors x₀ … xₙ₋₁ of n checkpoints, element by element, every 
 Factors are rounded to the same type first, and a factor or divisor of 1 changes nothing. So an
 average is ``(a.float() + b.float() + c.float()) / 3`` in torch, a weighted sum
 ``0.5 * a.float() + 0.3 * b.float() + …``, and a moving average
-``m.mul_(d).add_(x.float() * (1 - d))``, bit for bit. The result is rounded once more when it is
-written in the dtype of the destination (``core.arrays.cast``).
+``m.mul_(d).add_(x.float() * (1 - d))``, bit for bit. The result is rounded once more, to the dtype
+of the destination: by the copy (``core.arrays.cast``), or here where ``Combined.dtype`` is narrow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Combined:
         kind: ``SUM`` or ``MOVING``.
         factors: of ``SUM``, the factor of each tensor; of ``MOVING``, only the decay.
         divisor: divisor of the sum.
-        dtype: ``float32`` or ``float64``: the type of every operation and of the result.
+        dtype: type of the result; operations are in float64 for float64, else in float32.
     """
 
     tensors: tuple[SourceTensor, ...]
@@ -70,7 +70,8 @@ class Combined:
     @property
     def working_bytes(self) -> int:
         """Maximum memory that decoding a unit needs in addition to its result."""
-        return reading_bytes(self.tensors, self.dtype)
+        computed = computing_type(self.dtype)
+        return reading_bytes(self.tensors, computed) + UNIT_ELEMENTS * itemsize(computed)
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
         """Return the decoded bytes of a unit.
@@ -81,12 +82,13 @@ class Combined:
         """
         import numpy as np
 
-        number = np.dtype(self.dtype).type
-        out: Any = np.empty(n_in_unit(array, unit), numpy_dtype(self.dtype))
+        computed = computing_type(self.dtype)
+        number = np.dtype(computed).type
+        out: Any = np.empty(n_in_unit(array, unit), numpy_dtype(computed))
         for box, part in boxes_of_unit(array, unit):
             total = out[part]
             for n, tensor in enumerate(self.tensors):
-                values = read_numbers(store, tensor, box, self.dtype)
+                values = read_numbers(store, tensor, box, computed)
                 # Overflow gives infinity, as in torch, without numpy's warning.
                 with np.errstate(all="ignore"):
                     if self.kind == MOVING:
@@ -103,7 +105,30 @@ class Combined:
             if self.divisor != 1:
                 with np.errstate(all="ignore"):
                     np.divide(total, number(self.divisor), out=total)
-        return memoryview(out.view(np.uint8)).cast("B")
+        return rounded(out, self.dtype)
+
+
+def computing_type(dtype: str) -> str:
+    """Return the type in which a result of a dtype is computed."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def rounded(values: Any, dtype: str) -> memoryview:
+    """Return the bytes of computed numbers in a dtype.
+
+    Args:
+        values: a dense numpy array of ``computing_type(dtype)``.
+        dtype: type of the result.
+    """
+    import numpy as np
+
+    data = memoryview(values.reshape(-1).view(np.uint8))
+    computed = computing_type(dtype)
+    if dtype == computed:
+        return data
+    result = memoryview(bytearray(values.size * itemsize(dtype)))
+    cast_of(computed, dtype)(data, result)
+    return result
 
 
 def files_of(tensors: Sequence[SourceTensor]) -> tuple[str, ...]:

@@ -4,16 +4,16 @@ For a weight W of shape (out, in), and an adapter of rank r with A of shape (r, 
 (out, r)::
 
     product = B A              in float64, one rank after the other, then rounded to float32
-    delta   = scaling·product  in float32
-    result  = W + delta        in float32 (float64 if W is float64)
+    delta   = scaling·product  in float32; for embeddings rounded to the dtype of W
+    result  = W + delta        in float32 (float64 if W is float64), rounded to the dtype of W
 
-W is widened first, and the result is rounded once more when it is written in the dtype of W. With
-fan_in_fan_out, and for embeddings, W is stored as (in, out), and the product is transposed.
+With fan_in_fan_out, and for embeddings, W is stored as (in, out), and the product is transposed.
 
 This is what peft's ``merge_and_unload()`` computes for an adapter in float32, the type in which
 peft loads float16 and bfloat16 adapters too (``autocast_adapter_dtype``): ``weight.data += B @ A *
-scaling`` adds in float32 and rounds once. Only the order of the additions inside ``B @ A``, in
-float32, depends on the machine there; here it does not, so that all workers compute the same bytes.
+scaling`` adds in float32 and rounds once, except for embeddings, where delta is rounded first.
+Only the order of the additions inside ``B @ A``, in float32, depends on the machine there; here it
+does not, so that all workers compute the same bytes.
 Not matched: ``safe_merge=True``, which rounds delta to the dtype of W before it adds it.
 
 Source: peft 0.21.2 ``tuners/lora/layer.py``.
@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Box, full_box
 from core.arrays.dtypes import itemsize, numpy_dtype
-from core.merge.combined import UNIT_ELEMENTS, files_of, read_numbers
+from core.merge.combined import (
+    UNIT_ELEMENTS,
+    computing_type,
+    files_of,
+    read_numbers,
+    rounded,
+)
 from core.quantize.source import SourceTensor
 
 if TYPE_CHECKING:
@@ -46,7 +52,8 @@ class Folded:
         a, b: the adapter's matrices, (r, in) and (out, r).
         scaling: factor of the product.
         is_transposed: the weight is stored as (in, out).
-        dtype: ``float32`` or ``float64``: the type of the sum and of the result.
+        rounds_delta: the change is rounded to ``dtype`` before it is added.
+        dtype: type of the result.
     """
 
     weight: SourceTensor
@@ -54,6 +61,7 @@ class Folded:
     b: SourceTensor
     scaling: float
     is_transposed: bool
+    rounds_delta: bool
     dtype: str
 
     @property
@@ -83,7 +91,7 @@ class Folded:
         matrices = rank * (n_columns + self._rows_per_unit)
         at_once = max(_AT_ONCE, n_columns)
         return (
-            n_unit * (itemsize(self.weight.dtype) + 8)
+            n_unit * (itemsize(self.weight.dtype) + 16)
             + matrices * (itemsize(self.a.dtype) + 16)
             + 24 * at_once
             + sum(tensor.working_bytes for tensor in (self.weight, self.a, self.b))
@@ -102,9 +110,9 @@ class Folded:
         n_rows, n_columns = self.weight.shape
         first = unit * self._rows_per_unit
         n = min(self._rows_per_unit, n_rows - first)
-        out: Any = np.empty((n, n_columns), numpy_dtype(self.dtype))
+        computed = computing_type(self.dtype)
         box = Box((first, 0), (n, n_columns))
-        out[:] = read_numbers(store, self.weight, box, self.dtype).reshape(n, n_columns)
+        out: Any = read_numbers(store, self.weight, box, computed).reshape(n, n_columns)
         b_rows, a_rows = self._factors(store, first, n)
 
         # Add the product, a few rows at a time, one rank after the other.
@@ -118,8 +126,10 @@ class Folded:
                     np.multiply(b_rows[start:stop, k, None], a_rows[k], out=part[: stop - start])
                     np.add(total, part[: stop - start], out=total)
                 delta = total.astype(np.float32) * np.float32(self.scaling)
+                if self.rounds_delta:
+                    delta = delta.astype(numpy_dtype(self.dtype)).astype(out.dtype)
                 out[start:stop] += delta
-        return memoryview(out.view(np.uint8)).cast("B")
+        return rounded(out, self.dtype)
 
     def _factors(self, store: ReadStore, first: int, n: int) -> tuple[Any, Any]:
         """Return the matrices whose product is the change of some rows, in float64.
