@@ -114,7 +114,8 @@ def merge_catalogs(
     catalog = _with_computed(request, sources, floats)
 
     # Tell what comes from where.
-    notes = [request.describe(first.label), origin_note(first)]
+    labels = [source.label for source in sources]
+    notes = [request.describe(labels), origin_note(first)]
     dtypes = [
         key for key in floats if len({source.catalog.tensors[key].dtype for source in sources}) > 1
     ]

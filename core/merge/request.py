@@ -90,29 +90,27 @@ class Merge:
                 hint=None if scaled is None else f"these, divided by their sum: {scaled}",
             )
 
-    def describe(self, first: str) -> str:
+    def describe(self, paths: Sequence[str]) -> str:
         """Describe the computation for people.
 
         Args:
-            first: the path of the first checkpoint.
+            paths: the paths of all sources, the first one included.
         """
-        paths = [first, *map(str, self.others)]
-        others = ", ".join(paths[1:])
+        first, *others = paths
         listed = ", ".join(paths)
-        return {
-            AVERAGE: f"average of {listed}",
-            WEIGHTS: "sum of "
-            + ", ".join(
-                f"{weight:g} × {path}" for weight, path in zip(self.weights, paths, strict=False)
-            ),
-            EMA: f"exponential moving average of {listed}, decay {self.amount}",
-            SLERP: f"spherical interpolation from {first} to {others}, {self.amount} of the way",
-            DELTA: f"{first} minus {others}",
-            ADD_DELTA: f"{first} plus {'' if self.amount == 1 else f'{self.amount:g} × '}{others}"
-            if self.amount is not None
-            else "",
-            LORA: f"{first} with the LoRA adapter {others} folded in",
-        }[self.method]
+        if self.method == AVERAGE:
+            return f"average of {listed}"
+        if self.method == EMA:
+            return f"exponential moving average of {listed}, decay {self.amount:g}"
+        if self.method == SLERP:
+            return f"spherical interpolation from {first} to {others[0]} at {self.amount:g}"
+        if self.method == DELTA:
+            return f"{first} minus {others[0]}"
+        factors = (
+            self.weights if self.method == WEIGHTS else (1.0, *(self.amount or 0.0,) * len(others))
+        )
+        terms = zip(factors, paths, strict=True)
+        return " + ".join(path if n == 1 else f"{n:g} × {path}" for n, path in terms)
 
 
 def build_merge(
