@@ -24,6 +24,7 @@ from ckpt_cli.options.explore import ExploreOptions
 from ckpt_cli.options.inspect import InspectOptions
 from ckpt_cli.options.launch import LaunchOptions
 from ckpt_cli.options.manifest import ManifestOptions
+from ckpt_cli.options.merge import UNSHARED, MergeOptions
 from ckpt_cli.options.prune import PruneOptions
 from ckpt_cli.options.transfer import TransferOptions, accepts
 from ckpt_cli.options.typer_command import HELP_ALL, Command, Group, short_page
@@ -185,6 +186,21 @@ def _reshard(options: TransferOptions) -> Work:
 
 
 @app.command(
+    "merge",
+    cls=Command,
+    epilog="Content options apply to the computed tensors, under the names of the first source, in "
+    "the order that ckpt convert --help-all gives.",
+    short_help="Average or add checkpoints, or fold in a LoRA adapter.",
+)
+@accepts(MergeOptions, TransferOptions, without=UNSHARED)
+def _merge(merge_options: MergeOptions, options: TransferOptions) -> Work:
+    """Compute one checkpoint from several, in float32; optimizers are not merged."""
+    from ckpt_cli.commands.merge import merge
+
+    return partial(merge, options, merge_options)
+
+
+@app.command(
     "manifest",
     cls=Command,
     short_help="Record checksums and fingerprints, to verify a checkpoint later.",
@@ -240,7 +256,7 @@ def _prune(options: PruneOptions) -> Work:
 )
 @accepts(LaunchOptions)
 def _launch(options: LaunchOptions) -> Work:
-    """Run convert, reshard, manifest, validate or diff with PyTorch's elastic launcher.
+    """Run convert, reshard, merge, manifest, validate or diff with PyTorch's elastic launcher.
 
     Options have torchrun's names, with - or _ inside, and go before COMMAND.
     """

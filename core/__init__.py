@@ -1,7 +1,7 @@
 """The checkpoint engine: opens, converts, reshards and verifies training checkpoints.
 
-As a Python interface: ``core.open``, ``convert``, ``reshard``, ``validate``, ``diff``, ``inspect``
-and ``prune`` (``docs/guide/python.md``). To read the engine, start at
+As a Python interface: ``core.open``, ``convert``, ``reshard``, ``merge``, ``validate``, ``diff``,
+``inspect`` and ``prune`` (``docs/guide/python.md``). To read the engine, start at
 ``docs/explanation/architecture.md``, or at ``core.convert.run``. The names that this module exports
 are imported when they are first used, so that ``import core`` costs nothing.
 """
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from core.api.verbs import convert as convert
     from core.api.verbs import diff as diff
     from core.api.verbs import inspect as inspect
+    from core.api.verbs import merge as merge
     from core.api.verbs import prune as prune
     from core.api.verbs import reshard as reshard
     from core.api.verbs import validate as validate
@@ -46,7 +47,7 @@ _MODULES = {
     "open_checkpoint": "core.opening.open",
     "reshard": "core.api.verbs",
 }
-_VERBS = ("convert", "diff", "inspect", "prune", "validate")
+_VERBS = ("convert", "diff", "inspect", "merge", "prune", "validate")
 """Packages that can be called (``core.verb_module``)."""
 
 __all__ = [*_MODULES, *_VERBS, "__version__"]

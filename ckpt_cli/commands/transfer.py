@@ -307,6 +307,7 @@ def _plan(job: Job, options: TransferOptions) -> int:
             from ckpt_cli.html_report.transfer_report import plan_html
 
             verb = "reshard" if job.keeps_layout else "convert"
+            verb = verb if job.merge is None else "merge"
             html = plan_html(prepared, expected, verb=verb)
             write_report(options.report, html, is_quiet=options.quiet)
         if options.json:

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from ckpt_cli.launch.meeting_place import Rendezvous
     from ckpt_cli.options.launch import LaunchOptions
 
-COMMANDS = ("convert", "reshard", "manifest", "validate", "diff")
+COMMANDS = ("convert", "reshard", "merge", "manifest", "validate", "diff")
 """Commands that several workers can run together."""
-_WRITING = ("convert", "reshard")
+_WRITING = ("convert", "reshard", "merge")
 _CONTINUE = "partial output is kept; rerun the same command to continue"
 _REJOIN_S = 60
 """Seconds, in addition to ``--timeout``, to end the workers and for the agents to meet again."""

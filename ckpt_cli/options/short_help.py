@@ -128,6 +128,31 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
         ),
         guide="guide/reshard",
     ),
+    "merge": ShortHelp(
+        examples=(
+            (
+                "the mean of two checkpoints of a run",
+                "ckpt merge run/iter_0000900 run/iter_0001000 -o mean --average",
+            ),
+            ("what training changed", "ckpt merge tuned base -o delta --delta --dtype fp32"),
+            ("added to another model", "ckpt merge other -o new --add-delta delta --scale 0.7"),
+            ("a LoRA adapter folded into its base", "ckpt merge base -o tuned --lora adapter"),
+        ),
+        options=(
+            "--average",
+            "--weights",
+            "--ema",
+            "--slerp",
+            "--delta",
+            "--add-delta",
+            "--scale",
+            "--lora",
+            "--output",
+            "--dry-run",
+            "--verify",
+        ),
+        guide="guide/merge",
+    ),
     "manifest": ShortHelp(
         examples=(
             ("checksums and fingerprints, next to the data", "ckpt manifest run/iter_0010000"),

@@ -7,7 +7,7 @@ Words of long options may be separated with ``-`` or ``_``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -33,11 +33,12 @@ from core.files.object_client import limit_requests, set_storage_options
 from core.files.remote_path import RemotePath
 from core.files.url import refuse_url
 
-Options = TypeVar("Options")
 Result = TypeVar("Result")
-CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
+MERGE, CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
 
-_CHECKPOINTS = frozenset({"src", "path", "paths", "a", "b", "against", "dst", "output"})
+_CHECKPOINTS = frozenset(
+    {"src", "path", "paths", "a", "b", "against", "dst", "output", "add_delta", "lora"}
+)
 """Arguments that name checkpoints."""
 
 TARGETS = (
@@ -58,23 +59,32 @@ WORDS = "words"
 
 
 def accepts(
-    options: type[Options],
-) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
-    """Return a decorator that turns a function of one ``options`` value into a typer command.
+    *options: type, without: Collection[str] = ()
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Return a decorator that turns a function of values of ``options`` into a typer command.
 
     Args:
-        options: a dataclass whose fields are annotated with typer's options and arguments.
+        options: dataclasses whose fields are annotated with typer's options and arguments; the
+            function takes a value of each.
+        without: names of fields that keep their defaults and are no options of this command.
     """
-    hints = get_type_hints(options, include_extras=True)
+    hints = {kind: get_type_hints(kind, include_extras=True) for kind in options}
+    # Of two fields with one name, the first is the option; its value is that of both.
+    kind_of: dict[str, type] = {}
+    for kind in options:
+        for name in hints[kind]:
+            if name != WORDS and name not in without:
+                kind_of.setdefault(name, kind)
     parameters = [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[field.name],
+            annotation=hints[kind][field.name],
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
         )
-        for field in fields(options)  # type: ignore[arg-type]  # any dataclass
-        if field.name != WORDS
+        for kind in options
+        for field in fields(kind)
+        if kind_of.get(field.name) is kind
     ]
     parameters.append(
         inspect.Parameter(
@@ -85,7 +95,7 @@ def accepts(
         )
     )
 
-    def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
+    def decorate(body: Callable[..., Result]) -> Callable[..., Result]:
         def command(*, help_all: bool = False, **values: Any) -> Result:
             # help_all is False: its callback prints the page and exits.
             # Checkpoints to read may be URLs. Everything else is local, and is refused here: for
@@ -99,9 +109,13 @@ def accepts(
             if "storage_option" in values:
                 set_storage_options(parse_storage_options(values["storage_option"] or ()))
                 limit_requests(values.get("threads"))
-            if WORDS in hints:
-                values[WORDS] = given_words()
-            return body(options(**values))
+            values[WORDS] = given_words()
+            return body(
+                *(
+                    kind(**{name: values[name] for name in hints[kind] if name in values})
+                    for kind in options
+                )
+            )
 
         # typer reads a command's name, help text and options from the function itself.
         command.__name__ = body.__name__

@@ -22,7 +22,7 @@ from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError, did_you_mean
 from core.files.remote_path import location_of
 
-PANELS = ("Checks", "Output", "Layout", "Content", "Engine", "Messages")
+PANELS = ("Merge", "Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
 LAUNCH_PANELS = ("Workers", "Hosts", "Failures", "Logs")
 """Sections of the help page of ``ckpt launch``."""
@@ -71,6 +71,7 @@ class Command(_Pages, TyperCommand):
         for metavar in (param.metavar or "" for param in self.get_params(ctx)):
             metavars[f"{{{metavar}}}"] = metavar
             if "…" in metavar:
+                metavars[f"{{{metavar}}}..."] = metavar
                 metavars[f"[{metavar}]..."] = metavar if " " in metavar else f"[{metavar}]"
         return [metavars.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
 

@@ -14,7 +14,7 @@ _COMMANDS = (
     ("cast dtype", "use ckpt convert SRC DST --dtype DTYPE"),
     ("quantize", "use ckpt convert SRC DST --quantize block"),
     (
-        "merge unshard join",
+        "unshard join",
         (
             "use ckpt reshard SRC DST --tp-new 1 --pp-new 1 for one rank, "
             "or ckpt convert SRC DST --to safetensors"

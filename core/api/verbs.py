@@ -173,6 +173,83 @@ def reshard(
     return run(job, progress=bytes_only(progress))
 
 
+def merge(
+    sources: Sequence[AnyPath],
+    dst: AnyPath,
+    *,
+    average: bool = False,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    slerp: float | None = None,
+    delta: bool = False,
+    add_delta: Sequence[AnyPath] = (),
+    scale: float | None = None,
+    lora: AnyPath | None = None,
+    keep_first: bool = False,
+    to: str | None = None,
+    names: str | None = None,
+    dtype: str | None = None,
+    verify: bool = False,
+    force: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Report:
+    """Compute one checkpoint from several of the same model, as ``ckpt merge`` does.
+
+    Args:
+        sources: the checkpoints, in any formats and layouts; the result has the configuration of
+            the first. Exactly one of the following seven says what to compute.
+        dst: the directory or file to write.
+        average: the mean of all sources.
+        weights: a weighted sum, one number per source, which sum to 1.
+        ema: the decay of an exponential moving average over the sources, the oldest first.
+        slerp: the position between two sources, 0 for the first.
+        delta: the first of two sources minus the second.
+        add_delta: task vectors to add to the only source, each times ``scale``.
+        lora: the directory of a LoRA adapter to fold into the only source.
+        scale: factor of ``add_delta``; None for 1.
+        keep_first: take integers and objects that differ from the first source.
+        to, names, dtype, verify, force, memory_bytes, progress: as for ``convert``.
+
+    Raises:
+        UsageError: not exactly one computation is requested, or it does not suit the sources.
+        CheckpointingException: the sources do not fit each other, or as for ``convert``.
+    """
+    from core.convert.run import run
+    from core.merge.request import build_merge
+
+    paths = [location_of(path) for path in sources]
+    if not paths:
+        raise UsageError("merge: no source", hint="give at least one checkpoint")
+    request = build_merge(
+        paths,
+        average=average,
+        weights=weights,
+        ema=ema,
+        slerp=slerp,
+        delta=delta,
+        add_delta=[location_of(path) for path in add_delta],
+        scale=scale,
+        lora=None if lora is None else location_of(lora),
+        keep_first=keep_first,
+    )
+    dst_path = location_of(dst)
+    to = to or implied_format(dst_path, names)
+    job = Job(
+        src=paths[0],
+        dst=dst_path,
+        to=to,
+        keeps_layout=to is None,
+        names=names,
+        dtype=() if dtype is None else ((None, dtype),),
+        verify=verify,
+        force=force,
+        memory_bytes=memory_bytes,
+        merge=request,
+    )
+    return run(job, progress=bytes_only(progress))
+
+
 def validate(
     path: AnyPath,
     *,

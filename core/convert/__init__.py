@@ -6,7 +6,7 @@ a third party's format.
 Imports: arrays, calibration, catalog, changes, convert.report, convert.stored_plan, copy, core,
 device, errors, files, fingerprint, formats, formats.dcp, formats.huggingface, formats.torch, hf,
 manifest, megatron.extras, megatron.model, megatron.optimizer, megatron.optimizer.sharded,
-megatron.placement, megatron.reshard, megatron.rules, opening, pickle, plan, quantize, stage,
+megatron.placement, megatron.reshard, megatron.rules, merge, opening, pickle, plan, quantize, stage,
 stage.bucket, team.
 """
 

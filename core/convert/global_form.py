@@ -13,7 +13,7 @@ The job and the kind of source determine the path. Options that would have no ef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -54,6 +54,8 @@ from core.megatron.placement.implementation import with_implementation
 from core.megatron.reshard.from_global import has_megatron_names
 from core.megatron.reshard.reshard import Rules, is_megatron, load_rules, unshard
 from core.megatron.rules.experts import OPTION as EXPERTS
+from core.merge.forms import FormOptions
+from core.merge.sources import merge_others
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source, documents_above, unread_files
@@ -99,6 +101,7 @@ class _FormRequest:
         config: the parsed ``config.json`` of the source, or None.
         comes_from_hf: the source's tensors have Hugging Face's names.
         is_restacked: ``core.megatron.reshard.to_torch_dist`` is to stack or unstack the layers.
+        others: the other sources of a merge.
     """
 
     job: Job
@@ -109,6 +112,7 @@ class _FormRequest:
     config: Mapping[str, object] | None
     comes_from_hf: bool
     is_restacked: bool
+    others: tuple[Checkpoint, ...] = ()
 
     @property
     def writes_hf(self) -> bool:
@@ -136,13 +140,16 @@ class _GlobalStep:
     dropped: tuple[DroppedEntries, ...] = ()
 
 
-def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
+def global_form(
+    job: Job, source: Checkpoint, format: Format, others: Sequence[Checkpoint] = ()
+) -> GlobalForm:
     """Convert a source into global tensors under their final names, and apply the user's changes.
 
     Args:
         job: the conversion.
         source: the opened source.
         format: the format of the destination.
+        others: the other sources of a merge, which share the source's store.
 
     Raises:
         CheckpointingException: the source is damaged or incomplete, or an option contradicts the
@@ -168,6 +175,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         config=config,
         comes_from_hf=is_hf(catalog, config),
         is_restacked=format.is_mcore and job.stacking is not None,
+        others=tuple(others),
     )
     if job.optim is None and request.writes_hf:  # nobody expects an optimizer there
         request = replace(request, job=replace(job, optim="drop"))
@@ -179,7 +187,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
 
     # Take one of the paths of the picture above.
     if request.becomes_megatron:
-        form = _form_as_megatron(request, catalog)
+        form = _form_as_megatron(request, catalog, source)
     else:
         step = _unshard_if_needed(request, catalog, source)
         build = _form_as_hf if request.becomes_hf else _form_with_own_names
@@ -245,7 +253,7 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
     # Without a change of layout or names the tensors stay as they are.
     if not (request.becomes_hf or request.is_restacked or _needs_global_form(request, catalog)):
         refuse_layout_options(job)
-        step = _drop_optimizer(request, catalog)
+        step = _merge(request, _drop_optimizer(request, catalog), source)
         form, other_form = sharding_of(step.catalog), wanted_sharding(format.name)
         if not format.is_mcore or form in (None, other_form):
             return step
@@ -267,10 +275,13 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
         vocab_size=job.vocab_size,
         optim="drop" if job.optim == "drop" else "refuse" if request.becomes_hf else "carry",
         keep_padded_vocab=job.keep_padded_vocab,
-        target_tp=target_topology(job, catalog, format).tp if is_cut(format) else None,
+        # The sources of a merge may be padded differently; without padding they have one shape.
+        target_tp=target_topology(job, catalog, format).tp
+        if is_cut(format) and not request.others
+        else None,
         store=source.store,
     )
-    step = _record_run_facts(request, catalog, source)
+    step = _merge(request, _record_run_facts(request, catalog, source), source)
 
     # Handle the random states, and rename the parameters to those of another implementation.
     catalog = with_rng(
@@ -289,6 +300,29 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
     if job.transformer_impl is not None:
         catalog = with_implementation(catalog, job.transformer_impl, rules=rules)
     return replace(step, catalog=catalog)
+
+
+def _merge(request: _FormRequest, step: _GlobalStep, source: Checkpoint) -> _GlobalStep:
+    """Compute the tensors from those of all sources, if the job is a merge.
+
+    Args:
+        request: the job.
+        step: the first source, in the form in which it is merged.
+        source: the first source, whose store has the files of all.
+
+    Raises:
+        CheckpointingException: another source is damaged, or does not fit the first one.
+    """
+    job = request.job
+    if job.merge is None:
+        return step
+    options = FormOptions(
+        rules=request.rules, vocab_size=job.vocab_size, keep_padded_vocab=job.keep_padded_vocab
+    )
+    result = merge_others(
+        job.merge, step.catalog, source, request.others, config=request.config, options=options
+    )
+    return replace(step, catalog=result.catalog, notes=(*step.notes, *result.notes))
 
 
 def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
@@ -325,7 +359,7 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
     return GlobalForm(result.catalog, result.renamed, tuple(notes), step.dropped)
 
 
-def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
+def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoint) -> GlobalForm:
     """Convert tensors with Hugging Face's names into Megatron's global form.
 
     The user's changes match Hugging Face's names; stacking and quantizing come after the renaming.
@@ -340,7 +374,7 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
     assert request.config is not None
     check_vocabulary(job, request.config)
     refuse_quantizing(job, request.format)
-    step = _drop_optimizer(request, catalog)
+    step = _merge(request, _drop_optimizer(request, catalog), source)
 
     # Apply the changes that match Hugging Face's names.
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
@@ -372,7 +406,7 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
         quantize=job.quantize,
     )
     second = _apply_checked(catalog, late)
-    notes = (*first.notes, padding, *second.notes)
+    notes = (*step.notes, *first.notes, padding, *second.notes)
     return GlobalForm(second.catalog, first.renamed + second.renamed, notes, step.dropped)
 
 
@@ -572,6 +606,8 @@ def _needs_global_form(request: _FormRequest, catalog: Catalog) -> bool:
         return True
     if not is_megatron(catalog, request.rules):
         return False
+    if request.others:  # whose layouts may be different
+        return True
     if request.names == "megatron" or job.transformer_impl is not None or job.experts is not None:
         return True
     if not format.is_mcore:

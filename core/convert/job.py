@@ -11,6 +11,7 @@ from core.convert.report.dropped import DroppedReason
 from core.device.device import Device
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.version import MegatronVersion
+from core.merge.request import Merge
 from core.team.protocol import Figures
 
 MIB = 1 << 20
@@ -125,6 +126,8 @@ class Job:
         unknown: ``refuse`` tensors without a layout rule, or ``replicate`` those that are the same
             on all ranks.
         device: the device for per-byte work; None for the CPU. The bytes are the same.
+        merge: compute the tensors from those of ``src`` and of other checkpoints; None to move
+            those of ``src``.
     """
 
     src: Path
@@ -175,6 +178,7 @@ class Job:
     rules: Path | None = None
     unknown: str = "refuse"
     device: Device | None = None
+    merge: Merge | None = None
 
     @property
     def stacking(self) -> bool | None:

@@ -21,6 +21,29 @@ HF_ALIASES = ("hf", "huggingface")
 """Names of the safetensors format that also ask for Hugging Face's tensor names."""
 
 
+def check_merge(job: Job) -> None:
+    """Raise if an option contradicts a merge.
+
+    Raises:
+        UsageError: the option asks for the optimizer, for unchanged data, or for a change that
+            would have to come before the tensors are computed.
+    """
+    if job.optim == "carry":
+        raise UsageError(
+            "optimizer states are not merged", hint="merge without them; training starts afresh"
+        )
+    for option, is_given, hint in (
+        ("--metadata-only", job.metadata_only, "omit it: the data are computed"),
+        (
+            "--dequantize",
+            job.dequantize is not None,
+            "apply the scales of each checkpoint first: ckpt convert SRC DST --dequantize bf16",
+        ),
+    ):
+        if is_given:
+            raise UsageError(f"{option} cannot be used when merging", hint=hint)
+
+
 def is_cut(format: Format) -> bool:
     """Return True if checkpoints of this format are cut by a parallel layout."""
     return format.partition == "ranks" or format.is_mcore

@@ -31,7 +31,7 @@ from core.convert.nesting_notes import (
     root_notes,
     sharing_notes,
 )
-from core.convert.options import HF_ALIASES, is_cut
+from core.convert.options import HF_ALIASES, check_merge, is_cut
 from core.convert.report.dropped import (
     DroppedEntries,
     DroppedReason,
@@ -57,6 +57,7 @@ from core.hf import is_hf
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import load_rules
+from core.merge.sources import open_others, with_joined_store
 from core.opening.objects import check_safety, loaded, state_dict
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
@@ -101,6 +102,12 @@ class Prepared:
     load_line: str
     n_tensors: int
     links: tuple[tuple[str, str, int], ...] = ()
+
+    @property
+    def source_paths(self) -> tuple[Path, ...]:
+        """Paths of all sources, which the destination must not replace."""
+        merge = self.job.merge
+        return (self.source.path, *(() if merge is None else merge.others))
 
     @property
     def is_file(self) -> bool:
@@ -227,10 +234,20 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         missing_chunks=job.missing_chunks,
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
+    others: list[Checkpoint] = []
     try:
+        # The other sources of a merge share a store with the first one.
+        merge = job.merge
+        if merge is not None:
+            check_merge(job)
+            job = replace(job, optim="drop")
+            others += open_others(
+                merge, missing_chunks=job.missing_chunks, on_open=source.store.on_open
+            )
+            source = with_joined_store(source, others)
         with gc_paused():
             try:
-                prepared = _prepare(job, source)
+                prepared = _prepare(job, source, others)
             except UnsupportedError as err:
                 # Name the file in errors about an entry of a source that is one file.
                 if err.key is not None and source.store.entry is not None:
@@ -243,6 +260,8 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     finally:
         gc.unfreeze()
         source.store.close()
+        for other in others:
+            other.store.close()
 
 
 def _check_bucket(job: Job, dst: RemotePath) -> None:
@@ -269,8 +288,13 @@ def _check_bucket(job: Job, dst: RemotePath) -> None:
         )
 
 
-def _prepare(job: Job, source: Checkpoint) -> Prepared:
+def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) -> Prepared:
     """Decide what is written, lay out the files, and build the plan that proves it.
+
+    Args:
+        job: the conversion.
+        source: the opened source.
+        others: the other sources of a merge.
 
     Raises:
         CheckpointingException: the job cannot be done.
@@ -287,7 +311,7 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
         )
 
     # Give the source its final names, and cut it for the destination.
-    form = safe_form(job, source, format)
+    form = safe_form(job, source, format, others)
     dst = _choose_dst(job, source, format)
     is_file = is_file_of(format, dst)
     if job.tokenizer is not None:

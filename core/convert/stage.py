@@ -44,7 +44,7 @@ def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> S
         fsync=job.fsync,
         identity=identity,
         needed_bytes=prepared.plan.file_bytes,
-        keep=(prepared.source.path,),
+        keep=prepared.source_paths,
         is_shared=is_shared,
     )
 
@@ -64,7 +64,7 @@ def _bucket_stage_of(prepared: Prepared, dst: RemotePath, *, identity: str) -> B
         force=job.force,
         verify=job.verify,
         identity=identity,
-        keep=(prepared.source.path,),
+        keep=prepared.source_paths,
         n_threads=sending_threads(prepared.images, job.own_memory_bytes),
     )
 

@@ -48,18 +48,21 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
     return source
 
 
-def safe_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
+def safe_form(
+    job: Job, source: Checkpoint, format: Format, others: Sequence[Checkpoint] = ()
+) -> GlobalForm:
     """Build the source's global form without the objects that must not be carried over.
 
     Args:
         job: the conversion.
         source: from ``with_objects_loaded``.
         format: the format of the destination.
+        others: the other sources of a merge.
 
     Raises:
         CheckpointingException: the job cannot be done.
     """
-    return without_unsafe(global_form(job, source, format), job, source, format)
+    return without_unsafe(global_form(job, source, format, others), job, source, format)
 
 
 def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Format) -> GlobalForm:

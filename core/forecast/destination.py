@@ -30,7 +30,7 @@ def existing_destination(prepared: Prepared) -> ExistingDestination | None:
     try:
         check_replaceable(prepared.dst, [image.path for image in prepared.images])
         if not isinstance(dst, RemotePath):
-            check_may_replace(dst, is_file=prepared.is_file, keep=(prepared.source.path,))
+            check_may_replace(dst, is_file=prepared.is_file, keep=prepared.source_paths)
     except UsageError as err:
         return ExistingDestination(err)
     return ExistingDestination()

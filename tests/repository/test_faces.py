@@ -22,7 +22,7 @@ FACES = {
             "TopologyChange",
         ),
         *("__version__", "open_checkpoint"),
-        *("convert", "diff", "inspect", "open", "prune", "reshard", "validate"),
+        *("convert", "diff", "inspect", "merge", "open", "prune", "reshard", "validate"),
     },
     "core.catalog": {
         *(

@@ -24,6 +24,9 @@ from core.formats.torch.zip.container import Record
 from core.formats.torch.zip.records import RecordEncoding
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import FillValue
+from core.merge.combined import Combined
+from core.merge.lora import Folded
+from core.merge.slerp import Slerp
 from core.quantize.from_float8 import Dequantized
 from core.quantize.source import SourceTensor
 from core.quantize.to_float8 import Quantized, Scales, Weight
@@ -42,6 +45,9 @@ CLASSES: dict[str, type] = {
             StreamItem,
             InlineValue,
             Widened,
+            Combined,
+            Slerp,
+            Folded,
         ),
     )
 }

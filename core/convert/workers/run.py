@@ -47,7 +47,7 @@ from core.errors import WorkerError
 from core.files.folders import sync_folders
 from core.files.network_mounts import file_system_of, is_coherent
 from core.files.remote_path import RemotePath
-from core.files.source_store import SourceStore, open_store
+from core.files.source_store import SourceStore, open_store, other_roots
 from core.files.store import translate_os_errors
 from core.megatron.reshard.reshard import load_rules
 from core.plan.items import ITEM_BYTES
@@ -284,6 +284,7 @@ class _Lead:
             journal_identity=None,
             written=stage.written_path,
             source=prepared.source.store.root.absolute(),
+            other_sources=other_roots(prepared.source.store),
             threads=threads,
             memory_bytes=prepared.job.own_memory_bytes,
             **asdict(self._sizes),

@@ -32,7 +32,7 @@ from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CheckpointingException, StorageError, UsageError
 from core.files.remote_path import RemotePath
-from core.files.source_store import open_store
+from core.files.source_store import open_joined
 from core.files.store import TargetStore
 from core.plan.items import ITEM_BYTES
 from core.stage.bucket.shared import SentShare, SharedUploads, local_copy, send_share
@@ -60,6 +60,7 @@ class WorkOrder:
         journal_identity: identity that journals must have; None if nothing is written.
         written: path of the destination before it is published.
         source: directory of the source.
+        other_sources: directories of the other sources of a merge.
         target: directory whose files are compared; None if files are written.
         uploads: the uploads of the destination in an object store; None for a directory.
         threads: number of copying threads.
@@ -77,6 +78,7 @@ class WorkOrder:
     journal_identity: str | None
     written: Path
     source: Path
+    other_sources: tuple[Path, ...] = ()
     target: Path | None = None
     uploads: SharedUploads | None = None
     threads: int
@@ -139,7 +141,8 @@ class WorkerShare:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             path = self._order.plan
-            self._wait_for(self._order.source, "the source")
+            for folder in (self._order.source, *self._order.other_sources):
+                self._wait_for(folder, "the source")
             if isinstance(path, RemotePath):
                 path = stack.enter_context(local_copy(path))
             else:
@@ -154,7 +157,9 @@ class WorkerShare:
                 threads=self._order.threads,
             )
             self._plan = stack.enter_context(plan)
-            self._source = open_store(self._order.source, stamps=self._plan.stamps)
+            self._source = open_joined(
+                self._order.source, self._order.other_sources, stamps=self._plan.stamps
+            )
             stack.callback(self._source.close)
             self._source.limit_reading(self._order.memory_bytes, threads=self._order.threads)
             self._check_source()

@@ -1,0 +1,12 @@
+"""``ckpt merge``: compute the tensors of one checkpoint from those of several, as encodings.
+
+Start at ``request`` (what to compute) and ``merge`` (the merged catalog); ``forms`` brings the
+other sources under the names of the first. ``combined``, ``slerp`` and ``lora`` are the encodings,
+which define the arithmetic bit for bit; ``adapter`` reads peft's directories.
+Imports: arrays, catalog, changes, errors, files, formats.torch, hf, megatron.model,
+megatron.placement, megatron.reshard, opening, pickle, quantize.
+"""
+
+from core.verb_module import make_callable
+
+make_callable(__name__)

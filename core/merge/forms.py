@@ -1,0 +1,136 @@
+"""Bring another checkpoint under the names of the first one, whatever its format and layout.
+
+===================  ======================  ==================================================
+ first                another                 becomes
+===================  ======================  ==================================================
+ Megatron             Megatron                global per-layer tensors, the first's implementation
+ Megatron             Hugging Face            Megatron's names (``core.hf.to_megatron``)
+ Hugging Face         Megatron                Hugging Face's names (``core.hf.to_hf``)
+ any other            any other               its own names
+===================  ======================  ==================================================
+
+Optimizer states are left out: a mean of moments belongs to no step of any run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from core.catalog.catalog import Catalog, Fragment
+from core.catalog.facets import MegatronModel
+from core.catalog.stored import files_read
+from core.changes.select import without_optimizer
+from core.errors import UnsupportedError
+from core.formats.torch.format import load_object
+from core.megatron.model.args import facts_of
+from core.megatron.placement.implementation import with_implementation
+from core.megatron.reshard.reshard import Rules, is_megatron, unshard
+from core.opening.objects import loaded
+from core.opening.open import Checkpoint
+from core.opening.source_files import config_of_source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOptions:
+    """How Megatron checkpoints become global tensors; the same for all sources.
+
+    Args:
+        rules: the layout rules.
+        vocab_size: rows of the vocabulary without padding; None if the arguments record them.
+        keep_padded_vocab: keep padding rows as if they were real ones.
+    """
+
+    rules: Rules
+    vocab_size: int | None = None
+    keep_padded_vocab: bool = False
+
+
+def form_like(
+    other: Checkpoint,
+    first: Catalog,
+    *,
+    config: Mapping[str, object] | None,
+    options: FormOptions,
+    prefix: str,
+) -> Catalog:
+    """Return another checkpoint's tensors under the names of the first one.
+
+    Args:
+        other: the other checkpoint.
+        first: the first one, in the form in which it is merged.
+        config: the ``config.json`` of the first one, or None.
+        options: how Megatron checkpoints become global tensors.
+        prefix: put before the names of its files (``core.files.source_store``).
+
+    Raises:
+        UnsupportedError: the names of the two belong to different families.
+        CheckpointingException: the other checkpoint is damaged or incomplete.
+    """
+    from core.hf import is_hf, to_hf, to_megatron
+
+    catalog = loaded(other.catalog, other.store, load_object)
+    rules = options.rules
+    other_config = config_of_source(other)
+    has_layout = catalog.is_rank_local or is_megatron(catalog, rules)
+    if has_layout:
+        catalog = unshard(
+            catalog,
+            rules=rules,
+            vocab_size=options.vocab_size,
+            optim="drop",
+            keep_padded_vocab=options.keep_padded_vocab,
+        )
+
+    # Megatron's names, of the implementation that the first one has.
+    if first.facet(MegatronModel) is not None:
+        is_local = facts_of(first.args, names=rules.model_of(first.tensors)).is_local
+        implementation = "local" if is_local else "transformer_engine"
+        if has_layout:
+            catalog = with_implementation(catalog, implementation, rules=rules)
+        elif is_hf(catalog, other_config):
+            assert other_config is not None
+            catalog = to_megatron(catalog, other_config, transformer_impl=implementation)
+        else:
+            raise _other_family(other, "Megatron's")
+    elif has_layout:
+        if not is_hf(first, config):
+            raise _other_family(other, "names of its own, unlike Megatron's")
+        assert config is not None
+        model_type = config.get("model_type")
+        catalog = to_hf(
+            catalog,
+            model_type=model_type if isinstance(model_type, str) else None,
+            has_config=False,
+        )
+    return relocated(without_optimizer(catalog).catalog, prefix)
+
+
+def _other_family(other: Checkpoint, names: str) -> UnsupportedError:
+    """Return the error for a checkpoint whose names cannot be those of the first one."""
+    return UnsupportedError(
+        f"the first checkpoint has {names} tensor names; those of this one cannot be mapped",
+        file=str(other.path),
+        hint="convert one of them to the names of the other first: ckpt convert --names",
+    )
+
+
+def relocated(catalog: Catalog, prefix: str) -> Catalog:
+    """Return a catalog whose files have the names that a joined store gives them."""
+    fragments_of = catalog.fragments_of
+
+    def moved(fragment: Fragment) -> Fragment:
+        array = fragment.array
+        if array is None:
+            return fragment
+        extent = array.extent
+        # Encodings of formats take the file from the extent; none of them names further files.
+        assert not files_read(extent.encoding)
+        extent = replace(extent, file=prefix + extent.file)
+        return replace(fragment, array=replace(array, extent=extent))
+
+    def moved_fragments_of(key: str) -> Sequence[Fragment]:
+        return [moved(fragment) for fragment in fragments_of(key)]
+
+    function: Callable[[str], Sequence[Fragment]] = moved_fragments_of
+    return replace(catalog, fragments_of=function)

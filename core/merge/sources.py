@@ -1,0 +1,87 @@
+"""Open the other sources of a merge, and merge them into the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from core.catalog.catalog import Catalog
+from core.errors import in_checkpoint
+from core.files.source_store import JoinedStore, join_stores, joined_prefix
+from core.formats.torch.format import load_object
+from core.merge.adapter import fold_adapter
+from core.merge.forms import FormOptions, form_like, relocated
+from core.merge.merge import MergedCatalog, MergeSource, merge_catalogs
+from core.merge.request import LORA, Merge
+from core.opening.objects import loaded
+from core.opening.open import Checkpoint, open_checkpoint
+
+
+def open_others(
+    request: Merge, *, missing_chunks: str, on_open: Callable[[int], None] | None = None
+) -> list[Checkpoint]:
+    """Open the other sources; the caller closes their stores.
+
+    Args:
+        request: the merge.
+        missing_chunks, on_open: as for ``core.opening.open.open_checkpoint``.
+
+    Raises:
+        CheckpointingException: a path is not a checkpoint, or its metadata is damaged.
+    """
+    others: list[Checkpoint] = []
+    try:
+        for path in request.others:
+            with in_checkpoint(str(path)):
+                others.append(open_checkpoint(path, missing_chunks=missing_chunks, on_open=on_open))
+    except BaseException:
+        for other in others:
+            other.store.close()
+        raise
+    return others
+
+
+def with_joined_store(first: Checkpoint, others: Sequence[Checkpoint]) -> Checkpoint:
+    """Return the first source with a store that has the files of all sources."""
+    return replace(first, store=join_stores(first.store, [other.store for other in others]))
+
+
+def merge_others(
+    request: Merge,
+    catalog: Catalog,
+    first: Checkpoint,
+    others: Sequence[Checkpoint],
+    *,
+    config: Mapping[str, object] | None,
+    options: FormOptions,
+) -> MergedCatalog:
+    """Return the first source's catalog with tensors that are computed from all sources.
+
+    Args:
+        request: what to compute.
+        catalog: the first source: global tensors, no optimizer states.
+        first: the first source, from ``with_joined_store``.
+        others: the other sources.
+        config: the ``config.json`` of the first one, or None.
+        options: how Megatron checkpoints become global tensors.
+
+    Raises:
+        UnsupportedError: the sources do not fit each other.
+        CheckpointingException: a source is damaged or incomplete.
+    """
+    sources = [MergeSource(str(first.path), catalog)]
+    if request.method == LORA:
+        (other,) = others
+        assert not isinstance(other.store, JoinedStore)
+        form = relocated(
+            loaded(other.catalog, other.store, load_object), joined_prefix(other.store)
+        )
+        with in_checkpoint(str(other.path)):
+            return fold_adapter(sources[0], MergeSource(str(other.path), form), other.store)
+    for other in others:
+        assert not isinstance(other.store, JoinedStore)
+        prefix = joined_prefix(other.store)
+        with in_checkpoint(str(other.path)):
+            form = form_like(other, catalog, config=config, options=options, prefix=prefix)
+        sources.append(MergeSource(str(other.path), form))
+    return merge_catalogs(request, sources, first.store, config=config)

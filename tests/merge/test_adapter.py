@@ -1,0 +1,186 @@
+"""LoRA adapters that peft wrote, folded into their bases, against peft's merge_and_unload."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
+from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
+from core.merge.request import Merge
+from tests.merge.test_merge import tensors_of
+from tests.support.rank_files import assert_same_bits
+
+ARCHIVE = Path(__file__).parents[1] / "golden/lora.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked adapters, bases and results of peft."""
+    folder = tmp_path_factory.mktemp("adapters")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "lora"
+
+
+def fold(base: Path, adapter: Path, dst: Path, **options: Any) -> Path:
+    """Folds the adapter in and returns the destination."""
+    run(
+        Job(
+            src=base,
+            dst=dst,
+            merge=Merge(method="lora", others=(adapter,)),
+            fsync=False,
+            keeps_layout="to" not in options,
+            **options,
+        )
+    )
+    return dst
+
+
+@pytest.mark.parametrize("case", ["llama", "rslora", "gpt2"])
+def test_16_bit_models_equal_merge_and_unload_bit_for_bit(
+    case: str, adapters: Path, tmp_path: Path
+) -> None:
+    folder = adapters / case
+    found = tensors_of(fold(folder / "base", folder / "adapter", tmp_path / "out", verify=True))
+    wanted, base = tensors_of(folder / "merged"), tensors_of(folder / "base")
+    # transformers saves GPT-2 with or without the name of its trunk.
+    wanted = {name if name in found else f"transformer.{name}": t for name, t in wanted.items()}
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_same_bits(found[name], tensor, name)
+    assert any(not torch.equal(found[name], base[name]) for name in found)
+
+
+def test_float32_models_equal_merge_and_unload_up_to_the_order_of_additions(
+    adapters: Path, tmp_path: Path
+) -> None:
+    folder = adapters / "float32"
+    found = tensors_of(fold(folder / "base", folder / "adapter", tmp_path / "out"))
+    wanted = tensors_of(folder / "merged")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2.0**-21)
+
+    # The documented arithmetic is exact: products in float64, rounded once.
+    base, matrices = tensors_of(folder / "base"), tensors_of(folder / "adapter")
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (matrices[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
+    product = torch.zeros(b.shape[0], a.shape[1], dtype=torch.float64)
+    for k in range(len(a)):
+        product += b[:, k, None] * a[k]
+    weight = base[f"{name}.weight"] + product.float() * 1.5
+    assert_same_bits(found[f"{name}.weight"], weight, name)
+
+
+def test_the_result_may_be_megatron_rank_files(adapters: Path, tmp_path: Path) -> None:
+    folder = adapters / "llama"
+    ranks = fold(
+        folder / "base",
+        folder / "adapter",
+        tmp_path / "ranks",
+        to="megatron",
+        topology=TopologyChange(tp=1, pp=2),
+    )
+    run(Job(src=ranks, dst=tmp_path / "back", to="hf", fsync=False))
+    found = tensors_of(tmp_path / "back")
+    for name, tensor in tensors_of(folder / "merged").items():
+        assert_same_bits(found[name], tensor, name)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"), [("dora", "it uses use_dora"), ("pissa", "'pissa' changed the base")]
+)
+def test_variants_of_lora_are_refused_by_name(
+    case: str, message: str, adapters: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=message) as failure:
+        fold(adapters / "llama/base", adapters / case / "adapter", tmp_path / "out")
+    assert failure.value.file is not None
+    assert failure.value.file.endswith("adapter_config.json")
+    assert not (tmp_path / "out").exists()
+
+
+def _edited(name: str, value: object) -> Callable[[Path], None]:
+    def edit(adapter: Path) -> None:
+        path = adapter / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+
+    return edit
+
+
+def _rewritten(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(adapter: Path) -> None:
+        tensors = tensors_of(adapter)
+        change(tensors)
+        save_file(tensors, adapter / "adapter_model.safetensors")
+
+    return edit
+
+
+Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "message"),
+    [
+        (_edited("peft_type", "IA3"), UnsupportedError, "'IA3', not LoRA"),
+        (_edited("use_new_trick", True), UnsupportedError, "it uses use_new_trick"),
+        (_edited("r", 5), CorruptError, "gives rank 5"),
+        (_edited("r", None), CorruptError, "r is None"),
+        (_edited("lora_alpha", 0), CorruptError, "not a positive number"),
+        (_edited("alpha_pattern", {"(a+)+": 3}), UnsupportedError, "the pattern"),
+        (_edited("alpha_pattern", {"(": 3}), CorruptError, "alpha_pattern"),
+        (lambda adapter: (adapter / "adapter_config.json").unlink(), UsageError, "not an adapter"),
+        (_rewritten(lambda t: t.pop(f"{Q_PROJ}A.weight")), CorruptError, "one of the two LoRA"),
+        (
+            _rewritten(lambda t: t.update({f"{Q_PROJ}B.weight": torch.ones(7, 4)})),
+            CorruptError,
+            r"shape \(7, 16\), but that of the base has shape \(16, 16\)",
+        ),
+        (
+            _rewritten(lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(25, 16)})),
+            UnsupportedError,
+            r"shape \(25, 16\), that of the base \(24, 16\)",
+        ),
+        (
+            _rewritten(lambda t: t.update({"base_model.model.x.weight": torch.ones(2)})),
+            UnsupportedError,
+            "1 tensors that the base does not have: x.weight",
+        ),
+        (
+            _rewritten(lambda t: t.update({f"{Q_PROJ}magnitude_vector": torch.ones(2)})),
+            UnsupportedError,
+            "a variant of LoRA",
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    edit: Callable[[Path], None],
+    error: type[CheckpointingException],
+    message: str,
+    adapters: Path,
+    tmp_path: Path,
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(adapters / "llama/adapter", adapter)
+    edit(adapter)
+    with pytest.raises(error, match=message):
+        fold(adapters / "llama/base", adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_megatron_base_is_refused(golden: Path, adapters: Path, tmp_path: Path) -> None:
+    base = golden / "mcore_legacy/dense_gqa/tp2_pp1"
+    with pytest.raises(UnsupportedError, match="Megatron's tensor names") as failure:
+        fold(base, adapters / "llama/adapter", tmp_path / "out")
+    assert "--to hf" in str(failure.value.hint)
