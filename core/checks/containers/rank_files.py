@@ -2,8 +2,8 @@
 
 Megatron: the training arguments in any rank file determine the rank directories of the run, even if
 others are missing or damaged. DeepSpeed: the optimizer files record the number of ranks. A
-universal checkpoint has one directory per parameter, each with its fp32 master weight. Torch files of
-each rank with DTensors or ShardedTensors: the tensors record the ranks of the job.
+universal checkpoint has one directory per parameter, each with its fp32 master weight. Torch files
+of each rank with DTensors or ShardedTensors: the tensors record the ranks of the job.
 
 Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``,
 ``core.formats.deepspeed.universal.format``, ``core.formats.torch_sharded.format``.

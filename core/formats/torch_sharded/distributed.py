@@ -79,11 +79,12 @@ def parse_distributed(value: object, arrays: Mapping[str, StoredArray]) -> Local
         raise CorruptError(f"a {part.kind} of {dtype} has local parts of {part.dtype}")
     if dtype not in DTYPES:
         raise UnsupportedError(f"{part.kind} of dtype {dtype}")
-    is_parameter = tensor is not value
-    requires_grad = is_parameter and isinstance(value, Inert) and value.args[1:2] == (True,)
+    # torch.nn.Parameter(dtensor) stays a DTensor, with a mark in its __dict__.
+    marks = state[0] if isinstance(state, tuple) and state and isinstance(state[0], dict) else {}
+    is_parameter = tensor is not value or marks.get("_is_param") is True
     return replace(
         part,
         dtype=dtype,
         wrapper="parameter" if is_parameter else None,
-        requires_grad=requires_grad,
+        requires_grad=args[7:8] == (True,),
     )

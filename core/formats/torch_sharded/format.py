@@ -60,12 +60,10 @@ class TorchShardedFacts:
     Args:
         ranks: the ranks of the job, according to the files.
         missing: name of a missing file → its rank.
-        cuts: a few words on the placements of the tensors, the most frequent one first.
     """
 
     ranks: tuple[int, ...]
     missing: Mapping[str, int]
-    cuts: tuple[str, ...]
 
 
 def sniff(store: ReadStore) -> bool:
@@ -110,13 +108,21 @@ def read(store: ReadStore) -> Catalog:
     catalog = _catalog(merged)
     root = as_mapping(catalog.skeleton) or {}
     iteration = _plain_int(root.get("iteration"), catalog)
+    n_files = sum(len(files) for _, files in contents)
     notes = list(catalog.notes)
-    if missing:
+    if n_files == 1 and missing:
+        notes.append(
+            f"this is the file of rank {contents[0][1][0].rank}; those of {len(missing)} other "
+            f"rank{'s are' if len(missing) > 1 else ' is'} missing"
+        )
+    elif missing:
         names = list(missing)
-        verb = "is" if len(names) == 1 else "are"
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        verb = "is" if len(names) == 1 else "are"
         notes.append(f"{listed} {verb} missing; there are {len(ranks)} ranks")
-    facts = TorchShardedFacts(tuple(ranks), missing, _cuts(contents))
+    if store.entry is not None and n_files > 1:
+        notes.append(f"read together with the other ranks' files, {n_files} in all")
+    facts = TorchShardedFacts(tuple(ranks), missing)
     return replace(catalog, iteration=iteration, notes=tuple(notes)).with_facet(facts)
 
 
@@ -174,16 +180,6 @@ def _ranks(contents: Sequence[tuple[FileFamily, Sequence[TensorFile]]]) -> list[
         ranks = ranks.union(*(file.ranks for file in files))
         ranks |= set(range(min(family.world_size or 0, 1 << 20)))
     return sorted(ranks)
-
-
-def _cuts(contents: Sequence[tuple[FileFamily, Sequence[TensorFile]]]) -> tuple[str, ...]:
-    """Return the descriptions of placements, the most frequent one first."""
-    counts: dict[str, int] = {}
-    for _, files in contents:
-        for part in files[0].parts.values():
-            text = f"{part.kind} {part.cuts}"
-            counts[text] = counts.get(text, 0) + 1
-    return tuple(sorted(counts, key=lambda text: -counts[text]))
 
 
 def _catalog(merged: Sequence[MergedFiles]) -> Catalog:

@@ -72,7 +72,8 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
         CorruptError: the files contradict each other.
     """
     own_entries = entries_of_ranks(files)
-    notes = [f"{name} differs between ranks; each rank's is kept" for name in own_entries]
+    top = f"{label}." if label else ""
+    notes = [f"{top}{name} differs between ranks; each rank's is kept" for name in own_entries]
     files = [nested_by_rank(file, own_entries) if own_entries else file for file in files]
     if label is not None:
         files = [relocated(file, {label: file.skeleton}) for file in files]

@@ -59,6 +59,8 @@ class FileFamily:
 
     def file_of(self, rank: int) -> str:
         """Return the name that the file of a rank would have, for messages."""
+        if "#" not in self.pattern:
+            return f"{self.pattern} of rank {rank}"
         # Numbers may be padded with zeros: rank_00003.
         widths = {len(name) for name in self.files}
         padded = any("0" + str(number) in name for name, number in self.files.items() if number)
