@@ -56,21 +56,21 @@ def parameters_in_flat(
         complete.
     """
     ranges: dict[str, FlatRange] = {}
-    held: dict[str, set[Box]] = defaultdict(set)
+    boxes_of: dict[str, set[Box]] = defaultdict(set)
     n_elements: dict[str, int] = {}
     for file in files:
         for key, view in flat_views(file).items():
-            known = ranges.get(key, view)
-            start, stop = min(known.start, view.start), max(known.stop, view.stop)
+            earlier = ranges.get(key, view)
+            start, stop = min(earlier.start, view.start), max(earlier.stop, view.stop)
             ranges[key] = FlatRange(view.flat_key, start, stop)
         for flat_key, part in file.parts.items():
             n_elements[flat_key] = part.shape[0] if part.shape else 1
-            held[flat_key] |= {one.box for array in part.arrays for one in array.boxes}
+            boxes_of[flat_key] |= {placed.box for array in part.arrays for placed in array.boxes}
     # Where the file of a rank is missing, the end of a parameter is not known.
     incomplete = {
         key: "part of a flat parameter whose other parts are missing"
         for key, in_flat in ranges.items()
-        if sum(box.n_elements for box in held[in_flat.flat_key]) < n_elements[in_flat.flat_key]
+        if sum(box.n_elements for box in boxes_of[in_flat.flat_key]) < n_elements[in_flat.flat_key]
     }
     return ranges, incomplete
 

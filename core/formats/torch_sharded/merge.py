@@ -145,12 +145,14 @@ class _Merger:
         for key, part in file.parts.items():
             self._check_kind(key, part.kind, file)
             self._add_meta(TensorMeta(key, part.dtype, part.shape), file)
-            for held in part.arrays:
+            for stored in part.arrays:
                 # Of several shards, each array needs a name of its own.
                 is_one = len(part.arrays) == 1
-                name = key if is_one else array_name(key, held.boxes[0].box)
-                array = _named(held.array, file, name)
-                self.fragments[key] += [Fragment(key, one.box, array, one.at) for one in held.boxes]
+                name = key if is_one else array_name(key, stored.boxes[0].box)
+                array = _named(stored.array, file, name)
+                self.fragments[key] += [
+                    Fragment(key, box.box, array, box.at) for box in stored.boxes
+                ]
 
     def add_plain_tensors(self, file: TensorFile) -> None:
         """Add plain tensors and views of flat parameters; raises CorruptError if files disagree."""

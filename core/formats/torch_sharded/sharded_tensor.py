@@ -43,7 +43,7 @@ def sharded_tensor_part(
     if metadata is None or shape_of(metadata.get("size"), "its size") != shape:
         raise CorruptError("a ShardedTensor has metadata of another tensor")
     rank, world_size = group.get("global_rank"), group.get("global_world_size")
-    held: list[HeldArray] = []
+    arrays_of_rank: list[HeldArray] = []
     for shard in shards:
         fields = _slots(shard)
         array = plain_array(fields.get("tensor"), arrays, "ShardedTensor")
@@ -61,12 +61,12 @@ def sharded_tensor_part(
             )
         if 0 not in sizes:
             box = HeldBox(Box(offset, sizes), (0,) * len(sizes))
-            held.append(HeldArray(array, (box,)))
+            arrays_of_rank.append(HeldArray(array, (box,)))
     return LocalPart(
         "ShardedTensor",
-        held[0].array.dtype if held else "",
+        arrays_of_rank[0].array.dtype if arrays_of_rank else "",
         shape,
-        tuple(held),
+        tuple(arrays_of_rank),
         rank=rank if isinstance(rank, int) and is_rank(rank) else None,
         ranks=_ranks_of(metadata.get("shards_metadata"), world_size),
         cuts=_shards_text(metadata.get("shards_metadata")),
