@@ -2,5 +2,6 @@
 
 Start at ``format``. ``names`` finds the files that belong together, ``distributed`` parses the
 tensors, ``mesh_cut`` computes which boxes a rank holds, ``merge`` joins the files of the ranks.
-Imports: arrays, catalog, errors, files, pickle, megatron.extras, formats.torch.
+Imports: arrays, catalog, errors, files, formats, formats.torch, formats.torch.zip,
+megatron.extras, pickle.
 """
