@@ -22,6 +22,7 @@ from core.errors import CheckpointingException
 from core.files.store import list_files_below
 from core.formats.torch.format import load_object
 from core.formats.torch.other_pickles import PickledContent
+from core.formats.torch_sharded.format import TorchShardedFacts
 from core.inspect.capabilities import Capability, ModelTraits, capabilities_of
 from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
@@ -210,7 +211,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
         n_files=n_files,
         file_bytes=file_bytes,
         parallel=parallel_sizes(catalog),
-        n_ranks=n_writers if ranks is None else len(ranks.ranks),
+        n_ranks=_n_ranks(catalog, n_writers),
         model=_model_facts(catalog),
         description=describe_model(
             view,
@@ -377,6 +378,18 @@ def _global_view(unsharded: Catalog | None, ranks: Catalog) -> Catalog:
         fragments_of=fragments_of,
         objects=ranks.objects,
     ).with_facet(_RankKeys())
+
+
+def _n_ranks(catalog: Catalog, n_writers: int | None) -> int | None:
+    """Return the number of ranks that wrote the checkpoint, or None.
+
+    Args:
+        n_writers: number of ranks with files of DCP.
+    """
+    ranks, sharded = catalog.facet(RankFacts), catalog.facet(TorchShardedFacts)
+    if sharded is not None:
+        return len(sharded.ranks)
+    return n_writers if ranks is None else len(ranks.ranks)
 
 
 def _count_files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:

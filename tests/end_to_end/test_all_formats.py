@@ -19,6 +19,7 @@ from core.convert.prepare import prepare
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.registry import formats
+from tests.support import dtensor_golden
 from tests.support.local_checkpoint import saved
 from tests.support.materialize import tensor_bytes
 from tests.support.real_readers import READERS, Tensors, of_tensor
@@ -81,6 +82,10 @@ def _local(golden: Path, folder: Path) -> Path:
     return saved(folder / "local")
 
 
+def _torch_sharded(golden: Path, folder: Path) -> Path:
+    return dtensor_golden.unpacked(folder / "dtensor") / "tp2_fsdp2_dp2"
+
+
 SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "megatron": _gold("mcore_legacy/dense_gqa/tp2_pp2"),
     "megatron-gelu": _gold("mcore_legacy/dense_gelu/tp1_pp2"),
@@ -95,6 +100,7 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "dcp-tp": _gold("torch_dcp/tp2_fsdp2_dp2"),
     "dcp-zstd": _dcp_zstd,
     "dcp-hf": _gold("torch_dcp/hf_storage_dp2"),
+    "torch_sharded": _torch_sharded,
     "torch": _gold("hf/llama/torch_single/nested_zip.pt"),
     "torch-legacy": _gold("hf/llama/torch_single/nested_legacy.pt"),
     "torch_bin": _gold("hf/qwen2_tied/bin_sharded"),

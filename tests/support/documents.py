@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from tests.support import dtensor_golden
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS: Mapping[str, str] = {
     "runs/llama": "mcore_legacy/dense_gqa/tp4_pp1_optim",
@@ -45,6 +47,8 @@ CHECKPOINTS: Mapping[str, str] = {
     "models/llama-bin": "hf/llama/bin_sharded",
 }
 """Name in the pages → directory of tests/golden."""
+RANK_FILES = "runs/verl"
+"""Torch files of each rank, from an archive of their own (``tests.support.dtensor_golden``)."""
 NEWER_ITERATION = "runs/damaged"
 """A copy of runs/llama with a second iteration that lacks a file and has one byte changed."""
 TITAN_CONFIG = """{
@@ -128,6 +132,10 @@ def make_checkpoints(golden: Path, folder: Path, text: str | None = None) -> Non
     for name, source in CHECKPOINTS.items():
         if named is None or re.search(rf"(?<![\w/]){re.escape(name)}(?![\w-])", named):
             shutil.copytree(golden / source, folder / name)
+    if named is None or RANK_FILES in named:
+        with tempfile.TemporaryDirectory() as unpacked:
+            source = dtensor_golden.unpacked(Path(unpacked)) / "fsdp2_dp4"
+            shutil.copytree(source, folder / RANK_FILES)
     if named is None or "config.json" in named:
         (folder / "config.json").write_text(TITAN_CONFIG)
     if named is None or NEWER_ITERATION in named:

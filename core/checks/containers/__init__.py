@@ -3,5 +3,5 @@
 Start at ``files``, which applies to every format, like ``extents``; the others are for one format.
 Imports: catalog, checks, errors, files, formats.dcp, formats.deepspeed,
 formats.deepspeed.universal, formats.mcore, formats.megatron, formats.safetensors, formats.torch,
-formats.torch.zip, formats.zarr, megatron.model, opening, pickle, stage.
+formats.torch.zip, formats.torch_sharded, formats.zarr, megatron.model, opening, pickle, stage.
 """

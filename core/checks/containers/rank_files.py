@@ -2,10 +2,11 @@
 
 Megatron: the training arguments in any rank file determine the rank directories of the run, even if
 others are missing or damaged. DeepSpeed: the optimizer files record the number of ranks. A
-universal checkpoint has one directory per parameter, each with its fp32 master weight.
+universal checkpoint has one directory per parameter, each with its fp32 master weight. Torch files
+of each rank with DTensors or ShardedTensors: the tensors record the ranks of the job.
 
 Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``,
-``core.formats.deepspeed.universal.format``.
+``core.formats.deepspeed.universal.format``, ``core.formats.torch_sharded.format``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from core.formats.deepspeed.optim_states import recorded_ranks
 from core.formats.deepspeed.universal.parameter import lacking_files
 from core.formats.megatron.format import MODEL_FILE, OPTIM_FILE
 from core.formats.torch.tree import parse
+from core.formats.torch_sharded.format import TorchShardedFacts
 from core.megatron.model.args import fields_of, topology_of
 from core.megatron.model.topology import Topology, rank_dirs
 from core.pickle.inert import as_mapping
@@ -235,8 +237,24 @@ def _missing_file(file: str, message: str, *, found: str, key: str | None = None
     )
 
 
+def check_torch_ranks(subject: Subject) -> Iterator[Finding]:
+    """Check that every rank which the distributed tensors name has its files."""
+    facts = subject.catalog and subject.catalog.facet(TorchShardedFacts)
+    if not facts:
+        return
+    for file, rank in facts.missing.items():
+        yield RANK_MISSING.finding(
+            f"the file of rank {rank} is missing",
+            file=file,
+            rank=str(rank),
+            expected=f"files of {len(facts.ranks)} ranks",
+            found="no such file",
+        )
+
+
 CHECKS = (
     Check(check_megatron_ranks, formats=("megatron",)),
     Check(check_deepspeed_ranks, formats=("deepspeed",)),
     Check(check_universal_files, formats=("deepspeed_universal",)),
+    Check(check_torch_ranks, formats=("torch_sharded",)),
 )

@@ -38,6 +38,7 @@ from core.arrays.box import Shape, is_c_contiguous
 from core.arrays.dtypes import BY_STORAGE, DTYPES
 from core.arrays.gather import byte_span
 from core.errors import CorruptError
+from core.formats.torch.tensor_parts import parts_of_tensor
 from core.pickle.inert import Global, Inert, Persistent, Size, TensorLeaf
 
 MAX_RANK = 64  # torch's own limit is lower
@@ -84,16 +85,25 @@ class TensorHooks:
     Args:
         label: prefix of the keys.
         hooks: additional hooks, by module and name of the callable.
+        takes_apart: tensors of torchao's classes become mappings of their parts
+            (``torch.tensor_parts``); otherwise they stay inert.
 
     Attributes:
+        taken_apart: class → number of its tensors that were taken apart.
         locations: key → location in a storage.
         attributes: key → names of the tensor's Python attributes, for tensors that have any.
     """
 
     def __init__(
-        self, label: str = "#", hooks: Mapping[tuple[str, str], Hook] | None = None
+        self,
+        label: str = "#",
+        hooks: Mapping[tuple[str, str], Hook] | None = None,
+        *,
+        takes_apart: bool = False,
     ) -> None:
         self._label = label
+        self._takes_apart = takes_apart
+        self.taken_apart: dict[str, int] = {}
         self._count = 0
         self.locations: dict[str, Location] = {}
         self.attributes: dict[str, tuple[str, ...]] = {}
@@ -182,7 +192,12 @@ class TensorHooks:
             or kind not in _PLAIN_CLASSES
             or not isinstance(args, tuple)
         ):
-            return NotImplemented
+            parts = parts_of_tensor(fn, kind, args, state) if self._takes_apart else None
+            if parts is None:
+                return NotImplemented
+            name = str(parts["class"])
+            self.taken_apart[name] = self.taken_apart.get(name, 0) + 1
+            return parts
         leaf = rebuild(*args)
         if isinstance(leaf, TensorLeaf):
             self._note_attributes(leaf, state)

@@ -105,7 +105,7 @@ def parse(
     substitute = substitute_in(store, file) if kind is None and start == 0 else None
     if substitute is not None:
         raise CorruptError(substitute.title, file=file, hint=substitute.hint)
-    reader = TensorHooks(f"{prefix}#")
+    reader = TensorHooks(f"{prefix}#", takes_apart=True)
     with _placing_errors(file=file), gc_paused():
         read_content = _read_legacy_stream if kind == "legacy" else _read_zip
         content = read_content(store, file, start, n_bytes, reader)
@@ -366,7 +366,7 @@ class _TreeBuilder:
             objects=objects,
             hidden=hidden,
             unsupported=unsupported,
-            notes=_attribute_notes(attributes),
+            notes=(*_attribute_notes(attributes), *_part_notes(self._reader.taken_apart)),
             version=self._content.version,
             shared=_find_shared_containers(root),
             is_set_aside=is_set_aside,
@@ -513,6 +513,17 @@ def _attribute_notes(attributes: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     n_tensors = len(attributes)
     subject = f"{n_tensors} tensors carry" if n_tensors > 1 else f"{next(iter(attributes))} carries"
     return (f"{subject} Python attributes ({listed}), which are not kept",)
+
+
+def _part_notes(taken_apart: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a note that tensors of torchao's classes became mappings of their parts, if so."""
+    if not taken_apart:
+        return ()
+    counts = ", ".join(f"{n} × {name}" for name, n in sorted(taken_apart.items()))
+    note = (
+        f"tensors of torchao are taken apart ({counts}): numbers, scales and settings are entries"
+    )
+    return (note,)
 
 
 def _check_unfolded_size(root: object) -> bool:

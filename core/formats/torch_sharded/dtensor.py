@@ -1,0 +1,145 @@
+"""Parse the state of a DTensor.
+
+::
+
+    (None, {"_local_tensor": the part of this rank, a plain tensor
+            "_spec": DTensorSpec {
+                "mesh": see ``device_mesh``
+                "placements": (Shard {"dim"}, _StridedShard {"dim", "split_factor"},
+                               Replicate, Partial, one for each axis of the mesh)
+                "shard_order": (ShardOrderEntry(axis, mesh axes), …)   later torch; may be None
+            }})
+
+The position of the part follows from mesh and placements (``mesh_cut``), and is compared with the
+shape of the local tensor.
+
+Not supported, refused by name: ``Partial`` placements, whose ranks hold summands; placements of
+other classes; local tensors that are not plain.
+
+Source: torch 2.13 ``torch/distributed/tensor/_dtensor_spec.py``, ``placement_types.py``; files that
+it wrote, in tests/golden/dtensor.tar.xz.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.arrays.box import Shape
+from core.errors import CorruptError, UnsupportedError
+from core.formats.torch_sharded.device_mesh import MeshPlace, mesh_place
+from core.formats.torch_sharded.local_part import HeldArray, LocalPart, plain_array, shape_of
+from core.formats.torch_sharded.mesh_cut import MeshCut, local_boxes
+from core.pickle.inert import Global, Inert, attributes
+
+if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
+
+
+def dtensor_part(state: object, shape: Shape, arrays: Mapping[str, StoredArray]) -> LocalPart:
+    """Parse the state of a DTensor; raises the errors of ``local_part``."""
+    # The state is (None, slots) with the attributes in either part.
+    fields: dict[object, object] = {}
+    for part in state if isinstance(state, tuple) else (state,):
+        if isinstance(part, dict):
+            fields |= part
+    spec = attributes(fields.get("_spec"))
+    if spec is None or "_local_tensor" not in fields:
+        raise CorruptError("a DTensor is malformed: it has no spec or no local tensor")
+    array = plain_array(fields["_local_tensor"], arrays, "DTensor")
+    mesh = mesh_place(spec.get("mesh"), arrays)
+    cuts = _cuts(spec, shape, mesh)
+    base = LocalPart(
+        "DTensor",
+        array.dtype,
+        shape,
+        (),
+        rank=mesh.rank,
+        ranks=mesh.ranks,
+        cuts=_placements_text(spec, mesh),
+    )
+    # A rank that is not in the mesh has an empty local tensor.
+    if mesh.coordinate is None:
+        return base
+    local_shape, boxes = local_boxes(shape, cuts)
+    if array.shape == local_shape:
+        return replace(base, arrays=(HeldArray(array, tuple(boxes)),) if boxes else ())
+    # Some versions of torch give an empty part another shape.
+    if 0 in local_shape and 0 in array.shape:
+        return base
+    raise CorruptError(
+        f"a DTensor of shape {shape} has a local part of shape {array.shape}, but its placements "
+        f"({base.cuts}) give {local_shape}"
+    )
+
+
+def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[MeshCut]:
+    """Return the cuts of a DTensor, in the order in which they are applied.
+
+    Raises:
+        UnsupportedError: a placement is not a shard or replica.
+        CorruptError: the placements do not fit the mesh or the tensor.
+    """
+    placements = spec.get("placements")
+    if not isinstance(placements, (tuple, list)) or len(placements) != len(mesh.shape):
+        raise CorruptError(f"a DTensor's placements do not fit its mesh of shape {mesh.shape}")
+    coordinate = mesh.coordinate or (0,) * len(mesh.shape)
+    cuts: dict[int, MeshCut] = {}
+    for number, placement in enumerate(placements):
+        name = _class_of(placement)
+        if name == "Replicate":
+            continue
+        fields = attributes(placement) or {}
+        axis, split_factor = fields.get("dim"), fields.get("split_factor", 1)
+        if name not in ("Shard", "_StridedShard"):
+            summands = ", whose ranks hold summands" if "Partial" in name else ""
+            raise UnsupportedError(f"DTensor with the placement {name}{summands}")
+        if type(axis) is not int or not -len(shape) <= axis < len(shape):
+            raise CorruptError(f"a DTensor of shape {shape} is cut along axis {axis!r:.20}")
+        if type(split_factor) is not int or split_factor < 1:
+            raise CorruptError(f"a DTensor has the split factor {split_factor!r:.20}")
+        cuts[number] = MeshCut(
+            axis % len(shape), mesh.shape[number], coordinate[number], split_factor
+        )
+    # Cuts are applied from left to right, unless plain shards come with an order of their own.
+    if all(cut.split_factor == 1 for cut in cuts.values()):
+        order = _shard_order(spec.get("shard_order"))
+        if sorted(order) == sorted(cuts):
+            return [cuts[number] for number in order]
+    return list(cuts.values())
+
+
+def _class_of(value: object) -> str:
+    """Return the name of an inert object's class without its module."""
+    return value.fn.name if isinstance(value, Inert) and isinstance(value.fn, Global) else "?"
+
+
+def _shard_order(value: object) -> list[int]:
+    """Return the mesh axes of a ``shard_order``, by tensor axis; [] without one.
+
+    Raises:
+        CorruptError: it is malformed.
+    """
+    if value is None:
+        return []
+    order: list[int] = []
+    for entry in value if isinstance(value, (tuple, list)) else ():
+        if not isinstance(entry, Inert) or len(entry.args) != 2:
+            raise CorruptError("a DTensor's shard_order is malformed")
+        order += shape_of(entry.args[1], "shard_order")
+    return order
+
+
+def _placements_text(spec: Mapping[str, object], mesh: MeshPlace) -> str:
+    """Return a few words on mesh and placements: ``dp 2 × tp 4: Shard(0), Replicate``."""
+    placements = spec.get("placements")
+    names = mesh.names if len(mesh.names) == len(mesh.shape) else ("",) * len(mesh.shape)
+    axes = " × ".join(
+        f"{name} {extent}".strip() for name, extent in zip(names, mesh.shape, strict=True)
+    )
+    texts = []
+    for placement in placements if isinstance(placements, (tuple, list)) else ():
+        axis = (attributes(placement) or {}).get("dim")
+        texts.append(_class_of(placement) + (f"({axis})" if type(axis) is int else ""))
+    return f"{axes}: {', '.join(texts)}"

@@ -1,0 +1,272 @@
+"""Join the files of the ranks: global tensors, and one tree.
+
+* The parts of a distributed tensor are fragments of the global tensor; where several ranks hold the
+  same box (HSDP), the fragments are replicas, which conversions and ``validate`` compare.
+* A plain tensor next to distributed ones (a buffer, a ``step``) is a replica on every rank.
+* A value that is not a tensor is that of the first rank that has it. Values of other ranks that
+  differ from it are listed as dropped.
+* Top-level entries that ranks have of their own: ``rank_entries``.
+* Parameters in flat parameters of FSDP1: ``flat_parameters``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from core.arrays.box import Box, full_box
+from core.catalog.catalog import Fragment, StoredObject, TensorMeta
+from core.catalog.key_patterns import some_of
+from core.catalog.stored import StoredArray, array_name
+from core.errors import CorruptError
+from core.formats.torch_sharded.flat_parameters import (
+    FLAT_PARAMETER,
+    FlatRange,
+    flat_views,
+    parameters_in_flat,
+)
+from core.formats.torch_sharded.rank_entries import entries_of_ranks, nested_by_rank
+from core.formats.torch_sharded.rank_file import TensorFile, relocated
+from core.megatron.extras.common_state import same
+from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild, walk
+from core.pickle.nesting import entries, map_leaves
+
+_MIXED = "files of two saves may be mixed: copy the checkpoint again"
+
+
+@dataclass(frozen=True, slots=True)
+class MergedFiles:
+    """The joined content of one family of files.
+
+    Args:
+        tensors: global tensors by key.
+        fragments: key → what the ranks hold of it.
+        objects: everything else by key.
+        hidden: the tensors inside objects.
+        skeleton: the tree of the first rank, completed by the entries that only others have.
+        unsupported: key → kind of tensor that cannot be read.
+        aliases: key → first key whose parts are the same bytes on every rank.
+        notes, dropped: as in the catalog.
+    """
+
+    tensors: Mapping[str, TensorMeta]
+    fragments: Mapping[str, Sequence[Fragment]]
+    objects: Mapping[str, StoredObject]
+    hidden: Mapping[str, StoredArray]
+    skeleton: object
+    unsupported: Mapping[str, str]
+    aliases: Mapping[str, str]
+    notes: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> MergedFiles:
+    """Join the files of one family.
+
+    Args:
+        files: the files of the ranks, in the order of the ranks; at least one.
+        label: name of the entry to put the content into; None for the top level.
+
+    Raises:
+        CorruptError: the files contradict each other.
+    """
+    own_entries = entries_of_ranks(files)
+    top = f"{label}." if label else ""
+    notes = [f"{top}{name} differs between ranks; each rank's is kept" for name in own_entries]
+    files = [nested_by_rank(file, own_entries) if own_entries else file for file in files]
+    if label is not None:
+        files = [relocated(file, {label: file.skeleton}) for file in files]
+    ranges, incomplete = parameters_in_flat(files)
+
+    # Collect the entries of the files.
+    merger = _Merger(ranges, incomplete)
+    for file in files:
+        merger.add_parts(file)
+        merger.add_plain_tensors(file)
+        merger.add_values(file)
+    tensors, objects = merger.entries()
+
+    # Complete the first rank's tree, and list the entries in its order.
+    skeleton = files[0].skeleton
+    paths = set(files[0].paths)
+    for file in files[1:]:
+        if not paths.issuperset(file.paths):
+            skeleton = _completed(skeleton, file.skeleton)
+            paths.update(file.paths)
+    skeleton = map_leaves(
+        skeleton, lambda entry: ObjectLeaf(entry.key) if entry.key in objects else entry.leaf
+    )
+    order = [entry.key for entry in entries(skeleton)]
+    tensors = {key: tensors[key] for key in order if key in tensors}
+
+    notes += dict.fromkeys(note for file in files for note in file.notes)
+    flat = [key for key in tensors if key.rpartition(".")[2] == FLAT_PARAMETER]
+    if flat:
+        notes.append(
+            f"{some_of(flat)}: flat parameters of FSDP (a local state dict), with one axis; the "
+            "files record no shapes of the parameters in them"
+        )
+    return MergedFiles(
+        tensors=tensors,
+        fragments=merger.fragments,
+        objects={key: objects[key] for key in order if key in objects},
+        hidden=merger.hidden,
+        skeleton=skeleton,
+        unsupported=merger.unsupported,
+        aliases=_aliases(tensors, merger.fragments),
+        notes=tuple(notes),
+        dropped=merger.dropped(),
+    )
+
+
+class _Merger:
+    """Collects the entries of the ranks' files.
+
+    Args:
+        ranges: key → elements of a flat parameter, for parameters that are views of it.
+        incomplete: key → kind, for tensors that cannot be read.
+    """
+
+    def __init__(self, ranges: Mapping[str, FlatRange], incomplete: Mapping[str, str]) -> None:
+        self.fragments: dict[str, list[Fragment]] = {}
+        self.hidden: dict[str, StoredArray] = {}
+        self.unsupported = dict(incomplete)
+        self._ranges = ranges
+        self._tensors: dict[str, TensorMeta] = {}
+        self._objects: dict[str, StoredObject] = {}
+        self._first: dict[str, tuple[str, TensorFile]] = {}
+        """Key → kind of the entry, and the first file that has it."""
+        self._differing: dict[str, list[int]] = defaultdict(list)
+
+    def add_parts(self, file: TensorFile) -> None:
+        """Add the parts of distributed tensors; raises CorruptError if files disagree."""
+        self.unsupported.update(file.unsupported)
+        for key, part in file.parts.items():
+            self._check_kind(key, part.kind, file)
+            self._add_meta(TensorMeta(key, part.dtype, part.shape), file)
+            for stored in part.arrays:
+                # Of several shards, each array needs a name of its own.
+                is_one = len(part.arrays) == 1
+                name = key if is_one else array_name(key, stored.boxes[0].box)
+                array = _named(stored.array, file, name)
+                self.fragments[key] += [
+                    Fragment(key, box.box, array, box.at) for box in stored.boxes
+                ]
+
+    def add_plain_tensors(self, file: TensorFile) -> None:
+        """Add plain tensors and views of flat parameters; raises CorruptError if files disagree."""
+        views = flat_views(file) if self._ranges else {}
+        for key, array in file.tensors.items():
+            self._check_kind(key, "plain tensor", file)
+            in_flat = self._ranges.get(key)
+            if in_flat is not None:
+                self._add_meta(TensorMeta(key, array.dtype, (in_flat.stop - in_flat.start,)), file)
+                # On a rank that holds nothing of the parameter, the view is empty.
+                if key in views:
+                    box = Box((views[key].start - in_flat.start,), array.shape)
+                    self.fragments[key].append(Fragment(key, box, _named(array, file, key), (0,)))
+                continue
+            meta = TensorMeta(key, array.dtype, array.shape)
+            if self._tensors.get(key, meta) != meta:
+                self.unsupported[key] = "plain tensor whose shape or dtype differs between ranks"
+                continue
+            self._add_meta(meta, file)
+            at = (0,) * len(array.shape)
+            fragment = Fragment(key, full_box(array.shape), _named(array, file, key), at)
+            self.fragments[key].append(fragment)
+
+    def add_values(self, file: TensorFile) -> None:
+        """Add the entries that are not tensors; raises CorruptError if one was a tensor before."""
+        for key, value in file.values.items():
+            self._check_kind(key, "value", file)
+            if key in self._objects:
+                if not same(self._objects[key].value, value):
+                    self._differing[key].append(file.rank)
+                continue
+            self._objects[key] = StoredObject(key, value=value)
+            for leaf in walk(value):
+                if isinstance(leaf, TensorLeaf):
+                    self.hidden[leaf.key] = file.hidden[leaf.key]
+
+    def entries(self) -> tuple[dict[str, TensorMeta], dict[str, StoredObject]]:
+        """Return tensors and objects; a tensor that cannot be read is an object without a value."""
+        unread = {key: StoredObject(key) for key in self.unsupported}
+        tensors = {key: meta for key, meta in self._tensors.items() if key not in unread}
+        return tensors, {**unread, **self._objects}
+
+    def dropped(self) -> tuple[str, ...]:
+        """Return a line for each value that ranks other than the first have differently."""
+        return tuple(
+            f"{key} of {_ranks_text(ranks)} (differs from that of rank {self._first[key][1].rank})"
+            for key, ranks in self._differing.items()
+            if key not in self.unsupported
+        )
+
+    def _check_kind(self, key: str, kind: str, file: TensorFile) -> None:
+        """Raise CorruptError if an entry is of another kind than in the files before."""
+        first_kind, first_file = self._first.setdefault(key, (kind, file))
+        if first_kind != kind and key not in self.unsupported:
+            raise CorruptError(
+                f"the entry is a {first_kind} in {first_file.file} and a {kind} here",
+                file=file.file,
+                key=key,
+                hint=_MIXED,
+            )
+
+    def _add_meta(self, meta: TensorMeta, file: TensorFile) -> None:
+        """Record dtype and shape of a tensor; raise CorruptError if the files disagree."""
+        first = self._tensors.setdefault(meta.key, meta)
+        self.fragments.setdefault(meta.key, [])
+        if first != meta:
+            raise CorruptError(
+                f"the tensor is {first.dtype} of shape {first.shape} in "
+                f"{self._first[meta.key][1].file}, and {meta.dtype} of shape {meta.shape} here",
+                file=file.file,
+                key=meta.key,
+                hint=_MIXED,
+            )
+
+
+def _named(array: StoredArray, file: TensorFile, name: str) -> StoredArray:
+    """Give an array a name that is unique in the checkpoint, and the rank as coordinate."""
+    return replace(array, name=f"{file.file}:{name}", coords=(("rank", file.rank),))
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Format numbers of ranks: ``rank 3``, ``ranks 1, 2``, ``ranks 1, 2, 3, 4 and 5 more``."""
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{more}"
+
+
+def _completed(tree: object, other: object) -> object:
+    """Add to a tree the entries of mappings that only another tree has."""
+    ours, theirs = as_mapping(tree), as_mapping(other)
+    if ours is None or theirs is None:
+        return tree
+    parts = {
+        name: _completed(item, theirs[name]) if name in theirs else item
+        for name, item in ours.items()
+    }
+    parts |= {name: item for name, item in theirs.items() if name not in ours}
+    return rebuild(tree, parts)
+
+
+def _aliases(
+    tensors: Mapping[str, TensorMeta], fragments: Mapping[str, Sequence[Fragment]]
+) -> dict[str, str]:
+    """Return key → first key that consists of the same bytes on every rank."""
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for key, meta in tensors.items():
+        places = tuple(
+            (part.array.extent, part.array.shape, part.box, part.at)
+            for part in fragments[key]
+            if part.array is not None
+        )
+        # Tensors without elements share no bytes.
+        if meta.n_bytes and places:
+            earlier = first.setdefault((meta.dtype, meta.shape, places), key)
+            if earlier != key:
+                aliases[key] = earlier
+    return aliases
