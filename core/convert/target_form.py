@@ -16,6 +16,7 @@ from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.job import Job
 from core.convert.report.dropped import parse_dropped
 from core.convert.sizes import target_topology
+from core.convert.training_state import without_unknown_classes
 from core.errors import UnsupportedError
 from core.formats.format import Format
 from core.formats.torch.format import load_object
@@ -86,7 +87,11 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
     if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
 
-    # Drop objects of dangerous and, where the format cannot hold them, of unknown classes.
+    # Drop objects of dangerous and, where the format cannot hold them, of unknown classes. A
+    # trainer's own are never needed to load a model.
+    if not keeps_unknown_classes(format):
+        known = without_unknown_classes(form.catalog, format)
+        form = replace(form, catalog=known.catalog, dropped=(*known.dropped, *form.dropped))
     checked = check_safety(
         form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown
     )
