@@ -320,7 +320,11 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     options = None if format.nests else model_options(form.catalog)
     if options is not None:
         notes.append(f"PyTorch Lightning checkpoint: to write only the model, add {options}")
-    dropped = [*without_state.dropped, *form.dropped, *_describe_dropped(form.catalog, format, is_file=is_file)]
+    dropped = [
+        *without_state.dropped,
+        *form.dropped,
+        *_describe_dropped(form.catalog, format, is_file=is_file),
+    ]
     dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
 
     # Lay out the files.

@@ -28,6 +28,7 @@ constants.py``, ``utils/fsdp_utils.py``.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.formats.torch.stream import stream_kind
@@ -58,10 +59,22 @@ def is_optimizer(entry: str) -> bool:
     return _OPTIMIZER.fullmatch(entry) is not None
 
 
-def state_files(store: ReadStore) -> dict[str, str]:
-    """Return entry → file for the files of training state in a directory.
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The files of training state in a directory.
 
-    Files that ``torch.save`` did not write are left out.
+    Args:
+        files: entry → file.
+        others: files with such names that ``torch.save`` did not write, or of an entry that another
+            file has.
+    """
+
+    files: dict[str, str]
+    others: tuple[str, ...]
+
+
+def state_files(store: ReadStore) -> StateFiles:
+    """Find the files of training state in a directory.
 
     Raises:
         StorageError: the directory or a file cannot be read.
@@ -77,7 +90,8 @@ def state_files(store: ReadStore) -> dict[str, str]:
     for entry, name in matches:
         if stream_kind(store, name, 0, store.size(name)) in ("zip", "legacy"):
             files.setdefault(entry, name)
-    return files
+    read = set(files.values())
+    return StateFiles(files, tuple(name for _, name in matches if name not in read))
 
 
 def _by_number(name: str) -> tuple[int, str]:

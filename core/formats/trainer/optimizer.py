@@ -89,7 +89,7 @@ def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) ->
     # Names, as FSDP saves them, stay.
     if not flat or not all(type(number) is int for number in flat):
         return NamedOptimizer(value)
-    unnamed = "numbers its parameters, and their names are not certain ({}); the states keep them"
+    unnamed = "numbers its parameters, and their names are not certain ({}); they keep the numbers"
     if len({*flat}) < len(flat) or not states.keys() <= {*flat}:
         return NamedOptimizer(value, unnamed.format("the groups do not list each number once"))
 
@@ -112,7 +112,10 @@ def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) ->
         elif len(flat) > len(weights.shapes):
             reason = f"it has {len(flat)}, but the model has {len(weights.shapes)}"
         else:
-            reason = "several orders of the model's parameters fit the shapes, or none"
+            reason = (
+                "several orders of the model's parameters fit the shapes, or none; a torch file of "
+                "the weights has the order"
+            )
         return NamedOptimizer(value, unnamed.format(reason))
 
     name_of = dict(zip(flat, (name for group in result.groups for name in group), strict=True))
@@ -121,7 +124,11 @@ def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) ->
         for item, group, names in zip(_list(root[_GROUPS]), groups, result.groups, strict=True)
     ]
     new_states = {name_of[number]: state for number, state in states.items()}
-    new_root = {**root, _STATE: rebuild(root[_STATE], new_states), _GROUPS: new_groups}
+    new_root: dict[object, object] = {
+        **root,
+        _STATE: rebuild(root[_STATE], new_states),
+        _GROUPS: new_groups,
+    }
     return NamedOptimizer(
         rebuild(value, new_root),
         f"numbers its parameters; they are named in the order of {result.source}, and all shapes "

@@ -61,8 +61,9 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
     Raises:
         CorruptError, TruncatedError, UnsafeError: an optimizer's file is damaged or hostile.
     """
-    files = state_files(store)
-    if not files:
+    listing = state_files(store)
+    files = listing.files
+    if not (files or listing.others):
         return catalog
     # Entries need a place in the root of the state dict, which a flat catalog gets here.
     flat: dict[object, object] = {key: TensorLeaf(key) for key in catalog.tensors}
@@ -95,7 +96,8 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
             parts.append(part)
     joined = _joined(catalog, rebuild(skeleton, root or {}), parts) if parts else catalog
     read = {part.entry: files[part.entry] for part in parts}
-    return joined.noted(notes).with_facet(TrainingState(read, tuple(unread.values())))
+    facet = TrainingState(read, (*unread.values(), *listing.others))
+    return joined.noted(notes).with_facet(facet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +130,13 @@ def _object_part(entry: str, file: str, store: ReadStore) -> _Part:
     return _Part(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {}, {})
 
 
-def _optimizer_part(
-    entry: str, file: str, store: ReadStore, weights: Weights
-) -> _Part | None:
+def _optimizer_part(entry: str, file: str, store: ReadStore, weights: Weights) -> _Part | None:
     """Return the part of an optimizer's file; None if it is not an optimizer's state dict."""
     try:
         tree = parse(store, file, prefix=f"{entry}.")
     except CheckpointingException as err:
-        err.hint = err.hint or "to read the weights alone, point at their file"
+        advice = "to read the weights alone, point at their file"
+        err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
         raise
     if not is_state_dict(tree.value):
         return None
@@ -172,7 +173,10 @@ def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]
     return _Part(
         entry,
         skeleton,
-        {new_key_of[key]: replace(array, name=new_key_of[key]) for key, array in tree.arrays.items()},
+        {
+            new_key_of[key]: replace(array, name=new_key_of[key])
+            for key, array in tree.arrays.items()
+        },
         objects,
         tree.hidden,
         {new_key_of[key]: new_key_of[first] for key, first in tree.aliases.items()},
@@ -186,12 +190,16 @@ def _joined(catalog: Catalog, skeleton: object, parts: list[_Part]) -> Catalog:
     arrays = {key: array for part in parts for key, array in part.arrays.items()}
     hidden = {key: array for part in parts for key, array in part.hidden.items()}
     joined = catalog.with_hidden({**arrays, **hidden})
-    root = {**(as_mapping(skeleton) or {}), **{part.entry: part.skeleton for part in parts}}
+    root: dict[object, object] = {**(as_mapping(skeleton) or {})}
+    root |= {part.entry: part.skeleton for part in parts}
     return replace(
         joined,
         tensors={**catalog.tensors, **metas_of(arrays)},
         hidden={**catalog.hidden, **metas_of(hidden)},
-        objects={**catalog.objects, **{key: o for part in parts for key, o in part.objects.items()}},
+        objects={
+            **catalog.objects,
+            **{key: o for part in parts for key, o in part.objects.items()},
+        },
         skeleton=rebuild(skeleton, root),
         aliases={**catalog.aliases, **{k: v for part in parts for k, v in part.aliases.items()}},
         unsupported={
