@@ -119,10 +119,10 @@ def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) ->
         return NamedOptimizer(value, unnamed.format(reason))
 
     name_of = dict(zip(flat, (name for group in result.groups for name in group), strict=True))
-    new_groups = [
-        rebuild(item, {**group, _PARAMS: list(names)})
-        for item, group, names in zip(_list(root[_GROUPS]), groups, result.groups, strict=True)
-    ]
+    new_groups: list[object] = []
+    for item, group, names in zip(_list(root[_GROUPS]), groups, result.groups, strict=True):
+        entries: dict[object, object] = {**group, _PARAMS: list(names)}
+        new_groups.append(rebuild(item, entries))
     new_states = {name_of[number]: state for number, state in states.items()}
     new_root: dict[object, object] = {
         **root,
