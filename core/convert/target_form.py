@@ -90,8 +90,8 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
     # Drop objects of dangerous and, where the format cannot hold them, of unknown classes. A
     # trainer's own are never needed to load a model.
     if not keeps_unknown_classes(format):
-        known = without_unknown_classes(form.catalog, format)
-        form = replace(form, catalog=known.catalog, dropped=(*known.dropped, *form.dropped))
+        without = without_unknown_classes(form.catalog, format)
+        form = replace(form, catalog=without.catalog, dropped=(*without.dropped, *form.dropped))
     checked = check_safety(
         form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown
     )

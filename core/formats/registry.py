@@ -29,6 +29,7 @@ _BUILT_IN = (
         "safetensors.format",
         "huggingface.bin_format",
         "mcore.local",
+        "nemo",
         "torch.format",
     ),
 )

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from core.errors import CheckpointingException, UnsupportedError
 from core.formats.registry import formats
 from tests.support.local_checkpoint import saved
 from tests.support.materialize import tensor_bytes
+from tests.support.nemo_archive import nemo_archive
 from tests.support.real_readers import READERS, Tensors, of_tensor
 
 
@@ -60,7 +62,7 @@ def _orbax_by_tensorstore(golden: Path, folder: Path) -> Path:
     return folder / "orbax"
 
 
-def _state() -> dict[str, object]:
+def _state() -> dict[str, Any]:
     weight = torch.arange(40 * 6, dtype=torch.float32).reshape(40, 6)
     return {
         "model": {"w": weight.to(torch.bfloat16), "b": weight[0] + 0.25, "n": torch.tensor(7)},
@@ -81,6 +83,10 @@ def _local(golden: Path, folder: Path) -> Path:
     return saved(folder / "local")
 
 
+def _nemo(golden: Path, folder: Path) -> Path:
+    return nemo_archive(folder, _state()["model"])
+
+
 SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "megatron": _gold("mcore_legacy/dense_gqa/tp2_pp2"),
     "megatron-gelu": _gold("mcore_legacy/dense_gelu/tp1_pp2"),
@@ -91,6 +97,7 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "zarr": _gold("mcore0121_zarr/dense_gqa/tp2_pp2"),
     "zarr-moe": _gold("mcore0121_zarr/moe_seq/tp2_pp2_ep2"),
     "mcore_local": _local,
+    "nemo": _nemo,
     "dcp": _gold("torch_dcp/fsdp2_dp4"),
     "dcp-tp": _gold("torch_dcp/tp2_fsdp2_dp2"),
     "dcp-zstd": _dcp_zstd,

@@ -123,7 +123,7 @@ def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) ->
     for item, group, names in zip(_list(root[_GROUPS]), groups, result.groups, strict=True):
         entries: dict[object, object] = {**group, _PARAMS: list(names)}
         new_groups.append(rebuild(item, entries))
-    new_states = {name_of[number]: state for number, state in states.items()}
+    new_states: dict[object, object] = {name_of[number]: state for number, state in states.items()}
     new_root: dict[object, object] = {
         **root,
         _STATE: rebuild(root[_STATE], new_states),

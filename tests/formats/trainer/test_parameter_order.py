@@ -78,9 +78,7 @@ def test_frozen_parameters_are_found_only_where_shapes_tell_them_apart() -> None
 
 def test_a_model_of_no_family_needs_shapes_that_allow_one_order() -> None:
     model = {"head.weight": (5, 3), "body.bias": (3,), "body.weight": (3, 4)}
-    result = named_numbers(
-        model, [[(3, 4), (3,), (5, 3)]], is_ordered=False, model_type="my_own"
-    )
+    result = named_numbers(model, [[(3, 4), (3,), (5, 3)]], is_ordered=False, model_type="my_own")
     assert result is not None
     assert result.groups == (("body.weight", "body.bias", "head.weight"),)
     twins = {"head.weight": (3, 4), "body.weight": (3, 4)}
