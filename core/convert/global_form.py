@@ -38,8 +38,8 @@ from core.convert.options import (
 )
 from core.convert.report.dropped import DroppedEntries, unread_entries
 from core.convert.report.lightning import model_options
+from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
-from core.convert.training_state import without_training_state
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors

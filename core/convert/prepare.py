@@ -42,9 +42,9 @@ from core.convert.report.dropped import (
 )
 from core.convert.report.lightning import model_options
 from core.convert.report.load_line import WrittenResult, load_line
+from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
-from core.convert.training_state import without_training_state
 from core.convert.verify import check_memory
 from core.errors import UnsupportedError, UsageError
 from core.files.remote_path import RemotePath

@@ -50,7 +50,7 @@ _UNPACK = "unpack it with tar -xf, and point at the directory"
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ArchiveMember:
     """A file of an archive.
 
     Args:
@@ -119,7 +119,7 @@ def read(store: ReadStore) -> Catalog:
     )
 
 
-def members(store: ReadStore, file: str) -> dict[str, Member]:
+def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
     """Return name → position of the files of a tar archive, from their headers.
 
     Raises:
@@ -128,7 +128,7 @@ def members(store: ReadStore, file: str) -> dict[str, Member]:
         UnsafeError: a member is neither a file nor a directory, or there are too many.
     """
     size = store.size(file)
-    files: dict[str, Member] = {}
+    files: dict[str, ArchiveMember] = {}
     offset, n_members = -1, 0
     try:
         stream = cast("IO[bytes]", _Headers(store, file))
@@ -162,7 +162,7 @@ def members(store: ReadStore, file: str) -> dict[str, Member]:
                     raise CorruptError(
                         f"the archive has two members {name[:80]!r}", file=file, hint=_UNPACK
                     )
-                files[name] = Member(member.offset_data, member.size)
+                files[name] = ArchiveMember(member.offset_data, member.size)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as err:
         raise CorruptError(
             f"not a tar archive that can be read: {str(err)[:80]}",

@@ -129,7 +129,7 @@ def read(store: ReadStore) -> Catalog:
     # Add the small files, and note the torch files that are not part of the checkpoint.
     catalog = with_training_state(catalog, store, is_ordered=True)
     state = catalog.facet(TrainingState) or TrainingState()
-    used |= {*state.files.values(), *state.unread}  # a note names those that were not read
+    used |= {*state.files.values()}
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])

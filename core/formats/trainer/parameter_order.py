@@ -77,8 +77,8 @@ def named_numbers(
         return _only_fit([tuple(shapes)], shapes, groups, source="the weights' file")
     # The family's own order; or those of all families that have such modules.
     table = families()
-    known = table.get(model_type or "")
-    trees = {model_type or "": known} if known is not None else table
+    own_tree = table.get(model_type or "")
+    trees = {model_type or "": own_tree} if own_tree is not None else table
     matching = {
         family: order
         for family, tree in trees.items()

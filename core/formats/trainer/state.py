@@ -15,7 +15,7 @@ names where those are certain (``optimizer``); a note says which. Objects are re
 needed, like those of DCP.
 
 Facet: ``TrainingState``. Formats that store weights only leave these entries out, with a note
-(``core.convert.training_state``).
+(``core.convert.report.training_state``).
 
 Not supported: state next to DeepSpeed's directory (its own files have the optimizer, by name), and
 the second and further models of accelerate (``model_1.safetensors``).
@@ -101,7 +101,7 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StateEntries:
     """The entries that one file adds to the catalog.
 
     Args:
@@ -122,15 +122,17 @@ class _Part:
     notes: tuple[str, ...] = ()
 
 
-def _object_part(entry: str, file: str, store: ReadStore) -> _Part:
+def _object_part(entry: str, file: str, store: ReadStore) -> _StateEntries:
     """Return the part of a file that is one object, whose stream is read later."""
     raw_key = f"raw:{entry}"
     stream = StoredArray(raw_key, "uint8", (store.size(file),), Extent(file, 0))
     item = StoredObject(entry, raw_key=raw_key)
-    return _Part(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {}, {})
+    return _StateEntries(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {}, {})
 
 
-def _optimizer_part(entry: str, file: str, store: ReadStore, weights: Weights) -> _Part | None:
+def _optimizer_part(
+    entry: str, file: str, store: ReadStore, weights: Weights
+) -> _StateEntries | None:
     """Return the part of an optimizer's file; None if it is not an optimizer's state dict."""
     try:
         tree = parse(store, file, prefix=f"{entry}.")
@@ -145,7 +147,7 @@ def _optimizer_part(entry: str, file: str, store: ReadStore, weights: Weights) -
     return _keyed(entry, optimizer.value, tree, notes=(*tree.notes, *note))
 
 
-def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]) -> _Part:
+def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]) -> _StateEntries:
     """Give the entries of an optimizer the keys of their places, after numbers became names."""
     leaves = list(entries(value, (entry,)))
     keys = iter(keys_of(leaves, reserved=tree.hidden))
@@ -170,7 +172,7 @@ def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]
         return leaf if old_key is None and key == plain_key else ObjectLeaf(key)
 
     skeleton = map_leaves(value, with_key, (entry,))
-    return _Part(
+    return _StateEntries(
         entry,
         skeleton,
         {
@@ -185,7 +187,7 @@ def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]
     )
 
 
-def _joined(catalog: Catalog, skeleton: object, parts: list[_Part]) -> Catalog:
+def _joined(catalog: Catalog, skeleton: object, parts: list[_StateEntries]) -> Catalog:
     """Add parts to a catalog whose root is the mapping ``skeleton``."""
     arrays = {key: array for part in parts for key, array in part.arrays.items()}
     hidden = {key: array for part in parts for key, array in part.hidden.items()}
