@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
+FRAMEWORKS_ARCHIVE = GOLDEN_ARCHIVE.with_name("frameworks.tar.xz")
 
 
 @pytest.fixture(scope="session")
@@ -56,15 +57,31 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Unpacked once per run; under pytest-xdist all workers share one.
     """
+    return _unpacked(GOLDEN_ARCHIVE, "golden", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def frameworks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the checkpoints of training frameworks, as ``golden``. scripts/framework-tests
+    names one that it has made anew.
+    """
+    made_anew = os.environ.get("CKPT_FRAMEWORKS")
+    if made_anew:
+        return Path(made_anew)
+    return _unpacked(FRAMEWORKS_ARCHIVE, "frameworks", tmp_path_factory)
+
+
+def _unpacked(archive_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unpack an archive into a folder of this run, unless it is there."""
     base_dir = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base_dir = base_dir.parent
-    golden_dir = base_dir / "golden"
-    with (base_dir / "golden.lock").open("w") as lock:
+    golden_dir = base_dir / name
+    with (base_dir / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not golden_dir.exists():
-            unfinished_dir = base_dir / "golden.unfinished"
-            with tarfile.open(GOLDEN_ARCHIVE) as archive:
+            unfinished_dir = base_dir / f"{name}.unfinished"
+            with tarfile.open(archive_path) as archive:
                 if hasattr(
                     tarfile, "data_filter"
                 ):  # since Python 3.11.4; the archive is our own either way

@@ -183,3 +183,18 @@ class TorchFileFacts:
 
     is_set_aside: bool = False
     shared: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The facet of weights with training state in files next to them.
+
+    Args:
+        files: entry in the root of the state dict (``optimizer``, ``scheduler`` …) → its file.
+        unread: files next to the weights that were not read; a note gives the reason.
+        left_out: files whose entries a conversion left out and listed.
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ from core.convert.options import (
 )
 from core.convert.report.dropped import DroppedEntries, unread_entries
 from core.convert.report.lightning import model_options
+from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.files.json_object import parse_json_object
@@ -158,8 +159,9 @@ def global_form(
     from core.hf import is_hf
 
     # Read the objects, the layout rules and the configuration that describes the model.
+    without_state = without_training_state(source.catalog, job, format)
     catalog = with_documents(
-        loaded(source.catalog, source.store, load_object), documents_above(source)
+        loaded(without_state.catalog, source.store, load_object), documents_above(source)
     )
     rules = load_rules(job.rules, unknown=job.unknown)
     names, model_type = _parse_names(job)
@@ -192,7 +194,8 @@ def global_form(
         step = _unshard_if_needed(request, catalog, source)
         build = _form_as_hf if request.becomes_hf else _form_with_own_names
         form = build(request, step)
-    return replace(form, dropped=(unread_entries(unread), *form.dropped)) if unread else form
+    files = (*without_state.dropped, *([unread_entries(unread)] if unread else []))
+    return replace(form, dropped=(*files, *form.dropped))
 
 
 def _check_request(request: _FormRequest, catalog: Catalog) -> None:

@@ -42,6 +42,7 @@ from core.convert.report.dropped import (
 )
 from core.convert.report.lightning import model_options
 from core.convert.report.load_line import WrittenResult, load_line
+from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
@@ -301,7 +302,11 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     """
     format = _choose_format(job, source)
     opened = source
-    source = with_objects_loaded(source, exclude=job.exclude)
+    # State without a place is left out before its files are read further: they may be damaged.
+    without_state = without_training_state(source.catalog, job, format)
+    source = with_objects_loaded(
+        replace(source, catalog=without_state.catalog), exclude=job.exclude
+    )
     if job.metadata_only:
         return _prepare_links(job, opened, format)
     if job.replicas != "error" and job.tie:
@@ -332,7 +337,11 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     options = None if format.nests else model_options(form.catalog)
     if options is not None:
         notes.append(f"PyTorch Lightning checkpoint: to write only the model, add {options}")
-    dropped = [*form.dropped, *_describe_dropped(form.catalog, format, is_file=is_file)]
+    dropped = [
+        *without_state.dropped,
+        *form.dropped,
+        *_describe_dropped(form.catalog, format, is_file=is_file),
+    ]
     dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
 
     # Lay out the files.

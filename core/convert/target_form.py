@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts
+from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts, TrainingState
 from core.catalog.key_patterns import listed_keys
 from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.job import Job
 from core.convert.report.dropped import parse_dropped
+from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
 from core.formats.format import Format
@@ -89,7 +90,11 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
     if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
 
-    # Drop objects of dangerous and, where the format cannot hold them, of unknown classes.
+    # Drop objects of dangerous and, where the format cannot hold them, of unknown classes. A
+    # trainer's own are never needed to load a model.
+    if not keeps_unknown_classes(format):
+        without = without_unknown_classes(form.catalog, format)
+        form = replace(form, catalog=without.catalog, dropped=(*without.dropped, *form.dropped))
     checked = check_safety(
         form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown
     )
@@ -162,6 +167,9 @@ def _has_live_objects(source: Checkpoint) -> bool:
     """
     torch_file = source.catalog.facet(TorchFileFacts)
     if torch_file is not None and torch_file.is_set_aside:
+        return False
+    # A trainer's files next to the weights must not keep torch.load from loading these.
+    if source.catalog.facet(TrainingState) is not None:
         return False
     values = [item.value for item in source.catalog.objects.values()]
     return source.format.has_live_objects and (source.format.nests or names_importable(values))

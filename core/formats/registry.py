@@ -30,6 +30,7 @@ _BUILT_IN = (
         "huggingface.bin_format",
         "mcore.local",
         "torch_sharded.format",
+        "nemo",
         "torch.format",
     ),
 )

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.catalog.facets import DcpFacts
+from core.catalog.facets import DcpFacts, TrainingState
 from core.catalog.files_beside import carried_of
 from core.files.json_object import parse_json_object
 from core.files.source_store import SourceStore, open_store
@@ -73,6 +73,10 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     # DCP's reader opened a ``meta.pt`` that is not Lightning's, but ignored it.
     dcp = catalog.facet(DcpFacts)
     unread |= set(() if dcp is None else dcp.unread)
+    # Likewise files with an optimizer's name; those that were left out are listed elsewhere.
+    state = catalog.facet(TrainingState)
+    if state is not None:
+        unread = (unread | {*state.unread}) - {*state.left_out}
     above = _files_above(source, carried=catalog.documents)
     return [*_folded(unread), *source.below, *_empty_folders(store), *above]
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from core.formats.registry import formats
 from tests.support import dtensor_golden
 from tests.support.local_checkpoint import saved
 from tests.support.materialize import tensor_bytes
+from tests.support.nemo_archive import nemo_archive
 from tests.support.real_readers import READERS, Tensors, of_tensor
 
 
@@ -61,7 +63,7 @@ def _orbax_by_tensorstore(golden: Path, folder: Path) -> Path:
     return folder / "orbax"
 
 
-def _state() -> dict[str, object]:
+def _state() -> dict[str, Any]:
     weight = torch.arange(40 * 6, dtype=torch.float32).reshape(40, 6)
     return {
         "model": {"w": weight.to(torch.bfloat16), "b": weight[0] + 0.25, "n": torch.tensor(7)},
@@ -86,6 +88,10 @@ def _torch_sharded(golden: Path, folder: Path) -> Path:
     return dtensor_golden.unpacked(folder / "dtensor") / "tp2_fsdp2_dp2"
 
 
+def _nemo(golden: Path, folder: Path) -> Path:
+    return nemo_archive(folder, _state()["model"])
+
+
 SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "megatron": _gold("mcore_legacy/dense_gqa/tp2_pp2"),
     "megatron-gelu": _gold("mcore_legacy/dense_gelu/tp1_pp2"),
@@ -96,6 +102,7 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "zarr": _gold("mcore0121_zarr/dense_gqa/tp2_pp2"),
     "zarr-moe": _gold("mcore0121_zarr/moe_seq/tp2_pp2_ep2"),
     "mcore_local": _local,
+    "nemo": _nemo,
     "dcp": _gold("torch_dcp/fsdp2_dp4"),
     "dcp-tp": _gold("torch_dcp/tp2_fsdp2_dp2"),
     "dcp-zstd": _dcp_zstd,

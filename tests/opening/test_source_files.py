@@ -53,9 +53,11 @@ def listed(prepared: Prepared) -> set[str]:
     """The files that the summary names as not carried."""
     names: set[str] = set()
     for line in prepared.dropped:
-        for begin in ("other files of the directory: ", "files beside the weights: "):
-            if line.startswith(begin):
-                names |= set(line.removeprefix(begin).split(", "))
+        begin, _, files = line.rpartition(": ")
+        if begin in ("other files of the directory", "files beside the weights") or (
+            begin.startswith(("training state, which ", "a class that "))
+        ):
+            names |= set(files.split(", "))
     return names
 
 

@@ -39,6 +39,8 @@ CHECKPOINTS: Mapping[str, str] = {
     "runs/moe": "mcore_legacy/moe_seq/tp2_pp1_ep2",
     "runs/titan": "torch_dcp/fsdp2_dp2",
     "runs/accelerate": "accelerate/fsdp2_dp2/checkpoint_1",
+    "runs/accelerate-plain": "accelerate/plain/checkpoint_0",
+    "runs/lora": "trainer/peft",
     "runs/lightning.ckpt": "lightning/model_parallel_dp2.ckpt",
     "runs/zero3": "deepspeed/zero3_dp2_bf16",
     "runs/trainer": "trainer/zero2_dp2",

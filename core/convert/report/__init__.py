@@ -2,6 +2,6 @@
 
 Start at ``dropped`` (entries that are not carried, by reason) and ``load_line`` (the line that
 loads the result). ``lightning`` proposes options for PyTorch Lightning's checkpoints.
-Imports: catalog, changes, errors, formats, formats.huggingface, formats.torch, megatron.extras,
-megatron.model, opening, pickle.
+Imports: catalog, changes, convert, errors, formats, formats.huggingface, formats.torch,
+    megatron.extras, megatron.model, opening, pickle.
 """

@@ -94,6 +94,7 @@ from core.formats.mcore.metadata_json import CONFIG
 from core.formats.mcore.objects import COMMON_OBJECT
 from core.formats.torch.format import item_location
 from core.formats.torch.refused import aside_notes, loadable
+from core.formats.trainer.state import with_training_state
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.key_text import text_of
 from core.pickle.nesting import ListIndex, Path, entries, nest_leaves
@@ -147,7 +148,10 @@ def read(store: ReadStore) -> Catalog:
     catalog = with_meta(catalog_of(metadata, format="dcp", store=store), store)
     catalog = with_run_facts(catalog, store)
     folders = _folders(store)
-    return catalog.noted([_JOINED.format(", ".join(folders))] if folders else [])
+    if not folders:
+        return catalog
+    catalog = with_training_state(catalog, store, is_ordered=False)
+    return catalog.noted([_JOINED.format(", ".join(folders))])
 
 
 _JOINED = "{} are read as one checkpoint (Accelerator.load_state loads only separate directories)"

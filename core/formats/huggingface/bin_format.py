@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
-from core.catalog.facets import WeightFileFacts
+from core.catalog.facets import TrainingState, WeightFileFacts
 from core.catalog.stored import StoredArray
 from core.errors import (
     CheckpointingException,
@@ -53,6 +53,7 @@ from core.formats.format import Format, no_folders
 from core.formats.huggingface.files import with_carried
 from core.formats.huggingface.index import WeightIndex, read_index
 from core.formats.torch.format import SUFFIXES, catalog_of, parse
+from core.formats.trainer.state import with_training_state
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import LeafEntry, map_leaves
 
@@ -126,6 +127,9 @@ def read(store: ReadStore) -> Catalog:
         used, stem = set(shards.names), shards.stem
 
     # Add the small files, and note the torch files that are not part of the checkpoint.
+    catalog = with_training_state(catalog, store, is_ordered=True)
+    state = catalog.facet(TrainingState) or TrainingState()
+    used |= {*state.files.values()}
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])

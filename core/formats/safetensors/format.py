@@ -64,6 +64,7 @@ from core.formats.safetensors.pieces import (
     pieces_of,
 )
 from core.formats.torch.side_file import OBJECTS_FILE, read_objects, with_objects
+from core.formats.trainer.state import with_training_state
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -116,7 +117,9 @@ def read(store: ReadStore) -> Catalog:
         notes += _check_pieces(store, catalog, files.index if files.is_pieces else None)
     else:
         catalog = _catalog_of_headers(headers, stem=files.stem)
-    return with_carried(with_objects(catalog, read_objects(store)), store).noted(notes)
+    catalog = with_objects(catalog, read_objects(store))
+    catalog = with_training_state(catalog, store, is_ordered=False)
+    return with_carried(catalog, store).noted(notes)
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:

@@ -1,0 +1,173 @@
+"""The state dict of an optimizer, with names in place of numbers where they are certain.
+
+::
+
+    optimizer.pt    {"state": {0: {"step": …, "exp_avg": tensor, "exp_avg_sq": tensor}, 1: …},
+                     "param_groups": [{"lr": …, "params": [0, 1, …]}, …]}
+
+    in the catalog  {"state": {"lm_head.weight": {"step": …, "exp_avg": …}, …},
+                     "param_groups": [{"lr": …, "params": ["lm_head.weight", …]}, …]}
+
+This is the form of ``torch.distributed.checkpoint.state_dict``, whose ``set_optimizer_state_dict``
+loads it, and in which FSDP saves optimizers. ``parameter_order`` finds the names, unless the groups
+record them (``param_names``, of optimizers that got ``named_parameters``).
+
+Source: torch 2.13 ``torch/optim/optimizer.py`` (``state_dict``),
+``torch/distributed/checkpoint/state_dict.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.arrays.box import Shape
+from core.catalog.optimizer_keys import MOMENTS
+from core.formats.trainer.parameter_order import NamedNumbers, named_numbers
+from core.pickle.inert import TensorLeaf, as_mapping, rebuild
+
+if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
+
+_STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of a model, as far as they tell the names of an optimizer's parameters.
+
+    Args:
+        shapes: parameter → shape, without buffers and other names of tied parameters.
+        is_ordered: the parameters are in the order of the model.
+        model_type: the family of transformers, or None if it is unknown.
+    """
+
+    shapes: Mapping[str, Shape]
+    is_ordered: bool
+    model_type: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """The state dict of an optimizer.
+
+    Args:
+        value: the state dict, with the names of parameters if they are certain.
+        note: a note about the names, without the file; None if the file itself has them.
+    """
+
+    value: object
+    note: str | None = None
+
+
+def is_state_dict(value: object) -> bool:
+    """Return whether a value is the state dict of an optimizer."""
+    root = as_mapping(value)
+    if root is None or as_mapping(root.get(_STATE)) is None:
+        return False
+    groups = root.get(_GROUPS)
+    return isinstance(groups, list) and all(
+        (group := as_mapping(item)) is not None and isinstance(group.get(_PARAMS), list)
+        for item in groups
+    )
+
+
+def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) -> NamedOptimizer:
+    """Replace the numbers of parameters by their names.
+
+    Args:
+        value: an optimizer's state dict.
+        arrays: its tensors, by the keys of their leaves.
+        weights: the model's weights.
+    """
+    root = as_mapping(value) or {}
+    states = as_mapping(root[_STATE]) or {}
+    groups = [as_mapping(group) or {} for group in _list(root[_GROUPS])]
+    numbers = [_list(group[_PARAMS]) for group in groups]
+    flat = [number for group in numbers for number in group]
+    # Names, as FSDP saves them, stay.
+    if not flat or not all(type(number) is int for number in flat):
+        return NamedOptimizer(value)
+    unnamed = "numbers its parameters, and their names are not certain ({}); they keep the numbers"
+    if len({*flat}) < len(flat) or not states.keys() <= {*flat}:
+        return NamedOptimizer(value, unnamed.format("the groups do not list each number once"))
+
+    # The shape of a parameter is that of its moments.
+    shapes = [[_shape_of(states.get(number), arrays) for number in group] for group in numbers]
+    recorded = [group.get(_NAMES) for group in groups]
+    is_shown = all(
+        shape is not None or number not in states
+        for group, group_shapes in zip(numbers, shapes, strict=True)
+        for number, shape in zip(group, group_shapes, strict=True)
+    )
+    result = None
+    if is_shown and states:
+        result = _recorded(recorded, shapes, weights) or named_numbers(
+            weights.shapes, shapes, is_ordered=weights.is_ordered, model_type=weights.model_type
+        )
+    if result is None:
+        if not is_shown or not states:
+            reason = "no state shows the shapes of its parameters"
+        elif len(flat) > len(weights.shapes):
+            reason = f"it has {len(flat)}, but the model has {len(weights.shapes)}"
+        else:
+            reason = (
+                "several orders of the model's parameters fit the shapes, or none; a torch file of "
+                "the weights has the order"
+            )
+        return NamedOptimizer(value, unnamed.format(reason))
+
+    name_of = dict(zip(flat, (name for group in result.groups for name in group), strict=True))
+    new_groups: list[object] = []
+    for item, group, names in zip(_list(root[_GROUPS]), groups, result.groups, strict=True):
+        entries: dict[object, object] = {**group, _PARAMS: list(names)}
+        new_groups.append(rebuild(item, entries))
+    new_states: dict[object, object] = {name_of[number]: state for number, state in states.items()}
+    new_root: dict[object, object] = {
+        **root,
+        _STATE: rebuild(root[_STATE], new_states),
+        _GROUPS: new_groups,
+    }
+    return NamedOptimizer(
+        rebuild(value, new_root),
+        f"numbers its parameters; they are named in the order of {result.source}, and all shapes "
+        "agree",
+    )
+
+
+def _list(value: object) -> list[object]:
+    """Return a value that ``is_state_dict`` found to be a list."""
+    assert isinstance(value, list)
+    return value
+
+
+def _shape_of(state: object, arrays: Mapping[str, StoredArray]) -> Shape | None:
+    """Return the shape of a parameter according to its states, or None if none shows it."""
+    shapes = {
+        name: arrays[leaf.key].shape
+        for name, leaf in (as_mapping(state) or {}).items()
+        if isinstance(leaf, TensorLeaf) and leaf.key in arrays
+    }
+    for name, shape in shapes.items():
+        if name in MOMENTS:
+            return shape
+    # Adafactor keeps sums over the last axis, and over the one before it.
+    rows, columns = shapes.get("exp_avg_sq_row"), shapes.get("exp_avg_sq_col")
+    return (*rows, columns[-1]) if rows and columns else None
+
+
+def _recorded(
+    recorded: Sequence[object], shapes: Sequence[Sequence[Shape | None]], weights: Weights
+) -> NamedNumbers | None:
+    """Return the names that the groups record, if the model has such parameters in these shapes."""
+    groups: list[tuple[str, ...]] = []
+    for names, group_shapes in zip(recorded, shapes, strict=True):
+        if not isinstance(names, list) or len(names) != len(group_shapes):
+            return None
+        for name, shape in zip(names, group_shapes, strict=True):
+            parameter = weights.shapes.get(name) if isinstance(name, str) else None
+            if parameter is None or shape not in (None, parameter):
+                return None
+        groups.append(tuple(map(str, names)))
+    return NamedNumbers(tuple(groups), "param_names, which the file records")

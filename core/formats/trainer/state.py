@@ -1,0 +1,227 @@
+"""Training state next to the weights: read as entries of the same checkpoint.
+
+On disk, as transformers' Trainer (``checkpoint-N``) and accelerate's ``save_state`` write it::
+
+    checkpoint-500/
+    ├── model.safetensors              the weights, in a format of their own: safetensors (one file
+    │                                  or shards), pytorch_model.bin, FSDP's DCP directories
+    ├── optimizer.pt                   → optimizer.state.<parameter>.exp_avg …,
+    │                                    optimizer.param_groups.0.lr …
+    ├── scheduler.pt                   → scheduler, one object for each of the other files
+    └── rng_state_0.pth …              → rng_state_0 …
+
+``files`` has all names. Weights keep their names. The numbers of an optimizer's parameters become
+names where those are certain (``optimizer``); a note says which. Objects are read when they are
+needed, like those of DCP.
+
+Facet: ``TrainingState``. Formats that store weights only leave these entries out, with a note
+(``core.convert.report.training_state``).
+
+Not supported: state next to DeepSpeed's directory (its own files have the optimizer, by name), and
+the second and further models of accelerate (``model_1.safetensors``).
+
+Source: see ``files``; directories that transformers 5.23 and accelerate 1.15.0 wrote, pinned in
+tests/golden (``trainer``, ``accelerate``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from core.arrays.dtypes import dtype_of
+from core.catalog.catalog import Catalog, StoredObject, metas_of
+from core.catalog.facets import TrainingState
+from core.catalog.stored import Extent, StoredArray
+from core.errors import CheckpointingException
+from core.files.json_object import read_json_object
+from core.formats.torch.tree import TorchTree, keys_of, parse
+from core.formats.trainer.files import is_optimizer, state_files
+from core.formats.trainer.optimizer import Weights, is_state_dict, named
+from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
+from core.pickle.nesting import LeafEntry, entries, map_leaves
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
+"""Last parts of the names of buffers that state dicts contain and optimizers do not."""
+
+
+def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool) -> Catalog:
+    """Add the training state next to the weights to their catalog.
+
+    Args:
+        catalog: the weights of a directory.
+        is_ordered: its tensors are in the order of the model's parameters.
+
+    Raises:
+        CorruptError, TruncatedError, UnsafeError: an optimizer's file is damaged or hostile.
+    """
+    listing = state_files(store)
+    files = listing.files
+    if not (files or listing.others):
+        return catalog
+    # Entries need a place in the root of the state dict, which a flat catalog gets here.
+    flat: dict[object, object] = {key: TensorLeaf(key) for key in catalog.tensors}
+    flat |= {key: ObjectLeaf(key) for key in catalog.objects}
+    skeleton = flat if catalog.skeleton is None else catalog.skeleton
+    root = as_mapping(skeleton)
+    used = {*catalog.tensors, *catalog.objects, *catalog.hidden, *(root or {})}
+    prefixes = {str(key).partition(".")[0] for key in used}
+    unread = {
+        entry: file for entry, file in files.items() if root is None or entry in used | prefixes
+    }
+    notes = [
+        f"{file} was not read, because the weights have entries that are called {entry}"
+        for entry, file in unread.items()
+    ]
+
+    parts = []
+    for entry, file in files.items():
+        if entry in unread:
+            continue
+        if not is_optimizer(entry):
+            parts.append(_object_part(entry, file, store))
+            continue
+        weights = _weights(catalog, store, is_ordered=is_ordered)
+        part = _optimizer_part(entry, file, store, weights)
+        if part is None:
+            unread[entry] = file
+            notes.append(f"{file} was not read: it is not the state dict of an optimizer")
+        else:
+            parts.append(part)
+    joined = _joined(catalog, rebuild(skeleton, root or {}), parts) if parts else catalog
+    read = {part.entry: files[part.entry] for part in parts}
+    facet = TrainingState(read, (*unread.values(), *listing.others))
+    return joined.noted(notes).with_facet(facet)
+
+
+@dataclass(frozen=True, slots=True)
+class _StateEntries:
+    """The entries that one file adds to the catalog.
+
+    Args:
+        entry: its name in the root of the state dict.
+        skeleton: what is there.
+        arrays, objects, hidden: tensors, objects, and tensors inside objects, by key.
+        aliases, unsupported: as in ``Catalog``.
+        notes: notes for the user.
+    """
+
+    entry: str
+    skeleton: object
+    arrays: Mapping[str, StoredArray]
+    objects: Mapping[str, StoredObject]
+    hidden: Mapping[str, StoredArray]
+    aliases: Mapping[str, str]
+    unsupported: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def _object_part(entry: str, file: str, store: ReadStore) -> _StateEntries:
+    """Return the part of a file that is one object, whose stream is read later."""
+    raw_key = f"raw:{entry}"
+    stream = StoredArray(raw_key, "uint8", (store.size(file),), Extent(file, 0))
+    item = StoredObject(entry, raw_key=raw_key)
+    return _StateEntries(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {}, {})
+
+
+def _optimizer_part(
+    entry: str, file: str, store: ReadStore, weights: Weights
+) -> _StateEntries | None:
+    """Return the part of an optimizer's file; None if it is not an optimizer's state dict."""
+    try:
+        tree = parse(store, file, prefix=f"{entry}.")
+    except CheckpointingException as err:
+        advice = "to read the weights alone, point at their file"
+        err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
+        raise
+    if not is_state_dict(tree.value):
+        return None
+    optimizer = named(tree.value, tree.arrays, weights)
+    note = () if optimizer.note is None else (f"{file} {optimizer.note}",)
+    return _keyed(entry, optimizer.value, tree, notes=(*tree.notes, *note))
+
+
+def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]) -> _StateEntries:
+    """Give the entries of an optimizer the keys of their places, after numbers became names."""
+    leaves = list(entries(value, (entry,)))
+    keys = iter(keys_of(leaves, reserved=tree.hidden))
+    new_key_of: dict[str, str] = {}
+    objects: dict[str, StoredObject] = {}
+    unsupported: dict[str, str] = {}
+
+    def with_key(item: LeafEntry) -> object:
+        key, plain_key = next(keys)
+        leaf = item.leaf
+        if isinstance(leaf, TensorLeaf):
+            new_key_of[leaf.key] = key
+            return replace(leaf, key=key)
+        old_key = leaf.key if isinstance(leaf, ObjectLeaf) else None
+        objects[key] = (
+            StoredObject(key, value=leaf)
+            if old_key is None
+            else replace(tree.objects[old_key], key=key)
+        )
+        if old_key in tree.unsupported:
+            unsupported[key] = tree.unsupported[old_key]
+        return leaf if old_key is None and key == plain_key else ObjectLeaf(key)
+
+    skeleton = map_leaves(value, with_key, (entry,))
+    return _StateEntries(
+        entry,
+        skeleton,
+        {
+            new_key_of[key]: replace(array, name=new_key_of[key])
+            for key, array in tree.arrays.items()
+        },
+        objects,
+        tree.hidden,
+        {new_key_of[key]: new_key_of[first] for key, first in tree.aliases.items()},
+        unsupported,
+        notes,
+    )
+
+
+def _joined(catalog: Catalog, skeleton: object, parts: list[_StateEntries]) -> Catalog:
+    """Add parts to a catalog whose root is the mapping ``skeleton``."""
+    arrays = {key: array for part in parts for key, array in part.arrays.items()}
+    hidden = {key: array for part in parts for key, array in part.hidden.items()}
+    joined = catalog.with_hidden({**arrays, **hidden})
+    root: dict[object, object] = {**(as_mapping(skeleton) or {})}
+    root |= {part.entry: part.skeleton for part in parts}
+    return replace(
+        joined,
+        tensors={**catalog.tensors, **metas_of(arrays)},
+        hidden={**catalog.hidden, **metas_of(hidden)},
+        objects={
+            **catalog.objects,
+            **{key: o for part in parts for key, o in part.objects.items()},
+        },
+        skeleton=rebuild(skeleton, root),
+        aliases={**catalog.aliases, **{k: v for part in parts for k, v in part.aliases.items()}},
+        unsupported={
+            **catalog.unsupported,
+            **{key: kind for part in parts for key, kind in part.unsupported.items()},
+        },
+    ).noted(note for part in parts for note in part.notes)
+
+
+def _weights(catalog: Catalog, store: ReadStore, *, is_ordered: bool) -> Weights:
+    """Return the parameters among the weights, and the family of the model."""
+    shapes = {
+        key: meta.shape
+        for key, meta in catalog.tensors.items()
+        if key not in catalog.aliases
+        and dtype_of(meta.dtype).kind == "float"
+        and key.rpartition(".")[2] not in _BUFFERS
+    }
+    model_type: object = None
+    if store.exists(_CONFIG):
+        config = read_json_object(store, _CONFIG, max_bytes=_MAX_CONFIG_BYTES)
+        model_type = config.get("model_type")
+    return Weights(shapes, is_ordered, model_type if isinstance(model_type, str) else None)

@@ -1,0 +1,224 @@
+"""Directories of transformers' Trainer and of accelerate: weights and training state, by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dist_cp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from core.catalog.facets import TrainingState
+from core.checks.level import Level
+from core.convert.prepare import prepare
+from core.convert.run import Job, run
+from core.errors import CheckpointingException, CorruptError
+from core.opening.open import open_checkpoint
+from core.validate.run import validate
+from tests.formats.dcp.test_folders import assert_equal
+
+TRAINER = ("llama", "llama_tied_bf16", "llama_adafactor", "gpt2", "bert")
+CHECKPOINT = "checkpoint-2"
+
+
+def converted(source: Path, tmp_path: Path) -> dict[str, object]:
+    """A checkpoint as a torch file, loaded by torch."""
+    run(Job(src=source, dst=tmp_path / "out.pt", to="torch", fsync=False))
+    loaded: dict[str, object] = torch.load(tmp_path / "out.pt", weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("case", TRAINER)
+def test_the_optimizer_of_the_trainer_gets_the_names_that_the_live_one_had(
+    frameworks: Path, tmp_path: Path, case: str
+) -> None:
+    source = frameworks / "trainer" / case / CHECKPOINT
+    optimizer = converted(source, tmp_path)["optimizer"]
+    truth: list[list[str]] = torch.load(source.parent / "truth.pt", weights_only=True)
+    theirs = torch.load(source / "optimizer.pt", weights_only=True)
+    names = [name for group in truth for name in group]
+    expected = {
+        "state": {names[number]: state for number, state in theirs["state"].items()},
+        "param_groups": [
+            {**group, "params": params}
+            for group, params in zip(theirs["param_groups"], truth, strict=True)
+        ],
+    }
+    assert_equal(optimizer, expected)
+
+
+@pytest.mark.parametrize("case", ["ddp_bin", "fsdp1_full", "fsdp2_full", "fsdp2_sharded"])
+def test_accelerates_model_and_optimizer_are_those_that_torch_gathers(
+    frameworks: Path, tmp_path: Path, case: str
+) -> None:
+    source = frameworks / "accelerate" / case / "state"
+    truth = torch.load(source.parent / "truth.pt", weights_only=False)
+    ours = converted(source, tmp_path)
+    model = ours["model"] if case == "fsdp2_sharded" else ours
+    assert isinstance(model, dict)
+    assert_equal({name: model[name] for name in truth["model"]}, truth["model"])
+    optimizer = ours["optimizer"]
+    assert isinstance(optimizer, dict)
+    assert_equal(optimizer["state"], truth["optimizer"]["state"])
+    assert {"scheduler", "random_states_0", "custom_checkpoint_0"} <= ours.keys()
+
+
+def test_dcp_of_accelerates_fsdp1_holds_what_torch_loads_from_its_directories(
+    frameworks: Path, tmp_path: Path
+) -> None:
+    source = frameworks / "accelerate" / "fsdp1_sharded" / "state"
+    ours = converted(source, tmp_path)
+    for folder, entry in (("pytorch_model_fsdp_0", "model"), ("optimizer_0", "optimizer")):
+        dcp_to_torch_save(source / folder, tmp_path / "theirs.pt")
+        theirs = torch.load(tmp_path / "theirs.pt", weights_only=False)
+        assert_equal(ours[entry], theirs[entry])
+
+
+def test_torch_loads_the_named_optimizer_from_dcp_into_a_model(
+    frameworks: Path, tmp_path: Path
+) -> None:
+    source = frameworks / "trainer" / "llama" / CHECKPOINT
+    run(Job(src=source, dst=tmp_path / "out", to="dcp", fsync=False))
+    truth: list[list[str]] = torch.load(source.parent / "truth.pt", weights_only=True)
+    weights = load_file(source / "model.safetensors")
+    # A module that has the parameters under their names.
+    model = torch.nn.Module()
+    for name, weight in weights.items():
+        *above, last = name.split(".")
+        module = model
+        for part in above:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, torch.nn.Parameter(weight))
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [parameters[n] for n in group]} for group in truth])
+    stored: dict[str, dict[str, object]] = {}
+    _load_state_dict(
+        stored,
+        storage_reader=dist_cp.FileSystemReader(tmp_path / "out"),
+        planner=_EmptyStateDictLoadPlanner(keys={"optimizer"}),
+        no_dist=True,
+    )
+    set_optimizer_state_dict(model, optimizer, stored["optimizer"])
+    theirs = torch.load(source / "optimizer.pt", weights_only=True)
+    assert_equal(optimizer.state_dict()["state"], theirs["state"])
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        group["lr"] for group in theirs["param_groups"]
+    ]
+
+
+def test_names_that_shapes_leave_open_stay_numbers_with_a_note(frameworks: Path) -> None:
+    # The embedding and the head of this model have one shape, and safetensors sorts them.
+    opened = open_checkpoint(frameworks / "accelerate" / "ddp" / "state")
+    assert "optimizer.state.0.exp_avg" in opened.catalog.tensors
+    assert any("their names are not certain" in note for note in opened.catalog.notes)
+
+
+def test_an_optimizer_of_another_model_keeps_its_numbers(frameworks: Path, tmp_path: Path) -> None:
+    source = frameworks / "trainer" / "llama" / CHECKPOINT
+    folder = Path(shutil.copytree(source, tmp_path / CHECKPOINT))
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].T.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    opened = open_checkpoint(folder)
+    assert "optimizer.state.0.exp_avg" in opened.catalog.tensors
+    assert any("several orders" in note for note in opened.catalog.notes)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf", "megatron"])
+def test_formats_of_weights_leave_the_state_out_and_list_its_files(
+    frameworks: Path, tmp_path: Path, to: str
+) -> None:
+    source = frameworks / "trainer" / "llama" / CHECKPOINT
+    with prepare(Job(src=source, dst=tmp_path / "out", to=to)) as prepared:
+        assert not any("optimizer" in key for key in prepared.form.tensors)
+        assert not prepared.form.objects or to == "megatron"
+        (line,) = [line for line in prepared.dropped if line.startswith("training state")]
+    files = "optimizer.pt, scheduler.pt, rng_state.pth, training_args.bin"
+    assert line.endswith(f": {files}")
+
+
+def test_dcp_leaves_out_the_arguments_whose_classes_it_cannot_hold(
+    frameworks: Path, tmp_path: Path
+) -> None:
+    source = frameworks / "trainer" / "llama" / CHECKPOINT
+    with prepare(Job(src=source, dst=tmp_path / "out", to="dcp")) as prepared:
+        assert {"scheduler", "rng_state"} <= prepared.form.objects.keys()
+        assert "training_args" not in prepared.form.objects
+        assert any("training_args.bin" in line for line in prepared.dropped)
+
+
+def test_state_of_the_trainer_next_to_fsdp_folders_belongs_to_the_checkpoint(
+    frameworks: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(frameworks / "accelerate" / "fsdp1_sharded" / "state", folder)
+    trainer = frameworks / "trainer" / "llama" / CHECKPOINT
+    for name in ("scheduler.pt", "trainer_state.json", "training_args.bin"):
+        shutil.copy(trainer / name, folder / name)
+    (folder / "scheduler.bin").unlink()
+    shutil.copy(trainer / "rng_state.pth", folder / "rng_state_0.pth")
+    catalog = open_checkpoint(tmp_path).catalog
+    facet = catalog.facet(TrainingState)
+    assert facet is not None
+    assert facet.files["scheduler"] == "scheduler.pt"
+    assert facet.files["rng_state_0"] == "rng_state_0.pth"
+    assert "optimizer.state.head.weight.exp_avg" in catalog.tensors
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"trainer/{case}" for case in TRAINER), "accelerate/fsdp2_full"]
+)
+def test_such_directories_are_sound_at_every_level(frameworks: Path, name: str) -> None:
+    folder = frameworks / name
+    for level in (Level.METADATA, Level.DEEP):
+        path = folder / (CHECKPOINT if name.startswith("trainer") else "state")
+        result = validate(path, level=level)
+        # safetensors has no checksums, of which the deepest level tells.
+        messages = [finding.message for finding in result.findings]
+        assert [text for text in messages if "have no checksum" not in text] == []
+
+
+def test_a_damaged_optimizer_names_its_file_and_how_to_read_the_weights(
+    frameworks: Path, tmp_path: Path
+) -> None:
+    source = frameworks / "trainer" / "llama" / CHECKPOINT
+    folder = Path(shutil.copytree(source, tmp_path / CHECKPOINT))
+    data = (folder / "optimizer.pt").read_bytes()
+    (folder / "optimizer.pt").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointingException) as raised:
+        open_checkpoint(folder)
+    assert raised.value.file == "optimizer.pt"
+    assert "point at" in (raised.value.hint or "")
+
+
+def test_files_of_other_programs_with_these_names_are_listed(
+    frameworks: Path, tmp_path: Path
+) -> None:
+    source = frameworks / "trainer" / "llama" / CHECKPOINT
+    folder = Path(shutil.copytree(source, tmp_path / CHECKPOINT))
+    torch.save([1, 2], folder / "optimizer.pt")
+    (folder / "scheduler.pt").write_text(json.dumps({"last_epoch": 2}))
+    opened = open_checkpoint(folder)
+    assert any("optimizer.pt was not read" in note for note in opened.catalog.notes)
+    with prepare(Job(src=folder, dst=tmp_path / "out", to="dcp")) as prepared:
+        listed = " ".join(prepared.dropped)
+        assert "optimizer.pt" in listed
+        assert "scheduler.pt" in listed
+
+
+def test_a_configuration_that_is_no_json_is_refused(frameworks: Path, tmp_path: Path) -> None:
+    source = frameworks / "trainer" / "llama" / CHECKPOINT
+    folder = Path(shutil.copytree(source, tmp_path / CHECKPOINT))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CorruptError):
+        open_checkpoint(folder)
