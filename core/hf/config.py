@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 from core.arrays.sharding import padded_vocab_size
 from core.errors import CorruptError, UnsupportedError
-from core.hf.name_tables import Family
+from core.hf.family import Family
 from core.hf.rope import rope_arguments, rope_config
 from core.hf.traits import Model
 from core.pickle.inert import Global

@@ -28,7 +28,8 @@ from core.errors import (
 )
 from core.hf import fuse
 from core.hf.config import CONFIG, arguments_of
-from core.hf.name_tables import Family, Pair, family_of, pairs_of
+from core.hf.family import Family, family_of
+from core.hf.name_tables import Pair, pairs_of
 from core.hf.traits import model_of
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace

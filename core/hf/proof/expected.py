@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
 from core.hf.config import count_of, dense_layers, number_of
-from core.hf.name_tables import Family, families, pairs_of
+from core.hf.family import Family, families
+from core.hf.name_tables import pairs_of
 from core.hf.traits import Model
 
 HEAD = "lm_head.weight"
