@@ -25,10 +25,11 @@ from core.arrays.sharding import padded_vocab_size
 from core.errors import CorruptError, UnsupportedError
 from core.hf.family import Family
 from core.hf.rope import rope_arguments, rope_config
+from core.hf.settings import setting_argument, setting_value
 from core.hf.traits import Model
+from core.hf.values import CONFIG, count_of, number_of
 from core.pickle.inert import Global
 
-CONFIG = "config.json"
 _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
 """Argument → its name in other versions of Megatron."""
 
@@ -134,6 +135,11 @@ def arguments_of(
     args: dict[str, object] = dict(_INITIAL_ARGUMENTS)
     args |= family.fixed_args
     args |= {name: _value(config, names) for name, names in family.config.items()}
+    n_layers = count_of(config, "num_hidden_layers")
+    args |= {
+        name: setting_argument(setting, config, n_layers=n_layers)
+        for name, setting in family.settings.items()
+    }
     # Add those that are computed. The head size is optional in config.json and then follows from
     # the hidden size. Megatron's latent attention has no key groups, and its kv_channels is the
     # size of a value head.
@@ -145,7 +151,7 @@ def arguments_of(
     kv_channels = (
         args["v_head_dim"] if is_latent else count_of(config, "head_dim", default=head_dim)
     )
-    impl = transformer_impl or ("transformer_engine" if is_latent else "local")
+    impl = transformer_impl or family.implementation
     args |= {
         "num_query_groups": groups,
         "group_query_attention": groups != heads and not is_latent,
@@ -164,9 +170,9 @@ def arguments_of(
         "iteration": iteration,
     }
     # Add those of rotary embeddings, experts and latent attention.
-    args |= rope_arguments(config, is_latent=is_latent)
+    args |= rope_arguments(config, family)
     if "moe" in family.requires:
-        args |= _moe_arguments(config, family, n_layers=count_of(config, "num_hidden_layers"))
+        args |= _moe_arguments(config, family, n_layers=n_layers)
         # Only Transformer Engine's experts are grouped, and that decides their parameter names.
         args["moe_grouped_gemm"] = impl == "transformer_engine"
     if is_latent:
@@ -185,10 +191,11 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
     """Raise UnsupportedError for values that Megatron's models of the family do not have."""
     for name, supported in family.fixed_config.items():
         value = config.get(name)
-        if value is not None and value != supported:
+        options = supported if isinstance(supported, list) else [supported]
+        if value is not None and value not in options:
             raise UnsupportedError(
                 f"{name} is {value!r}; {family.model_type} models are only supported "
-                f"with {supported!r}",
+                f"with {' or '.join(map(repr, options))}",
                 file=CONFIG,
             )
     for name in family.absent:
@@ -196,6 +203,11 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
             raise UnsupportedError(
                 f"{name} is {config[name]!r}, which is not supported", file=CONFIG
             )
+
+
+def _first(value: object) -> object:
+    """Return the first of several values that a table lists; another value as it is."""
+    return value[0] if isinstance(value, list) else value
 
 
 def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
@@ -279,37 +291,6 @@ def _value(config: Mapping[str, object], names: tuple[str, ...]) -> object:
     return value if isinstance(value, float) and 0 < value < 1 else number_of(config, names)
 
 
-def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
-    """Return the positive integer recorded under the first of the names that has a value.
-
-    Raises:
-        CorruptError: no name has a value, or it is not a positive integer.
-    """
-    return count_of(
-        config, next((name for name in names if config.get(name) is not None), names[0])
-    )
-
-
-def count_of(
-    config: Mapping[str, object], name: str, *, default: int | None = None, least: int = 1
-) -> int:
-    """Return an integer of the configuration.
-
-    Raises:
-        CorruptError: the number is missing without a default, or is not an integer >= ``least``.
-    """
-    value = config.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise CorruptError(f"{name} is missing from the configuration", file=CONFIG)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
-        raise CorruptError(
-            f"{name} is {repr(value)[:80]}, not an integer of at least {least}", file=CONFIG
-        )
-    return value
-
-
 def config_of(
     fields: Mapping[str, object], family: Family, model: Model, *, dtype: str
 ) -> dict[str, object]:
@@ -336,8 +317,8 @@ def config_of(
         "vocab_size": model.sizes["vocab"],
         "tie_word_embeddings": "tied" in model.features,
         "num_key_value_heads": model.n_groups,
-        **family.fixed_config,
-        **rope_config(fields),
+        **{name: _first(value) for name, value in family.fixed_config.items()},
+        **rope_config(fields, family),
     }
     # Values that only have another name.
     for arg, names in family.config.items():
@@ -356,6 +337,10 @@ def config_of(
                     f"two training arguments that both become {names[0]} in config.json differ"
                 )
             config[names[0]] = fields.get("moe_ffn_hidden_size", config[names[0]])
+    for arg, setting in family.settings.items():
+        config[setting.name] = setting_value(
+            setting, fields.get(arg), fields, n_layers=model.n_layers
+        )
     # Values that only some families have.
     if "latent" not in model.features:
         config["head_dim"] = model.sizes["head"]

@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from core.errors import UnsupportedError, UsageError, did_you_mean
+from core.hf.settings import Setting
 
 EXPERT = "{expert}"
 """Stands for the number of the expert in the names of a row."""
@@ -56,8 +57,13 @@ class Family:
     absent: tuple[str, ...]
     defaults: Mapping[str, object]
     config: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, Setting]
+    rope: frozenset[str]
     fixed_args: Mapping[str, object]
     fixed_config: Mapping[str, object]
+    is_detected: bool
+    implementation: str
+    builder: str | None
     first: tuple[NameRow, ...]
     layer: tuple[NameRow, ...]
     mtp: tuple[NameRow, ...]
@@ -127,8 +133,16 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         absent=tuple(table["absent"]),
         defaults=table.get("defaults", {}),
         config={name: _texts(value) for name, value in table["config"].items()},
+        settings={
+            name: Setting(item["name"], item["as"], item.get("every"))
+            for name, item in table.get("settings", {}).items()
+        },
+        rope=frozenset(table.get("rope", ("linear", "llama3", "yarn"))),
         fixed_args=table["fixed"]["args"],
         fixed_config=table["fixed"]["config"],
+        is_detected=table.get("detected", True),
+        implementation=table.get("implementation", "local"),
+        builder=table.get("builder"),
         first=rows("first"),
         layer=rows("layer"),
         mtp=rows("mtp"),

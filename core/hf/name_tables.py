@@ -12,6 +12,7 @@ from itertools import groupby
 
 from core.arrays.box import Shape
 from core.hf.family import EXPERT, Family, NameRow
+from core.hf.fuse import Strip, interleave_by_group
 from core.hf.traits import Model
 
 LAYERS = "decoder.layers."
@@ -21,15 +22,17 @@ _MTP_BODIES = ("transformer_layer.", "mtp_model_layer.")
 
 @dataclass(frozen=True, slots=True)
 class FamilyPart:
-    """A Hugging Face tensor.
+    """A Hugging Face tensor, or consecutive rows of one.
 
     Args:
         names: name that is written, then others that are read.
         shape: extents in elements.
+        row: first row in the tensor.
     """
 
     names: tuple[str, ...]
     shape: Shape
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,30 @@ class Pair:
         """The shape of Megatron's tensor, in elements."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
+    @property
+    def tensors(self) -> tuple[FamilyPart, ...]:
+        """The Hugging Face tensors in which the parts are stored, in the order of the parts."""
+        rows: dict[tuple[str, ...], int] = {}
+        for part in self.parts:
+            rows[part.names] = part.row + part.shape[0]
+        tails = {part.names: part.shape[1:] for part in self.parts}
+        return tuple(FamilyPart(names, (rows[names], *tails[names])) for names in rows)
+
+    @property
+    def strips(self) -> list[Strip]:
+        """Which rows of ``tensors`` are which rows of Megatron's tensor."""
+        numbers = {tensor.names: number for number, tensor in enumerate(self.tensors)}
+        strips = interleave_by_group([part.shape[0] for part in self.parts], self.n_groups)
+        return [
+            Strip(
+                numbers[self.parts[strip.part].names],
+                self.parts[strip.part].row + strip.part_row,
+                strip.row,
+                strip.n_rows,
+            )
+            for strip in strips
+        ]
+
 
 def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     """Yield every tensor of a model, in the order of Megatron's rank files."""
@@ -77,16 +104,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         twins = () if row.twin is None else tuple(layer + row.twin for layer in mtp_layers)
         return Pair(
             names=tuple(start + _numbered(name, expert) for name in names for start in megatron),
-            parts=tuple(
-                FamilyPart(
-                    (
-                        hf + _numbered(name, expert),
-                        *(hf + other for other in row.hf_also[number : number + 1]),
-                    ),
-                    tuple(sizes[size] for size in row.shape[number].split()),
-                )
-                for number, name in enumerate(row.hf)
-            ),
+            parts=tuple(make_parts(row, hf, expert)),
             n_groups=model.n_groups if row.fuse == "qkv" else 1,
             stack=None
             if row.stacked is None or expert is None
@@ -94,6 +112,17 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             copies=() if row.tied is None or "tied" not in model.traits else (row.tied,),
             twins=twins,
         )
+
+    def make_parts(row: NameRow, hf: str, expert: int | None) -> Iterator[FamilyPart]:
+        """Yield the parts of a rule's tensor; those with one name follow each other in a tensor."""
+        rows: dict[str, int] = {}
+        for number, name in enumerate(row.hf):
+            names = (name, *row.hf_also[number : number + 1])
+            shape = tuple(sizes[size] for size in row.shape[number].split())
+            yield FamilyPart(
+                tuple(hf + _numbered(each, expert) for each in names), shape, rows.get(name, 0)
+            )
+            rows[name] = rows.get(name, 0) + shape[0]
 
     def layer_pairs(kind: str, megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
         """Apply the rules of one layer and yield its pairs, for experts once per expert."""

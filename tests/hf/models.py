@@ -70,6 +70,14 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 
+PLAIN_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+}
+
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
@@ -86,6 +94,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_yarn": (
+        "qwen3",
+        {"head_dim": 16, "rope_parameters": {**PLAIN_YARN, "rope_theta": 1e4}},
+    ),
     "mixtral": ("mixtral", MIXTRAL),
     "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),

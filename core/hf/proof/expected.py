@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
-from core.hf.config import count_of, dense_layers, number_of
+from core.hf.config import dense_layers
 from core.hf.family import Family, families
 from core.hf.name_tables import pairs_of
 from core.hf.traits import Model
+from core.hf.values import count_of, number_of
 
 HEAD = "lm_head.weight"
 BODY = "model."
@@ -190,8 +191,8 @@ def expected_tensors(
     )
     for pair in pairs_of(family, model):
         stack = None if pair.stack is None else (pair.stack[0], (pair.stack[2], *pair.shape))
-        for part in pair.parts:
-            yield Expected(part.names, part.shape, stack)
+        for tensor in pair.tensors:
+            yield Expected(tensor.names, tensor.shape, stack)
         for name in (*pair.copies, *pair.twins):
             yield Expected((name,), pair.shape, is_optional=True)
 
