@@ -318,6 +318,8 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
         "rope_scaling": scaling,
         "rope_parameters": parameters,
     }
+    if "llama4" in family.rope:
+        parameters["llama_4_scaling_beta"] = 0.0  # transformers requires it; Megatron has no other
     if "partial" in family.rope:
         part = _number(fields, "rotary_percent", default=1.0)
         parameters["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
