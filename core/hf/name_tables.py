@@ -50,6 +50,29 @@ class NameRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What ``config.json`` calls the settings of experts; ``hf/tables/llama.toml`` explains them.
+
+    Args:
+        dense: names that say which layers have no experts.
+        shared: names whose product is the size of the shared experts.
+        normalized: name that says whether the weights of a token's experts sum up to 1.
+        scaling: name of the factor of the experts' output.
+        groups: names of the number of groups, and of the number that a token may use.
+        method: name that says how experts are chosen, where a family has several ways.
+        ranked_by: number of experts whose scores rank a group.
+    """
+
+    dense: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    normalized: str | None = None
+    scaling: str | None = None
+    groups: tuple[str, ...] = ()
+    method: str | None = None
+    ranked_by: int = 2
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The table of one family; ``hf/tables/llama.toml`` explains the fields."""
 
@@ -62,6 +85,8 @@ class Family:
     absent: tuple[str, ...]
     defaults: Mapping[str, object]
     config: Mapping[str, tuple[str, ...]]
+    switches: Mapping[str, str]
+    experts: ExpertNames
     fixed_args: Mapping[str, object]
     fixed_config: Mapping[str, object]
     first: tuple[NameRow, ...]
@@ -248,6 +273,8 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         absent=tuple(table["absent"]),
         defaults=table.get("defaults", {}),
         config={name: _texts(value) for name, value in table["config"].items()},
+        switches=table.get("switches", {}),
+        experts=_parse_experts(table.get("experts", {})),
         fixed_args=table["fixed"]["args"],
         fixed_config=table["fixed"]["config"],
         first=rows("first"),
@@ -255,6 +282,12 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         mtp=rows("mtp"),
         last=rows("last"),
     )
+
+
+def _parse_experts(table: Mapping[str, Any]) -> ExpertNames:
+    """Build the names for experts from a table's section."""
+    lists = {name: _texts(table[name]) for name in ("dense", "shared", "groups") if name in table}
+    return ExpertNames(**{**table, **lists})
 
 
 def _parse_row(row: Mapping[str, Any]) -> NameRow:

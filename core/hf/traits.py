@@ -36,6 +36,7 @@ FEATURES: Mapping[str, str] = {
     "moe": "num_experts",
     "dense_layers": "moe_layer_freq",
     "shared_expert": "moe_shared_expert_intermediate_size",
+    "shared_gate": "moe_shared_expert_gate",
     "expert_bias": "moe_router_enable_expert_bias",
     "sigmoid": "moe_router_score_function",
     "pre_softmax": "moe_router_pre_softmax",
@@ -65,7 +66,6 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
                 "qk_l2_norm",
             ),
             *(
-                "moe_shared_expert_gate",
                 "moe_apply_probs_on_input",
                 "mla_down_proj_fusion",
                 "use_mup",
@@ -256,6 +256,7 @@ def _moe_features(fields: Mapping[str, object]) -> set[str]:
     is_sigmoid = fields.get("moe_router_score_function") == "sigmoid"
     conditions = {
         "shared_expert": fields.get("moe_shared_expert_intermediate_size"),
+        "shared_gate": fields.get("moe_shared_expert_gate"),
         "expert_bias": fields.get("moe_router_enable_expert_bias"),
         "sigmoid": is_sigmoid,
         "pre_softmax": not is_sigmoid and fields.get("moe_router_pre_softmax"),

@@ -27,7 +27,7 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import TensorMeta
 from core.changes.quantize import is_float8
 from core.errors import CorruptError
-from core.hf.config import CONFIG, count_of, dense_layers
+from core.hf.experts import dense_layers
 from core.hf.name_tables import Family
 from core.hf.proof.any_family import find_problems
 from core.hf.proof.expected import (
@@ -51,6 +51,7 @@ from core.hf.proof.quantization import (
     scale_key,
     scheme_of,
 )
+from core.hf.values import CONFIG, count_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")

@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
-from core.hf.config import count_of, dense_layers, number_of
+from core.hf.experts import dense_layers, shared_size
 from core.hf.name_tables import Family, families, pairs_of
-from core.hf.traits import Model
+from core.hf.traits import FEATURES, Model
+from core.hf.values import count_of, number_of
 
 HEAD = "lm_head.weight"
 BODY = "model."
@@ -228,6 +229,9 @@ def _derive_model(
     # Traits decide which tensors exist; some features bring sizes of their own.
     traits = set(family.requires) | {"tied" if is_tied(config) else "untied"}
     traits |= {name for name in ("attention_bias", "mlp_bias") if config.get(name)}
+    traits |= {
+        feature for feature, arg in FEATURES.items() if config.get(family.switches.get(arg, ""))
+    }
     if "latent" in family.requires:
         kv_lora, rotated = count_of(config, "kv_lora_rank"), count_of(config, "qk_rope_head_dim")
         plain, value = count_of(config, "qk_nope_head_dim"), count_of(config, "v_head_dim")
@@ -249,7 +253,7 @@ def _derive_model(
             "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"]),
         }
         if "shared_expert" in family.requires:
-            sizes["shared_ffn"] = count_of(config, "n_shared_experts") * sizes["moe_ffn"]
+            sizes["shared_ffn"] = shared_size(config, family)
     return Model(
         n_layers=n_layers,
         n_mtp=n_mtp,
