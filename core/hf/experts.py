@@ -140,8 +140,8 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
     names = family.experts.dense
     kinds = config.get("mlp_layer_types") if "mlp_layer_types" in names else None
     if kinds is not None:
-        is_valid = isinstance(kinds, list) and set(map(str, kinds)) <= set(_LAYER_TYPES)
-        if not is_valid or len(kinds) < n_layers:
+        is_list = isinstance(kinds, list) and set(map(str, kinds)) <= set(_LAYER_TYPES)
+        if not isinstance(kinds, list) or not is_list or len(kinds) < n_layers:
             raise CorruptError(
                 f"mlp_layer_types is {repr(kinds)[:80]}, not {n_layers} times dense or sparse",
                 file=CONFIG,

@@ -17,9 +17,10 @@ from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
-from core.hf.config import CONFIG, config_of, document
+from core.hf.config import config_of, document
 from core.hf.name_tables import Family, Pair, families, family_called, pairs_of
 from core.hf.traits import FEATURES, model_of
+from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
 from core.quantize.schemes import check_numbers

@@ -27,9 +27,10 @@ from core.errors import (
     UsageError,
 )
 from core.hf import fuse
-from core.hf.config import CONFIG, arguments_of
+from core.hf.config import arguments_of
 from core.hf.name_tables import Family, Pair, family_of, pairs_of
 from core.hf.traits import model_of
+from core.hf.values import CONFIG
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.schemes import check_numbers, quantized_weights

@@ -6,6 +6,7 @@ converts a ``config.json`` to arguments), so that the two directions agree.
 =============  ====================================================================================
 size           meaning
 =============  ====================================================================================
+one            a single row
 vocab, hidden  rows of the embedding without padding; channels of the residual stream
 q, kv, head    channels of all query heads; of all key heads; of one head
 o              channels of all value heads, for latent attention
@@ -172,7 +173,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
 
     # Derive the sizes of the layers that the model has.
     ffn = size_of(fields, "ffn_hidden_size")
-    sizes = {"vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
+    sizes = {"one": 1, "vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
     sizes |= {"head": head, "q": heads * head, "kv": groups * head}
     if "latent" in features:
         sizes |= _latent_sizes(fields, heads)

@@ -44,6 +44,12 @@ QWEN3_MOE = {
     "moe_intermediate_size": 16,
     "head_dim": 16,
 }
+QWEN2_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 DEEPSEEK = {
     "num_key_value_heads": 8,
     "n_routed_experts": 4,
@@ -59,6 +65,12 @@ DEEPSEEK = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
+}
+DEEPSEEK_V2 = {
+    **{name: value for name, value in DEEPSEEK.items() if name != "num_nextn_predict_layers"},
+    "n_group": None,
+    "topk_group": None,
+    "routed_scaling_factor": 16.0,
 }
 YARN = {
     "rope_type": "yarn",
@@ -90,6 +102,23 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3_moe_sparse": ("qwen3_moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2_moe_mixed": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK_V2,
+            "n_routed_experts": 8,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "rope_theta": 1e4},
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v3_yarn": (
         "deepseek_v3",
@@ -102,7 +131,9 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Name → (model type, what differs from ``COMMON``)."""
 
-MOE = tuple(name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek")))
+MOE = tuple(
+    name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek"))
+)
 DENSE = tuple(name for name in MODELS if name not in MOE)
 
 

@@ -218,6 +218,7 @@ def _derive_model(
     groups = count_of(config, "num_key_value_heads", default=heads)
     head = count_of(config, "head_dim", default=max(hidden // heads, 1))
     sizes = {
+        "one": 1,
         "vocab": count_of(config, "vocab_size"),
         "hidden": hidden,
         "hidden2": 2 * hidden,
