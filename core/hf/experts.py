@@ -204,9 +204,10 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
         text = _ranking_text(family, n_groups=n_groups, n_chosen=n_chosen, n_used=n_used)
         if text is not None:
             raise UnsupportedError(text)
-        config |= dict(zip(names.groups, (n_groups, n_chosen), strict=True))
         if names.method is not None:
             config[names.method] = "greedy" if n_groups == 1 else "group_limited_greedy"
+        if names.method is None or n_groups > 1:
+            config |= dict(zip(names.groups, (n_groups, n_chosen), strict=True))
     # The shared experts: a number of channels, or of experts that are as wide as the others.
     if len(names.shared) == 1:
         config[names.shared[0]] = sizes["shared_ffn"]

@@ -72,6 +72,20 @@ DEEPSEEK_V2 = {
     "topk_group": None,
     "routed_scaling_factor": 16.0,
 }
+GLM4_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -107,6 +121,15 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
     ),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "glm4_moe_plain": (
+        "glm4_moe",
+        {**GLM4_MOE, "attention_bias": False, "use_qk_norm": False, "head_dim": 16},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {name: value for name, value in DEEPSEEK.items() if name not in ("num_nextn_predict_layers", "first_k_dense_replace")},
+    ),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
     "deepseek_v2_groups": (
         "deepseek_v2",
@@ -132,7 +155,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 """Name → (model type, what differs from ``COMMON``)."""
 
 MOE = tuple(
-    name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek"))
+    name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek"))
 )
 DENSE = tuple(name for name in MODELS if name not in MOE)
 
