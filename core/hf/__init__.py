@@ -5,7 +5,7 @@
     safetensors, .bin ─▶ flat keys + config.json ─ to_megatron ─▶ global per-layer form ─▶ shard …
                                                  ◀─ to_hf ─
 
-The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.name_tables``). Sizes and
+The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.family``). Sizes and
 features of a model come from the training arguments (``core.hf.traits``), which ``core.hf.config``
 converts from and to a ``config.json``. Fused tensors consist of boxes (``core.hf.fuse``).
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.catalog.catalog import Catalog
-from core.hf.name_tables import LAYERS, families
+from core.hf.family import families
+from core.hf.name_tables import LAYERS
 from core.hf.proof.proof import check_model
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron

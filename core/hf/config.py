@@ -24,8 +24,9 @@ from collections.abc import Mapping
 from core.arrays.sharding import padded_vocab_size
 from core.errors import UnsupportedError
 from core.hf.experts import expert_arguments, expert_config
-from core.hf.name_tables import Family
+from core.hf.family import Family
 from core.hf.rope import rope_arguments, rope_config
+from core.hf.settings import setting_argument, setting_value
 from core.hf.traits import FEATURES, Model
 from core.hf.values import CONFIG, count_of, number_of
 from core.pickle.inert import Global
@@ -136,6 +137,11 @@ def arguments_of(
     args |= family.fixed_args
     args |= {name: _value(config, names) for name, names in family.config.items()}
     args |= {name: bool(config.get(switch)) for name, switch in family.switches.items()}
+    n_layers = count_of(config, "num_hidden_layers")
+    args |= {
+        name: setting_argument(setting, config, n_layers=n_layers)
+        for name, setting in family.settings.items()
+    }
     # Add those that are computed. The head size is optional in config.json and then follows from
     # the hidden size. Megatron's latent attention has no key groups, and its kv_channels is the
     # size of a value head.
@@ -147,7 +153,7 @@ def arguments_of(
     kv_channels = (
         args["v_head_dim"] if is_latent else count_of(config, "head_dim", default=head_dim)
     )
-    impl = transformer_impl or ("transformer_engine" if is_latent else "local")
+    impl = transformer_impl or family.implementation
     args |= {
         "num_query_groups": groups,
         "group_query_attention": groups != heads and not is_latent,
@@ -166,9 +172,9 @@ def arguments_of(
         "iteration": iteration,
     }
     # Add those of rotary embeddings, experts and latent attention.
-    args |= rope_arguments(config, is_latent=is_latent)
+    args |= rope_arguments(config, family)
     if "moe" in family.requires:
-        args |= expert_arguments(config, family, n_layers=count_of(config, "num_hidden_layers"))
+        args |= expert_arguments(config, family, n_layers=n_layers)
         # Only Transformer Engine's experts are grouped, and that decides their parameter names.
         args["moe_grouped_gemm"] = impl == "transformer_engine"
     if "mtp" in family.allows:
@@ -188,10 +194,11 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
     """Raise UnsupportedError for values that Megatron's models of the family do not have."""
     for name, supported in family.fixed_config.items():
         value = config.get(name)
-        if value is not None and value != supported:
+        options = supported if isinstance(supported, list) else [supported]
+        if value is not None and value not in options:
             raise UnsupportedError(
                 f"{name} is {value!r}; {family.model_type} models are only supported "
-                f"with {supported!r}",
+                f"with {' or '.join(map(repr, options))}",
                 file=CONFIG,
             )
     for name in family.absent:
@@ -199,6 +206,11 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
             raise UnsupportedError(
                 f"{name} is {config[name]!r}, which is not supported", file=CONFIG
             )
+
+
+def _first(value: object) -> object:
+    """Return the first of several values that a table lists; another value as it is."""
+    return value[0] if isinstance(value, list) else value
 
 
 def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
@@ -252,8 +264,8 @@ def config_of(
         "vocab_size": model.sizes["vocab"],
         "tie_word_embeddings": "tied" in model.features,
         "num_key_value_heads": model.n_groups,
-        **family.fixed_config,
-        **rope_config(fields),
+        **{name: _first(value) for name, value in family.fixed_config.items()},
+        **rope_config(fields, family),
     }
     # Values that only have another name.
     for arg, names in family.config.items():
@@ -272,6 +284,10 @@ def config_of(
                     f"two training arguments that both become {names[0]} in config.json differ"
                 )
             config[names[0]] = fields.get("moe_ffn_hidden_size", config[names[0]])
+    for arg, setting in family.settings.items():
+        config[setting.name] = setting_value(
+            setting, fields.get(arg), fields, n_layers=model.n_layers
+        )
     # Values that only some families have.
     if "latent" not in model.features:
         config["head_dim"] = model.sizes["head"]

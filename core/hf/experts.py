@@ -1,7 +1,7 @@
 """Convert what ``config.json`` says about experts to Megatron's arguments, and back.
 
 Families say the same things under different names, so a table names them in ``[experts]``
-(``core.hf.name_tables.ExpertNames``)::
+(``core.hf.family.ExpertNames``)::
 
     first_k_dense_replace: 1   ──▶  moe_layer_freq: [0, 1, 1, …]
     n_shared_experts: 2        ──▶  moe_shared_expert_intermediate_size: 2 × moe_intermediate_size
@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
-from core.hf.name_tables import Family
+from core.hf.family import Family
 from core.hf.traits import Model, size_of
 from core.hf.values import CONFIG, count_of
 

@@ -1,29 +1,39 @@
 """Convert between the rotary position embeddings of ``config.json`` and Megatron's arguments.
 
-==========  ========================================================================================
-rope_type   arguments
-==========  ========================================================================================
-(none)      ``rotary_base``
-``linear``  also ``rotary_seq_len_interpolation_factor``
-``llama3``  also ``use_rope_scaling``, ``rope_scaling_factor``; Megatron fixes the others
-``yarn``    latent attention only: ``rope_type`` "yarn", ``rotary_scaling_factor``, ``mscale`` …
-==========  ========================================================================================
+============  ======================================================================================
+rope_type     arguments
+============  ======================================================================================
+(none)        ``rotary_base``
+``linear``    also ``rotary_seq_len_interpolation_factor``
+``llama3``    also ``use_rope_scaling``, ``rope_scaling_factor``; Megatron fixes the others
+``yarn``      ``position_embedding_type`` "yarn", ``rotary_scaling_factor``, ``yarn_beta_fast`` …;
+              in latent attention ``rope_type`` "yarn", ``rotary_scaling_factor``, ``beta_fast`` …
+``longrope``  as without scaling: Megatron has no such embeddings (``unsaid_rope``)
+============  ======================================================================================
+
+A family's table lists the types that its models may have (``rope``), and whether they may rotate
+only a part of each head's channels (``partial``: ``rotary_percent``).
+
+Where layers with a window rotate differently from the others, ``rotary_base`` is the pair of both
+bases, layers with a window first, as in Megatron-Bridge.
 
 Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read;
 all three are written, so that both versions can read them.
 
 Source: transformers 5.23.0 ``modeling_rope_utils.py``; megatron-core 0.16.1
-``models/common/embeddings/rotary_pos_embedding.py``, ``transformer/multi_latent_attention.py``.
+``models/common/embeddings/``, ``transformer/multi_latent_attention.py``; Megatron-LM d98e8a64
+``training/argument_utils.py`` (YaRN); Megatron-Bridge 067f987d ``models/gemma/gemma3_bridge.py``.
 
-Not supported: ``dynamic``, ``longrope``, partial rotary embeddings, and YaRN for ordinary
-attention: Megatron has no arguments for them, or not in all of the supported versions.
+Not supported: ``dynamic``; ``attention_factor`` other than the one that follows from the factor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
+from core.hf.family import Family
 
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
@@ -42,19 +52,30 @@ _YARN: Mapping[str, tuple[str, float | int | None]] = {
 }
 """YaRN parameter → (training argument, default value; None if it is required)."""
 
+_PLAIN_YARN: Mapping[str, tuple[str, float]] = {
+    "beta_fast": ("yarn_beta_fast", 32),
+    "beta_slow": ("yarn_beta_slow", 1),
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
+}
+"""The same for ordinary attention, besides the factor and the original length."""
+
 _HINT = (
     "remove the scaling from config.json if the weights were not trained with it, "
     "and restore it for inference"
 )
+_WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
-def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str, object]:
+def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:
     """Return the training arguments for the rotary embeddings of a ``config.json``.
 
     Raises:
         UnsupportedError: Megatron has no arguments for them.
         CorruptError: a number is missing or invalid.
     """
+    if "windows" in family.rope:
+        return _arguments_by_window(config, family)
     # Read the parameters under the names of both versions of transformers. Older files call the
     # type "type" and keep rope_theta next to the scaling.
     parameters = _shared_parameters(config)
@@ -63,15 +84,18 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     base = _number(parameters, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
     parameters.pop("rope_theta", None)
     partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial is not None and partial != 1 and "partial" not in family.rope:
         raise UnsupportedError(
-            f"partial rotary embeddings ({partial!r}) are not supported", file="config.json"
+            f"partial rotary embeddings ({partial!r}) are not supported "
+            f"for {family.model_type} models",
+            file="config.json",
         )
     # Set the arguments of embeddings without scaling.
+    is_latent = "latent" in family.requires
     args: dict[str, object] = {
         "position_embedding_type": "rope",
         "rotary_base": _as_int(base),
-        "rotary_percent": 1.0,
+        "rotary_percent": 1.0 if partial is None else _number({"factor": partial}, "factor"),
         "rotary_interleaved": False,
         "rotary_seq_len_interpolation_factor": None,
         "use_rope_scaling": False,
@@ -87,19 +111,77 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     # Add the arguments of each type of scaling.
     if kind == "default":
         return args
-    if kind == "linear" and not is_latent:
+    if kind == "linear" and kind in family.rope and not is_latent:
         return args | {
             "rotary_seq_len_interpolation_factor": _as_int(_number(parameters, "factor"))
         }
-    if kind == "llama3" and not is_latent:
+    if kind == "llama3" and kind in family.rope and not is_latent:
         return args | _llama3_arguments(parameters)
     if kind == "yarn" and is_latent:
         return args | _yarn_arguments(parameters)
+    if kind == "yarn" and kind in family.rope:
+        return args | _plain_yarn_arguments(config, parameters)
+    if kind == "longrope" and kind in family.rope:
+        return args
     raise UnsupportedError(
-        f"rotary scaling of type {kind!r} has no counterpart in Megatron's arguments",
+        f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
         file="config.json",
         hint=_HINT,
     )
+
+
+def unsaid_rope(config: Mapping[str, object]) -> str | None:
+    """Describe the settings of the rotary embeddings that Megatron's models do not apply.
+
+    Returns:
+        None if Megatron applies all.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(parameters, Mapping):
+        return None
+    if parameters.get("rope_type", parameters.get("type")) == "longrope":
+        return "longrope scaling of the rotary embeddings (Megatron rotates without it)"
+    if parameters.get("llama_4_scaling_beta"):
+        length = parameters.get("original_max_position_embeddings")
+        return f"llama_4_scaling_beta (attention scores of positions from {length} on)"
+    return None
+
+
+def _arguments_by_window(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return the arguments for layers with and without a window that rotate differently.
+
+    Raises:
+        UnsupportedError: layers with a window have a scaling, or others have an unknown one.
+        CorruptError: a number is missing or invalid.
+    """
+    both = config.get("rope_parameters")
+    if isinstance(both, Mapping) and _FULL in both:
+        full, window = ({} if both.get(name) is None else both[name] for name in (_FULL, _WINDOW))
+    else:  # transformers 4
+        full = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}  # type: ignore[dict-item]
+        window = {"rope_theta": config.get("rope_local_base_freq")}
+    if not isinstance(full, Mapping) or not isinstance(window, Mapping):
+        raise CorruptError("rope_parameters has no mappings for its layers", file="config.json")
+    kind = full.get("rope_type", full.get("type")) or "default"
+    if (window.get("rope_type") or "default") != "default" or kind not in ("default", "linear"):
+        raise UnsupportedError(
+            f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
+            file="config.json",
+            hint=_HINT,
+        )
+    bases = (
+        _number(window, "rope_theta", default=10000.0),
+        _number(full, "rope_theta", default=1000000.0),
+    )
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": tuple(map(_as_int, bases)),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": float(_number(full, "factor")) if kind == "linear" else 1.0,
+    }
 
 
 def _llama3_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
@@ -133,17 +215,75 @@ def _yarn_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
     return {"rope_type": "yarn", **numbers}
 
 
-def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
+def _plain_yarn_arguments(
+    config: Mapping[str, object], parameters: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the arguments for YaRN scaling in ordinary attention.
+
+    Raises:
+        UnsupportedError: Megatron has no argument for a parameter.
+    """
+    known = {"factor", "original_max_position_embeddings", "truncate", "attention_factor"}
+    # Not of the embeddings: ``unsaid_rope`` reports it; the length stands in config.json as well.
+    inert = {"llama_4_scaling_beta", "max_position_embeddings"}
+    extra = sorted(set(parameters) - set(_PLAIN_YARN) - known - inert)
+    if extra:
+        raise UnsupportedError(
+            f"YaRN scaling with {', '.join(extra)} is not supported",
+            file="config.json",
+            hint=_HINT,
+        )
+    length = _number(
+        parameters,
+        "original_max_position_embeddings",
+        default=_number(config, "max_position_embeddings"),
+    )
+    # transformers takes mscale and mscale_all_dim only together, and a factor before both.
+    numbers = {
+        name: _number(parameters, name, default=usual) for name, (_, usual) in _PLAIN_YARN.items()
+    }
+    if not (numbers["mscale"] and numbers["mscale_all_dim"]):
+        numbers |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    factor = _number(parameters, "factor")
+    usual = _mscale(factor, numbers["mscale"]) / _mscale(factor, numbers["mscale_all_dim"])
+    if not math.isclose(
+        _number(parameters, "attention_factor", default=usual), usual, rel_tol=1e-6
+    ):
+        raise UnsupportedError(
+            f"YaRN scaling with an attention_factor of {parameters['attention_factor']!r}; "
+            f"Megatron always uses {usual:.6g} for this factor",
+            file="config.json",
+            hint=_HINT,
+        )
+    return {
+        "position_embedding_type": "yarn",
+        # Megatron's training script takes it for a reason to rotate without YaRN.
+        "use_rotary_position_embeddings": False,
+        "rotary_scaling_factor": float(factor),
+        "yarn_original_max_position_embeddings": _as_int(length),
+        "yarn_correction_range_round_to_int": parameters.get("truncate", True) is not False,
+        **{arg: _as_int(numbers[name]) for name, (arg, _) in _PLAIN_YARN.items()},
+    }
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's scale of the attention scores."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, object]:
     """Return the entries of ``config.json`` for the rotary embeddings of training arguments.
 
     Raises:
         UnsupportedError: transformers has no such scaling.
         CorruptError: a number is invalid.
     """
+    if "windows" in family.rope:
+        return _config_by_window(fields)
     base = float(_number(fields, "rotary_base", default=10000))
     scaling: dict[str, object] | None = None
     factor = fields.get("rotary_seq_len_interpolation_factor")
-    # Latent attention has YaRN or no scaling; ordinary attention has Llama 3's, linear or none.
+    # Latent attention has YaRN or no scaling; ordinary attention has all types.
     if fields.get("multi_latent_attention"):
         if fields.get("rope_type") in (None, "yarn"):
             scaling = {"rope_type": "yarn"}
@@ -155,6 +295,8 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
             raise UnsupportedError(
                 f"rope_type is {fields.get('rope_type')!r}, which is not supported"
             )
+    elif fields.get("position_embedding_type") == "yarn":
+        scaling = _plain_yarn_config(fields)
     elif fields.get("use_rope_scaling"):
         scaling = {
             "rope_type": "llama3",
@@ -170,10 +312,68 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
             "rope_type": "linear",
             "factor": float(_number(fields, "rotary_seq_len_interpolation_factor")),
         }
-    return {
+    parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": base}
+    entries: dict[str, object] = {
         "rope_theta": base,
         "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": base},
+        "rope_parameters": parameters,
+    }
+    if "partial" in family.rope:
+        part = _number(fields, "rotary_percent", default=1.0)
+        parameters["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
+    return entries
+
+
+def _plain_yarn_config(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the parameters of YaRN scaling in ordinary attention.
+
+    Arguments without a value have Megatron's defaults.
+
+    Raises:
+        UnsupportedError: transformers would scale the attention scores differently.
+    """
+    scaling: dict[str, object] = {
+        "rope_type": "yarn",
+        "factor": float(_number(fields, "rotary_scaling_factor", default=1.0)),
+        "original_max_position_embeddings": _as_int(
+            _number(fields, "yarn_original_max_position_embeddings", default=4096)
+        ),
+    }
+    if fields.get("yarn_correction_range_round_to_int") is False:
+        scaling["truncate"] = False
+    for name, (arg, usual) in _PLAIN_YARN.items():
+        scaling[name] = _number(fields, arg, default=usual)
+    mscale, all_dim = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
+    if not (mscale and all_dim):
+        # transformers takes no account of one alone, and scales as Megatron with its defaults.
+        _check_mscale(mscale, all_dim)
+        del scaling["mscale"], scaling["mscale_all_dim"]
+    return scaling
+
+
+def _config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the entries for layers with and without a window that rotate differently.
+
+    Raises:
+        CorruptError: ``rotary_base`` is not a pair of numbers.
+    """
+    bases = fields.get("rotary_base")
+    if not isinstance(bases, (tuple, list)) or len(bases) != 2:
+        raise CorruptError(
+            f"argument rotary_base is {repr(bases)[:80]}, not the pair of the bases of layers with "
+            "a window and without"
+        )
+    window, full = (float(_number({"base": base}, "base")) for base in bases)
+    factor = float(_number(fields, "rope_scaling_factor", default=1.0))
+    scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
+    return {
+        "rope_theta": full,
+        "rope_local_base_freq": window,
+        "rope_scaling": scaling,
+        "rope_parameters": {
+            _FULL: {"rope_type": "default", **(scaling or {}), "rope_theta": full},
+            _WINDOW: {"rope_type": "default", "rope_theta": window},
+        },
     }
 
 

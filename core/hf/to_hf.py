@@ -17,9 +17,12 @@ from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
+from core.hf.choice import choose_family
 from core.hf.config import config_of, document
-from core.hf.name_tables import Family, Pair, families, family_called, pairs_of
-from core.hf.traits import FEATURES, model_of
+from core.hf.family import Family
+from core.hf.name_tables import Pair, pairs_of
+from core.hf.origin import Origin, origin_of, restore
+from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
@@ -38,12 +41,19 @@ class _HfTensor:
     fragments: Callable[[], list[Fragment]]
 
 
-def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool = True) -> Catalog:
+def to_hf(
+    catalog: Catalog,
+    *,
+    model_type: str | None = None,
+    family: Family | None = None,
+    has_config: bool = True,
+) -> Catalog:
     """Return a flat catalog with Hugging Face names.
 
     Args:
         catalog: the global Megatron form (``core.megatron.reshard.reshard.unshard``).
         model_type: the family; None for the one that the training arguments describe.
+        family: the family, in place of ``model_type``.
         has_config: add a ``config.json`` with the embedding's dtype; False for destinations that
             cannot store one.
 
@@ -64,7 +74,13 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
-    family = _choose_family(fields, model.features, model_type)
+    origin = origin_of(fields)
+    family = choose_family(
+        fields,
+        model.features,
+        requested=family or model_type,
+        origin=None if origin is None else origin.model_type,
+    )
 
     # Convert the tensors one by one. Every weight must be used, so that none is lost silently.
     tensors: dict[str, _HfTensor] = {}
@@ -88,10 +104,11 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
     documents: dict[str, bytes] = {}
     notes = [*catalog.notes]
     if has_config:
-        documents[CONFIG] = document(
-            config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
+        config = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
+        documents[CONFIG], note = _config_document(
+            origin, config, fields=fields, family=family, model=model
         )
-        notes.append(f"{CONFIG} was created from the training arguments")
+        notes.append(note)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         tensor = tensors.get(key)
@@ -107,6 +124,26 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         notes=tuple(notes),
         dropped=tuple(_dropped(catalog, has_config=has_config)),
     ).with_facet(HuggingFaceModel(family.model_type))
+
+
+def _config_document(
+    origin: Origin | None,
+    config: Mapping[str, object],
+    *,
+    fields: Mapping[str, object],
+    family: Family,
+    model: Model,
+) -> tuple[bytes, str]:
+    """Return the content of ``config.json``, and a note on where it comes from."""
+    if origin is None:
+        return document(config), f"{CONFIG} was created from the training arguments"
+    restored = restore(origin, config, fields=fields, family=family, model=model)
+    if restored is None:
+        return origin.text, f"{CONFIG} is the one that the model was converted from"
+    return document(restored), (
+        f"{CONFIG} is the one that the model was converted from, "
+        "with the values that the training arguments have changed"
+    )
 
 
 def _true_vocab_size(catalog: Catalog) -> int:
@@ -126,33 +163,6 @@ def _true_vocab_size(catalog: Catalog) -> int:
         hint="give the true vocabulary size with --vocab-size, "
         "or --keep-padded-vocab to keep every row",
     )
-
-
-def _choose_family(
-    fields: Mapping[str, object], features: frozenset[str], model_type: str | None
-) -> Family:
-    """Return the requested family, or the one that fits a model's features.
-
-    Raises:
-        UnsupportedError: no family, or not the requested one, has these features; the message names
-            the arguments.
-        UsageError: the requested family is unknown.
-    """
-    # The family that fits best is also the one to name in the error, if none fits.
-    if model_type is None:
-        family = min(families().values(), key=lambda family: len(family.misfits(features)))
-    else:
-        family = family_called(model_type)
-    misfits = family.misfits(features)
-    if misfits:
-        values = ", ".join(
-            f"argument {FEATURES[name]} is {fields.get(FEATURES[name])!r}" for name in misfits
-        )
-        raise UnsupportedError(
-            f"the model is not of family {family.model_type}: {values}",
-            hint=f"supported families: {', '.join(families())}",
-        )
-    return family
 
 
 def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]:
@@ -177,7 +187,7 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
         fragments = catalog.fragments(name)
         return fuse.first_rows(name, fragments, pair.shape[0]) if is_padded else fragments
 
-    strips = fuse.interleave_by_group([part.shape[0] for part in pair.parts], pair.n_groups)
+    strips = pair.strips
 
     # Bound to its arguments by a function of its own: a lambda in the loop would see the last ones.
     def take(key: str, part: int) -> Callable[[], list[Fragment]]:
@@ -185,7 +195,7 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
 
     # Copies that transformers expects under a second name are written as part 0, which is all of
     # it.
-    keys = [(part.names[0], number, part.shape) for number, part in enumerate(pair.parts)]
+    keys = [(tensor.names[0], number, tensor.shape) for number, tensor in enumerate(pair.tensors)]
     keys += [(key, 0, pair.shape) for key in pair.twins]
     return {
         key: _HfTensor(TensorMeta(key, meta.dtype, shape), take(key, number))

@@ -47,63 +47,6 @@ FEATURES: Mapping[str, str] = {
 }
 """Feature that a family may have → the argument that enables it."""
 
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "normalization": ("RMSNorm",),
-    "swiglu": (True,),
-    "position_embedding_type": ("rope",),
-    **dict.fromkeys(
-        (
-            *(
-                "squared_relu",
-                "quick_geglu",
-                "openai_gelu",
-                "layernorm_zero_centered_gamma",
-                "apply_layernorm_1p",
-            ),
-            *(
-                "apply_residual_connection_post_layernorm",
-                "rotary_interleaved",
-                "attention_output_gate",
-                "qk_l2_norm",
-            ),
-            *(
-                "moe_apply_probs_on_input",
-                "mla_down_proj_fusion",
-                "use_mup",
-            ),
-        ),
-        (False, None),
-    ),
-    **dict.fromkeys(
-        (
-            *(
-                "window_size",
-                "no_rope_freq",
-                "moe_latent_size",
-                "moe_mlp_glu_interleave_size",
-                "linear_attention_freq",
-            ),
-            *("activation_func_clamp_value", "hybrid_layer_pattern", "hybrid_override_pattern"),
-            *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-            *("experimental_attention_variant",),
-        ),
-        (None, "", 0, False),
-    ),
-    "moe_router_score_function": ("softmax", "sigmoid"),
-    "rotary_percent": (1, 1.0, None),
-    "softmax_type": ("vanilla", None),
-    "glu_linear_offset": (0, 0.0, None),
-}
-"""Argument → values that it may have in a model of any supported family."""
-
-_DEFAULTS: Mapping[str, object] = {
-    "normalization": "LayerNorm",
-    "swiglu": False,
-    "position_embedding_type": "learned_absolute",
-    "moe_router_score_function": "softmax",
-}
-"""Megatron's defaults for missing arguments, where they differ from all values above."""
-
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -147,11 +90,9 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
 
     Raises:
         MissingShardError: there are fewer tensors than layers.
-        UnsupportedError: an argument is missing, or no supported family has its value.
+        UnsupportedError: an argument is missing.
         CorruptError: an argument is invalid.
     """
-    _check_values(fields)
-
     # Count heads, layers and experts. The limit on layers bounds the work that a damaged argument
     # can cause: every layer has at least one tensor.
     heads, hidden = size_of(fields, "num_attention_heads"), size_of(fields, "hidden_size")
@@ -202,20 +143,6 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         traits=traits,
         is_local=fields.get("transformer_impl") == "local",
     )
-
-
-def _check_values(fields: Mapping[str, object]) -> None:
-    """Raise UnsupportedError if an argument has a value that no supported family has."""
-    # Types are compared too, as True == 1 in Python.
-    for name, allowed in _PLAIN.items():
-        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
-        if not any(
-            value is item or (type(value) is type(item) and value == item) for item in allowed
-        ):
-            raise UnsupportedError(
-                f"argument {name} is {value!r}; models with Hugging Face names have {allowed[0]!r}",
-                hint="none of the supported families has such models",
-            )
 
 
 def _features(

@@ -156,7 +156,7 @@ def _sizes(fields: Mapping[str, object], names: Mapping[str, tuple[str, ...]]) -
 
 def _defaults_of(family: object) -> Mapping[str, object]:
     """Return what transformers takes for names that a ``config.json`` leaves out, if known."""
-    from core.hf.name_tables import family_of
+    from core.hf.family import family_of
 
     try:
         return family_of(family).defaults

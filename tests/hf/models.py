@@ -81,7 +81,7 @@ GLM4_MOE = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
-    "partial_rotary_factor": 1.0,
+    "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 0,
     "attention_bias": True,
     "use_qk_norm": True,
@@ -94,6 +94,14 @@ YARN = {
     "beta_slow": 1,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+}
+
+PLAIN_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
 }
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -112,6 +120,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_yarn": (
+        "qwen3",
+        {"head_dim": 16, "rope_parameters": {**PLAIN_YARN, "rope_theta": 1e4}},
+    ),
     "mixtral": ("mixtral", MIXTRAL),
     "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
@@ -128,7 +140,11 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": (
         "glm4_moe_lite",
-        {name: value for name, value in DEEPSEEK.items() if name not in ("num_nextn_predict_layers", "first_k_dense_replace")},
+        {
+            name: value
+            for name, value in DEEPSEEK.items()
+            if name not in ("num_nextn_predict_layers", "first_k_dense_replace")
+        },
     ),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
     "deepseek_v2_groups": (
@@ -155,7 +171,9 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 """Name → (model type, what differs from ``COMMON``)."""
 
 MOE = tuple(
-    name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek"))
+    name
+    for name in MODELS
+    if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek"))
 )
 DENSE = tuple(name for name in MODELS if name not in MOE)
 

@@ -19,7 +19,7 @@ from core.catalog.catalog import TensorMeta
 from core.convert.run import Job, run
 from core.errors import UnknownTensorError
 from core.hf import to_hf, to_megatron
-from core.hf.name_tables import families
+from core.hf.family import families
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
 from tests.hf.models import (

@@ -104,6 +104,13 @@ def built(args):
         "apply_rope_fusion": False,
     }
     config = kind(**fields)
+    if args["position_embedding_type"] == "yarn":  # training/argument_utils.py
+        config.yarn_rotary_scaling_factor = args["rotary_scaling_factor"]
+        config.yarn_mscale = args["mscale"]
+        config.yarn_mscale_all_dim = args["mscale_all_dim"]
+        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+            setattr(config, f"yarn_{name}", args[f"yarn_{name}"])
+        config.yarn_correction_range_round_to_int = args["yarn_correction_range_round_to_int"]
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=args["normalization"]
     )

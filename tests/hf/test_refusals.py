@@ -273,11 +273,23 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         UnsupportedError,
         "scaling of type 'dynamic'",
     ),
-    "YaRN for ordinary attention": (
+    "YaRN with a factor of its own": (
         "qwen3",
-        {"rope_parameters": {**YARN, "rope_theta": 1e4}},
+        {"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": 3.0}},
         UnsupportedError,
-        "scaling of type 'yarn'",
+        "attention_factor of 3.0; Megatron always uses 1 ",
+    ),
+    "YaRN with an unknown number": (
+        "qwen3",
+        {"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_medium": 3.0}},
+        UnsupportedError,
+        "YaRN scaling with beta_medium",
+    ),
+    "partial rotary embeddings": (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        UnsupportedError,
+        "partial rotary embeddings .0.5. are not supported for llama",
     ),
     "Llama 3 with other numbers": (
         "llama",

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
 from core.hf.experts import dense_layers, shared_size
-from core.hf.name_tables import Family, families, pairs_of
+from core.hf.family import Family, families
+from core.hf.name_tables import pairs_of
 from core.hf.traits import FEATURES, Model
 from core.hf.values import count_of, number_of
 
@@ -190,8 +191,8 @@ def expected_tensors(
     )
     for pair in pairs_of(family, model):
         stack = None if pair.stack is None else (pair.stack[0], (pair.stack[2], *pair.shape))
-        for part in pair.parts:
-            yield Expected(part.names, part.shape, stack)
+        for tensor in pair.tensors:
+            yield Expected(tensor.names, tensor.shape, stack)
         for name in (*pair.copies, *pair.twins):
             yield Expected((name,), pair.shape, is_optional=True)
 
