@@ -219,6 +219,8 @@ def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
     Raises:
         UnsupportedError: only those of the attention or of the MLP have one.
     """
+    if "linear_bias" in family.requires:
+        return True
     if "linear_bias" not in family.allows:
         return False
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))

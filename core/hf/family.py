@@ -31,6 +31,7 @@ class NameRow:
     hf: tuple[str, ...]
     hf_also: tuple[str, ...]
     stacked: str | None
+    packed: int | None
     shape: tuple[str, ...]
     fuse: str | None
     when: frozenset[str]
@@ -199,6 +200,7 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         hf=_texts(row["hf"]),
         hf_also=_texts(row.get("hf_also", ())),
         stacked=row.get("stacked"),
+        packed=row.get("packed"),
         shape=_texts(row["shape"]),
         fuse=row.get("fuse"),
         when=frozenset(row.get("when", ())),

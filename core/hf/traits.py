@@ -6,13 +6,14 @@ converts a ``config.json`` to arguments), so that the two directions agree.
 =============  ====================================================================================
 size           meaning
 =============  ====================================================================================
-one            a single row
+one, heads     a single row; query heads
 vocab, hidden  rows of the embedding without padding; channels of the residual stream
 q, kv, head    channels of all query heads; of all key heads; of one head
 o              channels of all value heads, for latent attention
 ffn            inner channels of a dense MLP
 experts        number of experts in a layer
 moe_ffn        inner channels of one expert
+moe_ffn2       twice ``moe_ffn``
 shared_ffn     inner channels of all shared experts together
 q_lora, q_b    channels that queries are compressed to; channels of all query heads (both latent)
 kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
@@ -115,12 +116,13 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     # Derive the sizes of the layers that the model has.
     ffn = size_of(fields, "ffn_hidden_size")
     sizes = {"one": 1, "vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
-    sizes |= {"head": head, "q": heads * head, "kv": groups * head}
+    sizes |= {"heads": heads, "head": head, "q": heads * head, "kv": groups * head}
     if "latent" in features:
         sizes |= _latent_sizes(fields, heads)
     if n_experts:
         sizes |= {
             "experts": n_experts,
+            "moe_ffn2": 2 * size_of(fields, "moe_ffn_hidden_size", default=ffn),
             "moe_ffn": size_of(fields, "moe_ffn_hidden_size", default=ffn),
         }
     if "shared_expert" in features:

@@ -86,6 +86,13 @@ GLM4_MOE = {
     "attention_bias": True,
     "use_qk_norm": True,
 }
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "sliding_window": 9,
+    "swiglu_limit": 0.9,
+}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -146,6 +153,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             if name not in ("num_nextn_predict_layers", "first_k_dense_replace")
         },
     ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
     "deepseek_v2_groups": (
         "deepseek_v2",
@@ -173,7 +181,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 MOE = tuple(
     name
     for name in MODELS
-    if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek"))
+    if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek"))
 )
 DENSE = tuple(name for name in MODELS if name not in MOE)
 

@@ -59,6 +59,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 from safetensors.torch import load_file, save_file
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -93,8 +94,8 @@ def built(args):
     fields = {name: args[name] for name in names if name in args}
     fields |= {
         "params_dtype": torch.float32,
-        "gated_linear_unit": args["swiglu"],
-        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": args["swiglu"] or args["quick_geglu"],
+        "activation_func": quick_gelu if args["quick_geglu"] else torch.nn.functional.silu,
         "num_moe_experts": args["num_experts"],
         "use_cpu_initialization": True,
         "hidden_dropout": 0.0,

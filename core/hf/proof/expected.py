@@ -190,6 +190,11 @@ def expected_tensors(
         n_mtp=n_mtp,
     )
     for pair in pairs_of(family, model):
+        if pair.packed is not None:
+            # One tensor for all experts, described with the first of them.
+            if pair.packed.number == 0:
+                yield Expected((pair.packed.key,), pair.packed.tensor_shape(pair.shape))
+            continue
         stack = None if pair.stack is None else (pair.stack[0], (pair.stack[2], *pair.shape))
         for tensor in pair.tensors:
             yield Expected(tensor.names, tensor.shape, stack)
@@ -224,6 +229,7 @@ def _derive_model(
         "hidden": hidden,
         "hidden2": 2 * hidden,
         "ffn": count_of(config, "intermediate_size"),
+        "heads": heads,
         "head": head,
         "q": heads * head,
         "kv": groups * head,
@@ -253,6 +259,7 @@ def _derive_model(
         sizes |= {
             "experts": n_rows_router,
             "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"]),
+            "moe_ffn2": 2 * number_of(config, family.config["moe_ffn_hidden_size"]),
         }
         if "shared_expert" in family.requires:
             sizes["shared_ffn"] = shared_size(config, family)
