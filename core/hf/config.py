@@ -202,7 +202,7 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
                 file=CONFIG,
             )
     for name in family.absent:
-        if config.get(name) is not None:
+        if config.get(name) not in (None, False):
             raise UnsupportedError(
                 f"{name} is {config[name]!r}, which is not supported", file=CONFIG
             )

@@ -108,9 +108,16 @@ class Family:
 def families() -> Mapping[str, Family]:
     """Return every supported family by its ``model_type``."""
     items = sorted(files("core.hf").joinpath("tables").iterdir(), key=lambda item: item.name)
-    texts = (item.read_text(encoding="utf-8") for item in items if item.name.endswith(".toml"))
-    parsed = (_parse_family(tomllib.loads(text)) for text in texts)
+    names = (item.name for item in items if item.name.endswith(".toml"))
+    parsed = (_parse_family(_table_of(name.removesuffix(".toml"))) for name in names)
     return {family.model_type: family for family in parsed}
+
+
+@cache
+def _table_of(name: str) -> Mapping[str, Any]:
+    """Return the table in a file of ``hf/tables``."""
+    path = files("core.hf").joinpath("tables", f"{name}.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def family_of(model_type: object) -> Family:
@@ -146,17 +153,17 @@ def family_called(model_type: str) -> Family:
 def _parse_family(table: Mapping[str, Any]) -> Family:
     """Build the family from a table."""
 
-    def rows(name: str) -> tuple[NameRow, ...]:
-        return tuple(map(_parse_row, table.get(name, ())))
+    def rows(section: str) -> tuple[NameRow, ...]:
+        return tuple(map(_parse_row, _section_of(table, section)))
 
     return Family(
         model_type=table["model_type"],
-        aliases=tuple(table["aliases"]),
+        aliases=tuple(table.get("aliases", ())),
         architecture=table["architecture"],
         requires=frozenset(table["requires"]),
         allows=frozenset(table["allows"]),
-        ignored=tuple(map(re.compile, table["ignored"])),
-        absent=tuple(table["absent"]),
+        ignored=tuple(map(re.compile, table.get("ignored", ()))),
+        absent=tuple(table.get("absent", ())),
         defaults=table.get("defaults", {}),
         config={name: _texts(value) for name, value in table["config"].items()},
         switches=table.get("switches", {}),
@@ -182,6 +189,37 @@ def _parse_experts(table: Mapping[str, Any]) -> ExpertNames:
     """Build the names for experts from a table's section."""
     lists = {name: _texts(table[name]) for name in ("dense", "shared", "groups") if name in table}
     return ExpertNames(**{**table, **lists})
+
+
+def _section_of(table: Mapping[str, Any], section: str) -> list[Mapping[str, Any]]:
+    """Return the rows in a section of a table, with those of the family that it is based on.
+
+    A row replaces the rows with the same ``megatron``, or follows the one that its ``after`` names;
+    the rows in ``without`` are left out.
+
+    Raises:
+        ValueError: a row has no place, or there is no such family.
+    """
+    own = list(table.get(section, ()))
+    if "rows_of" not in table:
+        return own
+    without = table.get("without", ())
+    result = [
+        row
+        for row in _section_of(_table_of(table["rows_of"]), section)
+        if row["megatron"] not in without
+    ]
+    for row in own:
+        place = row.get("after", row["megatron"])
+        places = [index for index, other in enumerate(result) if other["megatron"] == place]
+        if not places:
+            raise ValueError(f"no row of {section} is called {place}")
+        if "after" in row:
+            added = {name: value for name, value in row.items() if name != "after"}
+            result.insert(places[-1] + 1, added)
+        else:
+            result[places[0] : places[-1] + 1] = [row]
+    return result
 
 
 def _parse_row(row: Mapping[str, Any]) -> NameRow:

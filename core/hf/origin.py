@@ -122,5 +122,22 @@ def restore(
     changed = {name for name in names if before.get(name) != now.get(name)}
     if not changed:
         return None
-    kept = {name: value for name, value in origin.config.items() if name not in changed}
-    return {**kept, **{name: now[name] for name in sorted(changed) if name in now}}
+    return _updated(origin.config, before, now)
+
+
+def _updated(
+    origin: Mapping[str, object], before: Mapping[str, object], now: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the values of the origin, except those that differ between two configurations."""
+    result = dict(origin)
+    for name in sorted(before.keys() | now.keys()):
+        old, new, own = before.get(name), now.get(name), origin.get(name)
+        if old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(own, Mapping):
+            result[name] = _updated(own, old, new)
+        elif name in now:
+            result[name] = new
+        else:
+            result.pop(name, None)
+    return result

@@ -43,7 +43,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
-_FUSED_NORM = "layer_norm_weight"
+_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj)\.weight$")
 
 
@@ -365,10 +365,9 @@ def _extra_states(
     order: dict[str, None] = {}
     for name in tensors:
         module, _, last = name.rpartition(".")
-        if last == _FUSED_NORM:
+        if last in _FUSED_NORM:
             continue  # added below, before the weight of its module
-        if f"{module}.{_FUSED_NORM}" in tensors:
-            order[f"{module}.{_FUSED_NORM}"] = None
+        order |= {norm: None for each in _FUSED_NORM if (norm := f"{module}.{each}") in tensors}
         order[name] = None
         # torch writes a module's extra state after all of its parameters: the bias moves up.
         if is_local and _LINEAR.search(name):

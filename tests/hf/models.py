@@ -111,6 +111,28 @@ PLAIN_YARN = {
     "beta_slow": 1.0,
 }
 
+PADDED = {"pad_token_id": 0}
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 64,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 32,
+}
+
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
@@ -131,6 +153,41 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 16, "rope_parameters": {**PLAIN_YARN, "rope_theta": 1e4}},
     ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_window": ("mistral", {"sliding_window": 5, "head_dim": 6}),
+    "ministral": (
+        "ministral",
+        {"sliding_window": 5, "head_dim": 4, "layer_types": ["full_attention", *WINDOWS[:2]]},
+    ),
+    "ministral3": ("ministral3", {"head_dim": 8, "rope_parameters": MINISTRAL_ROPE}),
+    "ministral3_plain": (
+        "ministral3",
+        {"head_dim": 8, "rope_parameters": {**MINISTRAL_ROPE, "llama_4_scaling_beta": 0.0}},
+    ),
+    "phi3": ("phi3", PADDED),
+    "phi3_partial": (
+        "phi3",
+        {
+            **PADDED,
+            "num_key_value_heads": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "phi3_longrope": ("phi3", {**PADDED, "rope_parameters": LONGROPE}),
+    "gemma": ("gemma", {"head_dim": 8}),
+    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 12}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 5, "layer_types": WINDOWS, "query_pre_attn_scalar": 12},
+    ),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4_windows": ("exaone4", {"sliding_window": 5, "layer_types": WINDOWS}),
+    "olmo2": ("olmo2", PADDED),
+    "nemotron": ("nemotron", {}),
     "mixtral": ("mixtral", MIXTRAL),
     "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
@@ -154,6 +211,8 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "minimax_m2": ("minimax_m2", {**MIXTRAL, "head_dim": 16, "rotary_dim": 8}),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
     "deepseek_v2_groups": (
         "deepseek_v2",
@@ -181,7 +240,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 MOE = tuple(
     name
     for name in MODELS
-    if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek"))
+    if "moe" in name or name.startswith(("mixtral", "gpt_oss", "minimax", "deepseek"))
 )
 DENSE = tuple(name for name in MODELS if name not in MOE)
 

@@ -281,7 +281,7 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
             found=meta.dtype,
         )
     if meta.shape != shape:
-        is_tied_head = name == HEAD and is_tied(case.config)
+        is_tied_head = name == HEAD and is_tied(case.config, case.model.family)
         tied = f"{CONFIG} ties the output layer to the embedding; " if is_tied_head else ""
         yield Problem(
             kind="ties" if is_tied_head else "shape",

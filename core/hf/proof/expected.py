@@ -145,9 +145,9 @@ def unchecked_text(config: Mapping[str, object]) -> str | None:
     )
 
 
-def is_tied(config: Mapping[str, object]) -> bool:
+def is_tied(config: Mapping[str, object], family: Family) -> bool:
     """Return whether the configuration ties the output layer to the input embedding."""
-    return bool(config.get("tie_word_embeddings", False))
+    return bool({**family.defaults, **config}.get("tie_word_embeddings", False))
 
 
 def stated_experts(config: Mapping[str, object], family: Family) -> int:
@@ -235,7 +235,7 @@ def _derive_model(
         "kv": groups * head,
     }
     # Traits decide which tensors exist; some features bring sizes of their own.
-    traits = set(family.requires) | {"tied" if is_tied(config) else "untied"}
+    traits = set(family.requires) | {"tied" if is_tied(config, family) else "untied"}
     traits |= {name for name in ("attention_bias", "mlp_bias") if config.get(name)}
     traits |= {
         feature for feature, arg in FEATURES.items() if config.get(family.switches.get(arg, ""))
