@@ -73,7 +73,7 @@ def misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[s
     Returns:
         Argument → the value that models of the family have.
     """
-    stated = {*family.config, *family.settings}
+    stated = {*family.config, *family.settings, *family.switches}
     misfits: dict[str, object] = {}
     for name, neutral in _NEUTRAL.items():
         if name in stated or (name == "rotary_percent" and "partial" in family.rope):

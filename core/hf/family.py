@@ -31,6 +31,7 @@ class NameRow:
     hf: tuple[str, ...]
     hf_also: tuple[str, ...]
     stacked: str | None
+    packed: int | None
     shape: tuple[str, ...]
     fuse: str | None
     when: frozenset[str]
@@ -42,6 +43,29 @@ class NameRow:
     def is_of_expert(self) -> bool:
         """True if every expert has a tensor of this row."""
         return EXPERT in self.megatron
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What ``config.json`` calls the settings of experts; ``hf/tables/llama.toml`` explains them.
+
+    Args:
+        dense: names that say which layers have no experts.
+        shared: names whose product is the size of the shared experts.
+        normalized: name that says whether the weights of a token's experts sum up to 1.
+        scaling: name of the factor of the experts' output.
+        groups: names of the number of groups, and of the number that a token may use.
+        method: name that says how experts are chosen, where a family has several ways.
+        ranked_by: number of experts whose scores rank a group.
+    """
+
+    dense: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    normalized: str | None = None
+    scaling: str | None = None
+    groups: tuple[str, ...] = ()
+    method: str | None = None
+    ranked_by: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +81,8 @@ class Family:
     absent: tuple[str, ...]
     defaults: Mapping[str, object]
     config: Mapping[str, tuple[str, ...]]
+    switches: Mapping[str, str]
+    experts: ExpertNames
     settings: Mapping[str, Setting]
     rope: frozenset[str]
     fixed_args: Mapping[str, object]
@@ -140,6 +166,8 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         absent=tuple(table.get("absent", ())),
         defaults=table.get("defaults", {}),
         config={name: _texts(value) for name, value in table["config"].items()},
+        switches=table.get("switches", {}),
+        experts=_parse_experts(table.get("experts", {})),
         settings={
             name: Setting(item["name"], item["as"], item.get("every"))
             for name, item in table.get("settings", {}).items()
@@ -155,6 +183,12 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         mtp=rows("mtp"),
         last=rows("last"),
     )
+
+
+def _parse_experts(table: Mapping[str, Any]) -> ExpertNames:
+    """Build the names for experts from a table's section."""
+    lists = {name: _texts(table[name]) for name in ("dense", "shared", "groups") if name in table}
+    return ExpertNames(**{**table, **lists})
 
 
 def _section_of(table: Mapping[str, Any], section: str) -> list[Mapping[str, Any]]:
@@ -204,6 +238,7 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         hf=_texts(row["hf"]),
         hf_also=_texts(row.get("hf_also", ())),
         stacked=row.get("stacked"),
+        packed=row.get("packed"),
         shape=_texts(row["shape"]),
         fuse=row.get("fuse"),
         when=frozenset(row.get("when", ())),

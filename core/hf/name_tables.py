@@ -13,6 +13,7 @@ from itertools import groupby
 from core.arrays.box import Shape
 from core.hf.family import EXPERT, Family, NameRow
 from core.hf.fuse import Strip, interleave_by_group
+from core.hf.packed import PackedExpert
 from core.hf.traits import Model
 
 LAYERS = "decoder.layers."
@@ -46,6 +47,7 @@ class Pair:
             (``core.hf.fuse.interleave_by_group``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
             first axis; or None.
+        packed: where it stands in a tensor that holds it in another order; or None.
         copies: tensors that may repeat its values; read, never written.
         twins: tensors that repeat its values; read and written.
     """
@@ -54,6 +56,7 @@ class Pair:
     parts: tuple[FamilyPart, ...]
     n_groups: int = 1
     stack: tuple[str, int, int] | None = None
+    packed: PackedExpert | None = None
     copies: tuple[str, ...] = ()
     twins: tuple[str, ...] = ()
 
@@ -109,6 +112,9 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             stack=None
             if row.stacked is None or expert is None
             else (hf + row.stacked, expert, model.n_experts),
+            packed=None
+            if row.packed is None or expert is None
+            else PackedExpert(hf + row.hf[0], expert, model.n_experts, row.packed),
             copies=() if row.tied is None or "tied" not in model.traits else (row.tied,),
             twins=twins,
         )

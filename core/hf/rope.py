@@ -34,6 +34,7 @@ from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
 from core.hf.family import Family
+from core.hf.values import count_of
 
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
@@ -84,6 +85,8 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     base = _number(parameters, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
     parameters.pop("rope_theta", None)
     partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial is None and config.get("rotary_dim") is not None:  # MiniMax-M2
+        partial = count_of(config, "rotary_dim") / count_of(config, "head_dim")
     if partial is not None and partial != 1 and "partial" not in family.rope:
         raise UnsupportedError(
             f"partial rotary embeddings ({partial!r}) are not supported "

@@ -22,6 +22,7 @@ from core.hf.config import config_of, document
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.origin import Origin, origin_of, restore
+from core.hf.packed import pack_experts
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
@@ -85,12 +86,17 @@ def to_hf(
     # Convert the tensors one by one. Every weight must be used, so that none is lost silently.
     tensors: dict[str, _HfTensor] = {}
     used: set[str] = set()
+    experts: dict[str, list[tuple[str, Pair]]] = {}
     for pair in pairs_of(family, model):
         name = next((name for name in pair.names if name in weights), None)
         if name is None:
             raise MissingShardError("the tensor is not in the checkpoint", key=pair.names[0])
         used.add(name)
-        tensors |= _hf_tensors(catalog, name, pair)
+        if pair.packed is not None:
+            experts.setdefault(pair.packed.key, []).append((name, pair))
+        else:
+            tensors |= _hf_tensors(catalog, name, pair)
+    tensors |= {key: _packed_tensor(catalog, key, pairs) for key, pairs in experts.items()}
     unused = [key for key in weights if key not in used]
     if unused:
         suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
@@ -201,6 +207,37 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
         key: _HfTensor(TensorMeta(key, meta.dtype, shape), take(key, number))
         for key, number, shape in keys
     }
+
+
+def _packed_tensor(catalog: Catalog, key: str, pairs: Sequence[tuple[str, Pair]]) -> _HfTensor:
+    """Return the tensor that holds the matrices of all experts of a layer.
+
+    Args:
+        pairs: Megatron's name of each expert's tensor, and its pair.
+
+    Raises:
+        CorruptError: the experts' tensors differ in dtype, or in shape from the arguments.
+    """
+    shape = pairs[0][1].shape
+    metas = [catalog.tensors[name] for name, _ in pairs]
+    for meta in metas:
+        check_numbers(meta)
+        if meta.shape != shape:
+            raise CorruptError(
+                f"shape {meta.shape}, but the training arguments imply {shape} (elements)",
+                key=meta.key,
+            )
+        if meta.dtype != metas[0].dtype:
+            raise CorruptError(
+                f"{meta.key} is {meta.dtype} and {metas[0].key} is {metas[0].dtype}, "
+                "but they are one tensor in Hugging Face models",
+                key=key,
+            )
+    experts = [(name, pair.packed) for name, pair in pairs if pair.packed is not None]
+    return _HfTensor(
+        TensorMeta(key, metas[0].dtype, experts[0][1].tensor_shape(shape)),
+        lambda: pack_experts(catalog, experts, shape),
+    )
 
 
 def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:

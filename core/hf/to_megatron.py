@@ -31,6 +31,7 @@ from core.hf.config import arguments_of
 from core.hf.family import Family, family_of
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.origin import ARGUMENT, text_of
+from core.hf.packed import unpack_expert
 from core.hf.rope import unsaid_rope
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
@@ -262,6 +263,16 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
             meta,
             (stack_key,),
             lambda: list(fuse.take_from_stack(name, catalog.fragments(stack_key), index)),
+        )
+    # Or a matrix of a tensor that holds those of all experts in another order.
+    if (packed := pair.packed) is not None:
+        key = _find_part(catalog, (packed.key,), pair)
+        _check_shape(catalog, key, packed.tensor_shape(pair.shape))
+        check_numbers(catalog.tensors[key])
+        return _GlobalTensor(
+            TensorMeta(name, catalog.tensors[key].dtype, pair.shape),
+            (key,),
+            lambda: unpack_expert(catalog, name, packed, pair.shape),
         )
     # Otherwise it consists of parts, and other tensors may repeat it.
     keys = [_find_part(catalog, tensor.names, pair) for tensor in pair.tensors]

@@ -6,12 +6,14 @@ converts a ``config.json`` to arguments), so that the two directions agree.
 =============  ====================================================================================
 size           meaning
 =============  ====================================================================================
+one, heads     a single row; query heads
 vocab, hidden  rows of the embedding without padding; channels of the residual stream
 q, kv, head    channels of all query heads; of all key heads; of one head
 o              channels of all value heads, for latent attention
 ffn            inner channels of a dense MLP
 experts        number of experts in a layer
 moe_ffn        inner channels of one expert
+moe_ffn2       twice ``moe_ffn``
 shared_ffn     inner channels of all shared experts together
 q_lora, q_b    channels that queries are compressed to; channels of all query heads (both latent)
 kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
@@ -36,6 +38,7 @@ FEATURES: Mapping[str, str] = {
     "moe": "num_experts",
     "dense_layers": "moe_layer_freq",
     "shared_expert": "moe_shared_expert_intermediate_size",
+    "shared_gate": "moe_shared_expert_gate",
     "expert_bias": "moe_router_enable_expert_bias",
     "sigmoid": "moe_router_score_function",
     "pre_softmax": "moe_router_pre_softmax",
@@ -112,13 +115,14 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
 
     # Derive the sizes of the layers that the model has.
     ffn = size_of(fields, "ffn_hidden_size")
-    sizes = {"vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
-    sizes |= {"head": head, "q": heads * head, "kv": groups * head}
+    sizes = {"one": 1, "vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
+    sizes |= {"heads": heads, "head": head, "q": heads * head, "kv": groups * head}
     if "latent" in features:
         sizes |= _latent_sizes(fields, heads)
     if n_experts:
         sizes |= {
             "experts": n_experts,
+            "moe_ffn2": 2 * size_of(fields, "moe_ffn_hidden_size", default=ffn),
             "moe_ffn": size_of(fields, "moe_ffn_hidden_size", default=ffn),
         }
     if "shared_expert" in features:
@@ -182,6 +186,7 @@ def _moe_features(fields: Mapping[str, object]) -> set[str]:
     is_sigmoid = fields.get("moe_router_score_function") == "sigmoid"
     conditions = {
         "shared_expert": fields.get("moe_shared_expert_intermediate_size"),
+        "shared_gate": fields.get("moe_shared_expert_gate"),
         "expert_bias": fields.get("moe_router_enable_expert_bias"),
         "sigmoid": is_sigmoid,
         "pre_softmax": not is_sigmoid and fields.get("moe_router_pre_softmax"),

@@ -44,6 +44,12 @@ QWEN3_MOE = {
     "moe_intermediate_size": 16,
     "head_dim": 16,
 }
+QWEN2_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 DEEPSEEK = {
     "num_key_value_heads": 8,
     "n_routed_experts": 4,
@@ -59,6 +65,33 @@ DEEPSEEK = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
+}
+DEEPSEEK_V2 = {
+    **{name: value for name, value in DEEPSEEK.items() if name != "num_nextn_predict_layers"},
+    "n_group": None,
+    "topk_group": None,
+    "routed_scaling_factor": 16.0,
+}
+GLM4_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "sliding_window": 9,
+    "swiglu_limit": 0.9,
 }
 YARN = {
     "rope_type": "yarn",
@@ -159,6 +192,39 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3_moe_sparse": ("qwen3_moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2_moe_mixed": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "glm4_moe_plain": (
+        "glm4_moe",
+        {**GLM4_MOE, "attention_bias": False, "use_qk_norm": False, "head_dim": 16},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            name: value
+            for name, value in DEEPSEEK.items()
+            if name not in ("num_nextn_predict_layers", "first_k_dense_replace")
+        },
+    ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "minimax_m2": ("minimax_m2", {**MIXTRAL, "head_dim": 16, "rotary_dim": 8}),
+    "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK_V2,
+            "n_routed_experts": 8,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "rope_theta": 1e4},
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v3_yarn": (
         "deepseek_v3",
@@ -171,7 +237,11 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Name → (model type, what differs from ``COMMON``)."""
 
-MOE = tuple(name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek")))
+MOE = tuple(
+    name
+    for name in MODELS
+    if "moe" in name or name.startswith(("mixtral", "gpt_oss", "minimax", "deepseek"))
+)
 DENSE = tuple(name for name in MODELS if name not in MOE)
 
 

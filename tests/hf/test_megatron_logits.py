@@ -57,10 +57,13 @@ torch.ones = lambda *args, device=None, **kwargs: ones(*args, **kwargs)
 torch.cuda.Stream = lambda *args, **kwargs: None
 torch.Tensor.cuda = lambda self, *args, **kwargs: self
 torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+ones = torch.ones
+torch.ones = lambda *args, device=None, **others: ones(*args, **others)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 from safetensors.torch import load_file, save_file
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -182,11 +185,15 @@ def built(args, family):
     fields = {name: args[name] for name in names if name in args}
     fields |= {
         "params_dtype": torch.float32,
-        "gated_linear_unit": args["swiglu"] or args.get("gated_linear_unit", False),
+        "gated_linear_unit": args["swiglu"]
+        or args["quick_geglu"]
+        or args.get("gated_linear_unit", False),
         "activation_func": squared_relu
         if args["squared_relu"]
         else tanh_gelu
         if args["openai_gelu"]
+        else quick_gelu
+        if args["quick_geglu"]
         else torch.nn.functional.silu,
         "num_moe_experts": args["num_experts"],
         "use_cpu_initialization": True,
@@ -245,7 +252,7 @@ def built(args, family):
         model.rotary_pos_emb = TwoBases(args)
     if family.startswith("gemma"):
         model.embedding.register_forward_hook(lambda _, __, x: x * args["hidden_size"] ** 0.5)
-    if family == "olmo2":
+    if family in ("olmo2", "olmoe", "minimax_m2"):
         for layer in model.decoder.layers:
             attention, head = layer.self_attention, args["kv_channels"]
             attention.q_layernorm = WholeNorm(config, head * args["num_attention_heads"])

@@ -24,6 +24,7 @@ from core.formats.torch.zip.container import Record
 from core.formats.torch.zip.records import RecordEncoding
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import FillValue
+from core.hf.packed import Rearranged
 from core.quantize.from_float8 import Dequantized
 from core.quantize.source import SourceTensor
 from core.quantize.to_float8 import Quantized, Scales, Weight
@@ -36,6 +37,7 @@ CLASSES: dict[str, type] = {
             Quantized,
             Scales,
             Dequantized,
+            Rearranged,
             EncodedChunk,
             FillValue,
             RecordEncoding,
