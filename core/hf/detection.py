@@ -96,7 +96,7 @@ def _differences(
     for family in families().values():
         try:
             args = arguments_of(
-                config,
+                _sizes_alone(config, family),
                 family,
                 dtype="float32",
                 transformer_impl=None,
@@ -110,6 +110,21 @@ def _differences(
         except (CorruptError, MissingShardError, UnsupportedError):
             continue
         yield _Difference(family, tuple(_misfits(tensors, family, model)))
+
+
+def _sizes_alone(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return a configuration with the sizes of a model, and with the family's other values.
+
+    Whatever else the model's own configuration states is checked when the model is converted.
+    """
+    ignored = {"rope_parameters", "rope_scaling", "partial_rotary_factor", *family.absent}
+    sizes = {name: value for name, value in config.items() if name not in ignored}
+    fixed = {
+        name: value[0] if isinstance(value, list) else value
+        for name, value in family.fixed_config.items()
+    }
+    epsilon = dict.fromkeys(family.config["layernorm_epsilon"], 1e-5)
+    return {**epsilon, **sizes, **fixed}
 
 
 def _misfits(tensors: Mapping[str, TensorMeta], family: Family, model: Model) -> Iterator[str]:
