@@ -457,7 +457,16 @@ class TransferOptions:
             "--config",
             metavar="config.json",
             rich_help_panel=LAYOUT,
-            help="The model's config.json, if SRC has none.",
+            help="The model's config.json, if SRC has none (from Megatron: the original one).",
+        ),
+    ] = None
+    family: Annotated[
+        Path | None,
+        Option(
+            "--family",
+            metavar="FILE.toml",
+            rich_help_panel=LAYOUT,
+            help="Names and configuration of a model family that ckpt does not know.",
         ),
     ] = None
     tokenizer: Annotated[

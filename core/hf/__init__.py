@@ -20,13 +20,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.catalog.catalog import Catalog
-from core.hf.family import families
+from core.hf.family import Family, families, parse_family
 from core.hf.name_tables import LAYERS
 from core.hf.proof.proof import check_model
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 
-__all__ = ["check_model", "is_hf", "model_types", "to_hf", "to_megatron"]
+__all__ = [
+    "Family",
+    "check_model",
+    "is_hf",
+    "model_types",
+    "parse_family",
+    "to_hf",
+    "to_megatron",
+]
 
 
 def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:

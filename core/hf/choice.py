@@ -64,6 +64,14 @@ def choose_family(
         (_fit_of(family, fields, features) for family in families().values()),
         key=lambda fit: len(fit.misfits),
     )
+    known = {
+        name for family in families().values() for name in (family.model_type, *family.aliases)
+    }
+    if origin is not None and origin not in known:
+        raise UnsupportedError(
+            f"the model was converted from one of type {origin[:80]!r}, which has no table",
+            hint="give its table with --family FILE.toml, or a family with --names hf:MODEL_TYPE",
+        )
     candidates = [fit.family for fit in fits if not fit.misfits]
     for family in candidates:
         if origin is not None and origin in (family.model_type, *family.aliases):

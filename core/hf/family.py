@@ -17,6 +17,13 @@ from typing import Any
 from core.errors import UnsupportedError, UsageError, did_you_mean
 from core.hf.settings import Setting
 
+_FIELDS = frozenset(
+    (
+        *("model_type", "aliases", "architecture", "rows_of", "without", "requires", "allows"),
+        *("ignored", "absent", "rope", "detected", "implementation", "builder", "config"),
+        *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
+    )
+)
 EXPERT = "{expert}"
 """Stands for the number of the expert in the names of a row."""
 
@@ -117,6 +124,8 @@ def families() -> Mapping[str, Family]:
 def _table_of(name: str) -> Mapping[str, Any]:
     """Return the table in a file of ``hf/tables``."""
     path = files("core.hf").joinpath("tables", f"{name}.toml")
+    if not path.is_file():
+        raise ValueError(f"there is no table {name!r} whose rows it could have (rows_of)")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
@@ -150,12 +159,42 @@ def family_called(model_type: str) -> Family:
         raise UsageError(err.message, hint=did_you_mean(model_type, names) or err.hint) from None
 
 
+def parse_family(data: bytes, *, file: str) -> Family:
+    """Parse the table of a user's own family.
+
+    Args:
+        data: content of a TOML file with the fields of ``hf/tables/llama.toml``.
+        file: name of the file, for errors.
+
+    Raises:
+        UsageError: the file is not such a table.
+    """
+    try:
+        table = tomllib.loads(data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+        raise UsageError(f"--family: not a TOML file: {err}", file=file) from None
+    for name in sorted(set(table) - _FIELDS):
+        raise UsageError(
+            f"--family: a table of a family has no field {name!r}",
+            file=file,
+            hint=did_you_mean(name, sorted(_FIELDS)) or f"fields: {', '.join(sorted(_FIELDS))}",
+        )
+    try:
+        return _parse_family(table)
+    except KeyError as err:
+        raise UsageError(f"--family: the field {err} is missing", file=file) from None
+    except (AttributeError, TypeError, ValueError, re.error) as err:
+        raise UsageError(f"--family: {err}", file=file) from None
+
+
 def _parse_family(table: Mapping[str, Any]) -> Family:
     """Build the family from a table."""
 
     def rows(section: str) -> tuple[NameRow, ...]:
         return tuple(map(_parse_row, _section_of(table, section)))
 
+    if not rows("first"):
+        raise ValueError("the table has no embedding ([[first]]) and no rows_of")
     return Family(
         model_type=table["model_type"],
         aliases=tuple(table.get("aliases", ())),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from core.arrays.box import Shape
+from core.errors import UnsupportedError
 from core.hf.family import EXPERT, Family, NameRow
 from core.hf.fuse import Strip, interleave_by_group
 from core.hf.packed import PackedExpert
@@ -124,7 +125,15 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         rows: dict[str, int] = {}
         for number, name in enumerate(row.hf):
             names = (name, *row.hf_also[number : number + 1])
-            shape = tuple(sizes[size] for size in row.shape[number].split())
+            names_of_sizes = row.shape[number].split()
+            for size in names_of_sizes:
+                if size not in sizes:  # only the table of a user
+                    raise UnsupportedError(
+                        f"the {family.model_type} table has a tensor {name} of the size {size!r}, "
+                        "which the model does not have",
+                        hint=f"sizes: {', '.join(sorted(sizes))}",
+                    )
+            shape = tuple(sizes[size] for size in names_of_sizes)
             yield FamilyPart(
                 tuple(hf + _numbered(each, expert) for each in names), shape, rows.get(name, 0)
             )

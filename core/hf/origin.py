@@ -62,8 +62,16 @@ def origin_of(fields: Mapping[str, object]) -> Origin | None:
         return None
     if not isinstance(text, str):
         raise CorruptError(f"argument {ARGUMENT} is not a text")
-    content = text.encode()
-    return Origin(content, parse_json_object(content, file=f"the argument {ARGUMENT}"))
+    return parse_origin(text.encode(), file=f"the argument {ARGUMENT}")
+
+
+def parse_origin(text: bytes, *, file: str) -> Origin:
+    """Parse the content of a ``config.json``.
+
+    Raises:
+        CorruptError: it is not a JSON object.
+    """
+    return Origin(text, parse_json_object(text, file=file))
 
 
 def text_of(config: Mapping[str, object], document: bytes | None) -> str:

@@ -21,7 +21,7 @@ from core.hf.choice import choose_family
 from core.hf.config import config_of, document
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
-from core.hf.origin import Origin, origin_of, restore
+from core.hf.origin import Origin, origin_of, parse_origin, restore
 from core.hf.packed import pack_experts
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
@@ -47,6 +47,7 @@ def to_hf(
     *,
     model_type: str | None = None,
     family: Family | None = None,
+    config: bytes | None = None,
     has_config: bool = True,
 ) -> Catalog:
     """Return a flat catalog with Hugging Face names.
@@ -55,6 +56,8 @@ def to_hf(
         catalog: the global Megatron form (``core.megatron.reshard.reshard.unshard``).
         model_type: the family; None for the one that the training arguments describe.
         family: the family, in place of ``model_type``.
+        config: content of the ``config.json`` that the model was converted from, for what the
+            arguments do not express; None for the one in the arguments, if they have one.
         has_config: add a ``config.json`` with the embedding's dtype; False for destinations that
             cannot store one.
 
@@ -75,7 +78,7 @@ def to_hf(
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
-    origin = origin_of(fields)
+    origin = origin_of(fields) if config is None else parse_origin(config, file=CONFIG)
     family = choose_family(
         fields,
         model.features,
@@ -110,9 +113,9 @@ def to_hf(
     documents: dict[str, bytes] = {}
     notes = [*catalog.notes]
     if has_config:
-        config = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
+        values = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         documents[CONFIG], note = _config_document(
-            origin, config, fields=fields, family=family, model=model
+            origin, values, fields=fields, family=family, model=model
         )
         notes.append(note)
 

@@ -28,7 +28,8 @@ from core.errors import (
 )
 from core.hf import fuse
 from core.hf.config import arguments_of
-from core.hf.family import Family, family_of
+from core.hf.detection import detect_family
+from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.origin import ARGUMENT, text_of
 from core.hf.packed import unpack_expert
@@ -77,7 +78,8 @@ def to_megatron(
     Args:
         catalog: flat keys, such as ``model.layers.0.self_attn.q_proj.weight``.
         config: parsed ``config.json``.
-        family: the model's family; None for the one of its ``model_type``.
+        family: the model's family; None for the one of its ``model_type``, or else the one whose
+            tensors it has (``core.hf.detection``).
         transformer_impl: implementation whose parameter names to use, ``local`` or
             ``transformer_engine``; None for the one that can build the family's layers.
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this times TP.
@@ -94,8 +96,10 @@ def to_megatron(
         raise UsageError(
             f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'"
         )
-    family = family or family_of(config.get("model_type"))
     _refuse_quantized(catalog, config)
+    note = None
+    if family is None:
+        family, note = detect_family(catalog.tensors, config)
 
     # Describe the model by training arguments. The number of multi-token prediction layers comes
     # from the tensors, as config.json may declare layers that the files do not contain.
@@ -136,6 +140,7 @@ def to_megatron(
     notes = [
         *_notes(tensors, ignored, declared_mtp=declared_mtp, n_mtp=n_mtp),
         *_building_notes(family, config),
+        *(() if note is None else (note,)),
     ]
 
     def fragments_of(key: str) -> Sequence[Fragment]:
