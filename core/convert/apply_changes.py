@@ -157,7 +157,9 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
 
     result = dequantize(catalog, job.dequantize, block=(n_rows, n_columns), config=config)
     counts = Counter(
-        "float8" if is_float8(catalog.tensors[key].dtype) else "int8" for key in result.keys
+        "float8" if is_float8(catalog.tensors[key].dtype) else "int8"
+        for key in result.keys
+        if key in catalog.tensors
     )
     notes = [
         f"{n} {kind} tensors become {dtype_called(job.dequantize).name}"

@@ -66,6 +66,23 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+KIMI_K2 = {
+    **DEEPSEEK,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 50000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 DEEPSEEK_V2 = {
     **{name: value for name, value in DEEPSEEK.items() if name != "num_nextn_predict_layers"},
     "n_group": None,
@@ -196,16 +213,14 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3_moe_sparse": ("qwen3_moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "qwen2_moe_mixed": (
         "qwen2_moe",
         {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
     ),
-    "glm4_moe": ("glm4_moe", GLM4_MOE),
-    "glm4_moe_plain": (
-        "glm4_moe",
-        {**GLM4_MOE, "attention_bias": False, "use_qk_norm": False, "head_dim": 16},
-    ),
+    "glm4_moe": ("glm4_moe", {**GLM4_MOE, "use_qk_norm": False}),
+    "glm4_moe_norms": ("glm4_moe", {**GLM4_MOE, "attention_bias": False, "head_dim": 16}),
     "glm4_moe_lite": (
         "glm4_moe_lite",
         {
@@ -215,6 +230,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss_groups": ("gpt_oss", {**GPT_OSS, "intermediate_size": 64, "num_hidden_layers": 2}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "minimax_m2": ("minimax_m2", {**MIXTRAL, "head_dim": 16, "rotary_dim": 8}),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
@@ -234,6 +250,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**DEEPSEEK, "rope_parameters": {**YARN, "rope_theta": 1e4}},
     ),
+    "kimi_k2": ("deepseek_v3", KIMI_K2),
     "deepseek_v3_plain_query": (
         "deepseek_v3",
         {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0},
@@ -244,7 +261,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 MOE = tuple(
     name
     for name in MODELS
-    if "moe" in name or name.startswith(("mixtral", "gpt_oss", "minimax", "deepseek"))
+    if "moe" in name or name.startswith(("mixtral", "gpt_oss", "minimax", "deepseek", "kimi"))
 )
 DENSE = tuple(name for name in MODELS if name not in MOE)
 

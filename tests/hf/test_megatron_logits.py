@@ -56,7 +56,7 @@ torch.cuda.Stream = lambda *args, **kwargs: None
 torch.Tensor.cuda = lambda self, *args, **kwargs: self
 torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 ones = torch.ones
-torch.ones = lambda *args, device=None, **others: ones(*args, **others)
+torch.ones = lambda *args, device=None, **kwargs: ones(*args, **kwargs)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 from safetensors.torch import load_file, save_file

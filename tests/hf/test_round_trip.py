@@ -144,7 +144,7 @@ def test_both_implementations_names_are_written_and_read(
     folder = saved(name, tmp_path / "model")
     store, source = catalog_of(folder)
     middle = to_megatron(source, config_of(folder), transformer_impl=impl)
-    is_fused = not any(".linear_qkv._extra_state" in key for key in middle.objects)
+    is_fused = not any(".linear_proj._extra_state" in key for key in middle.objects)
     if MODELS[name][0] not in ("exaone4", "olmo2"):  # without a norm before the linear modules
         assert is_fused == any("layer_norm_weight" in key for key in middle.tensors)
     assert is_fused == (impl == "transformer_engine")

@@ -26,6 +26,7 @@ from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import FillValue
 from core.hf.packed import Rearranged
 from core.quantize.from_float8 import Dequantized
+from core.quantize.from_mxfp4 import DequantizedMxfp4
 from core.quantize.source import SourceTensor
 from core.quantize.to_float8 import Quantized, Scales, Weight
 
@@ -37,6 +38,7 @@ CLASSES: dict[str, type] = {
             Quantized,
             Scales,
             Dequantized,
+            DequantizedMxfp4,
             Rearranged,
             EncodedChunk,
             FillValue,
