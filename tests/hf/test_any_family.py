@@ -137,7 +137,7 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def built(name: str, folder: Path, **changes: Any) -> Path:
-    """What ``save_pretrained`` writes of a tiny model."""
+    """What ``save_pretrained`` writes of a tiny model, of a type that has no table."""
     import transformers
 
     quietly()
@@ -150,6 +150,8 @@ def built(name: str, folder: Path, **changes: Any) -> Path:
             if value.is_floating_point():
                 value.copy_(torch.randn(value.shape) * 0.2 + 0.5)
         model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(config_of(folder) | {"model_type": f"our_{model_type}"}))
     return folder
 
 
