@@ -43,7 +43,7 @@ from core.errors import CheckpointingException, MissingShardError, UnsupportedEr
 from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors
 from core.formats.format import Format
-from core.formats.huggingface.files import CONFIG
+from core.formats.huggingface.files import CONFIG, config_document_of
 from core.formats.torch.format import load_object, refuse_unsupported
 from core.megatron.extras.random_states import with_rng
 from core.megatron.model.args import facts_of, with_vocab_size
@@ -98,7 +98,7 @@ class _FormRequest:
         names: family of the tensor names to write, ``hf`` or ``megatron``; None keeps the names.
         model_type: the Hugging Face model type that ``--names`` gives, or None.
         config: the parsed ``config.json`` of the source, or None.
-        config_document: content of the file of ``--config``, or None.
+        config_document: content of the file of ``--config`` or of the source's ``config.json``.
         family: the model's family as ``--family`` describes it, or None.
         comes_from_hf: the source's tensors have Hugging Face's names.
         is_restacked: ``core.megatron.reshard.to_torch_dist`` is to stack or unstack the layers.
@@ -171,7 +171,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         names=names,
         model_type=model_type,
         config=config,
-        config_document=None if job.config is None else catalog.documents[CONFIG],
+        config_document=_config_document(catalog, source),
         family=_read_family(job),
         comes_from_hf=is_hf(catalog, config),
         is_restacked=format.is_mcore and job.stacking is not None,
@@ -359,8 +359,11 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
     with _blaming_options(first, "Hugging Face"):
         if request.family is None and config.get("model_type") in model_types():
             check_model(first.catalog, config, files=carried_of(first.catalog), is_strict=True)
+        documents = first.catalog.documents
+        if request.config_document is not None:
+            documents = {CONFIG: request.config_document, **documents}
         catalog = to_megatron(
-            first.catalog,
+            replace(first.catalog, documents=documents),
             config,
             family=request.family,
             make_vocab_size_divisible_by=divisor,
@@ -400,7 +403,7 @@ def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
             first.catalog,
             model_type=request.model_type,
             family=request.family,
-            config=request.config_document,
+            config=None if job.config is None else request.config_document,
             has_config=request.format.carries_files,
         )
     second = _apply_checked(catalog, Job(src=job.src, quantize=job.quantize))
@@ -540,6 +543,13 @@ def _read_config(
     with translate_os_errors(str(job.config), doing="read"):
         data = job.config.read_bytes()
     return with_documents(catalog, {CONFIG: data}), parse_json_object(data, file=str(job.config))
+
+
+def _config_document(catalog: Catalog, source: Checkpoint) -> bytes | None:
+    """Return the content of the model's ``config.json``, from ``--config`` or from the source."""
+    if CONFIG in catalog.documents:
+        return catalog.documents[CONFIG]
+    return config_document_of(source.store) if CONFIG in carried_of(source.catalog) else None
 
 
 def _is_origin(request: _FormRequest, catalog: Catalog) -> bool:

@@ -57,15 +57,19 @@ def detect_family(
         raise UnsupportedError(f"models of type {text!r} are not supported: {reason}")
 
     # Compare with every family that the configuration could be of.
-    differences = sorted(_differences(tensors, config), key=lambda item: len(item.keys))
-    fitting = [difference.family for difference in differences if not difference.keys]
-    if fitting:
-        family = min(fitting, key=lambda family: (not family.is_detected, len(family.settings)))
+    differences = sorted(
+        _differences(tensors, config),
+        key=lambda item: (len(item.keys), *_remoteness(item.family, config)),
+    )
+    # Models whose layers Megatron's own script cannot build are too special to be guessed.
+    fitting = [item.family for item in differences if not item.keys]
+    plain = [family for family in fitting if family.builder is None]
+    if plain:
         note = (
             f"model type {text!r} is unknown; its tensors are exactly those of a "
-            f"{family.model_type} model, so it is converted as one: check that it computes the same"
+            f"{plain[0].model_type} model, so it is converted as one: check that it computes the same"
         )
-        return family, note
+        return plain[0], note
     raise UnsupportedError(
         f"models of type {text!r} are not supported, and their tensors are not those of a "
         "supported family",
@@ -89,27 +93,63 @@ def refused_types() -> Mapping[str, str]:
     }
 
 
+def _remoteness(family: Family, config: Mapping[str, object]) -> tuple[bool, bool, bool, int]:
+    """Return a key by which the likeliest of several families with the same tensors sorts first."""
+    try:
+        _arguments(config, family)
+        is_contradicted = False
+    except (CorruptError, UnsupportedError):
+        is_contradicted = True
+    has_builder = family.builder is not None
+    return is_contradicted, has_builder, not family.is_detected, len(family.settings)
+
+
+def _arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return the training arguments of a model, if it is of a family.
+
+    Raises:
+        CorruptError: the configuration lacks a value.
+        UnsupportedError: no model of the family has one of its values.
+    """
+    return arguments_of(
+        config,
+        family,
+        dtype="float32",
+        transformer_impl=None,
+        divisible_by=1,
+        iteration=1,
+        n_mtp=0,
+    )
+
+
 def _differences(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
 ) -> Iterator[_Difference]:
     """Yield what does not fit, for every family whose sizes the configuration has."""
     for family in families().values():
         try:
-            args = arguments_of(
-                config,
-                family,
-                dtype="float32",
-                transformer_impl=None,
-                divisible_by=1,
-                iteration=1,
-                n_mtp=0,
-            )
+            args = _arguments(_sizes_alone(config, family), family)
             n_rows = args["vocab_size"]
             assert isinstance(n_rows, int)
             model = model_of(args, n_rows=n_rows, n_tensors=len(tensors))
         except (CorruptError, MissingShardError, UnsupportedError):
             continue
         yield _Difference(family, tuple(_misfits(tensors, family, model)))
+
+
+def _sizes_alone(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return a configuration with the sizes of a model, and with the family's other values.
+
+    Whatever else the model's own configuration states is checked when the model is converted.
+    """
+    ignored = {"rope_parameters", "rope_scaling", "partial_rotary_factor", *family.absent}
+    sizes = {name: value for name, value in config.items() if name not in ignored}
+    fixed = {
+        name: value[0] if isinstance(value, list) else value
+        for name, value in family.fixed_config.items()
+    }
+    epsilon = dict.fromkeys(family.config["layernorm_epsilon"], 1e-5)
+    return {**epsilon, **sizes, **fixed}
 
 
 def _misfits(tensors: Mapping[str, TensorMeta], family: Family, model: Model) -> Iterator[str]:

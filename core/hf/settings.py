@@ -13,6 +13,8 @@ way                     config.json                  argument
                         per layer                    window and 0 for one without
 ``positions``           ``layer_types``: only        ``no_rope_freq``, 1 for a layer without rotary
                         layers with a window rotate  embeddings and 0 for one with them
+``rotated_layers``      ``no_rope_layers``, 1 for a  ``no_rope_freq``, the other way round
+                        layer that rotates
 ``inverse_root``        x                            ``softmax_scale`` 1 / √x
 ======================  ===========================  ===============================================
 
@@ -29,7 +31,15 @@ from dataclasses import dataclass
 from core.errors import CorruptError, UnsupportedError
 from core.hf.values import CONFIG, count_of
 
-WAYS = ("number", "text", "window", "window_layers", "positions", "inverse_root")
+WAYS = (
+    "number",
+    "text",
+    "window",
+    "window_layers",
+    "positions",
+    "rotated_layers",
+    "inverse_root",
+)
 _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
 
@@ -69,6 +79,9 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
             return None
         windows = _windows(setting, config, n_layers)
         return windows if setting.way == "window_layers" else [1 - window for window in windows]
+    if setting.way == "rotated_layers":
+        rotated = _rotated_layers(setting, config, n_layers)
+        return None if all(rotated) else [1 - rotates for rotates in rotated]
     if value is None:
         return None
     if setting.way == "window":
@@ -99,6 +112,9 @@ def setting_value(
     window = fields.get("window_size")
     if setting.way in ("window_layers", "positions"):
         return _layer_types(setting, argument, has_window=window is not None, n_layers=n_layers)
+    if setting.way == "rotated_layers":
+        types = _layer_types(setting, argument, has_window=True, n_layers=n_layers)
+        return [int(kind == "sliding_attention") for kind in types]
     if argument is None:
         return None
     if setting.way == "window":
@@ -146,6 +162,23 @@ def _windows(setting: Setting, config: Mapping[str, object], n_layers: int) -> l
     return [_TYPES[kind] for kind in types]
 
 
+def _rotated_layers(setting: Setting, config: Mapping[str, object], n_layers: int) -> list[int]:
+    """Return a 1 for each layer with rotary embeddings, and a 0 for each other layer.
+
+    Raises:
+        CorruptError: the setting is not a list of zeros and ones.
+    """
+    rotated = config.get(setting.name)
+    if rotated is None:
+        every = count_of(config, "no_rope_layer_interval", default=setting.every)
+        return [int(bool((layer + 1) % every)) for layer in range(n_layers)]
+    if not isinstance(rotated, list) or len(rotated) != n_layers or not set(rotated) <= {0, 1}:
+        raise CorruptError(
+            f"{setting.name} is {repr(rotated)[:80]}, not {n_layers} zeros and ones", file=CONFIG
+        )
+    return [int(rotates) for rotates in rotated]
+
+
 def _layer_types(
     setting: Setting, argument: object, *, has_window: bool, n_layers: int
 ) -> list[str]:
@@ -157,7 +190,7 @@ def _layer_types(
     elif type(argument) is int and argument > 0:
         is_exception = [not (layer + 1) % argument for layer in range(n_layers)]
     elif isinstance(argument, list) and len(argument) == n_layers and set(argument) <= {0, 1}:
-        one = setting.way == "positions"
+        one = setting.way != "window_layers"
         is_exception = [bool(entry) == one for entry in argument]
     else:
         raise CorruptError(

@@ -195,6 +195,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3_longrope": ("phi3", {**PADDED, "rope_parameters": LONGROPE}),
+    "smollm3": (
+        "smollm3",
+        {**PADDED, "bos_token_id": 1, "eos_token_id": 2, "no_rope_layers": [1, 0, 1]},
+    ),
     "gemma": ("gemma", {"head_dim": 8}),
     "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 12}),
     "gemma3": (
