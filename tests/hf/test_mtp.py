@@ -1,6 +1,4 @@
-"""Multi-token prediction of DeepSeek and GLM: layers beyond the last one, with copies of the embedding and
-the head.
-"""
+"""Multi-token prediction of DeepSeek and GLM: layers beyond the last, with copies of others."""
 
 from __future__ import annotations
 
