@@ -9,9 +9,12 @@ The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.family`
 features of a model come from the training arguments (``core.hf.traits``), which ``core.hf.config``
 converts from and to a ``config.json``. Fused tensors consist of boxes (``core.hf.fuse``).
 
-Families: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3. Not supported: optimizer state,
-quantized weights (they are dequantized first), LoRA adapters, models with another head than the
-language model's.
+The family of a model follows from its ``model_type``, or from its tensors (``core.hf.detection``);
+that of a Megatron model from its arguments (``core.hf.choice``). What arguments cannot express
+stays with the checkpoint (``core.hf.origin``).
+
+Not supported: optimizer state, quantized weights (they are dequantized first), LoRA adapters,
+models with another head than the language model's.
 Imports: arrays, catalog, changes, errors, megatron.extras, megatron.model, pickle, quantize.
 """
 

@@ -67,7 +67,8 @@ def detect_family(
     if plain:
         note = (
             f"model type {text!r} is unknown; its tensors are exactly those of a "
-            f"{plain[0].model_type} model, so it is converted as one: check that it computes the same"
+            f"{plain[0].model_type} model, so it is converted as one: "
+            "check that it computes the same"
         )
         return plain[0], note
     raise UnsupportedError(

@@ -20,7 +20,8 @@ from core.hf.settings import Setting
 _FIELDS = frozenset(
     (
         *("model_type", "aliases", "architecture", "rows_of", "without", "requires", "allows"),
-        *("ignored", "absent", "rope", "detected", "implementation", "builder", "config"),
+        *("ignored", "absent", "rope", "detected", "implementation", "builder", "checked"),
+        "config",
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
 )
@@ -97,6 +98,7 @@ class Family:
     is_detected: bool
     implementation: str
     builder: str | None
+    checked: str
     first: tuple[NameRow, ...]
     layer: tuple[NameRow, ...]
     mtp: tuple[NameRow, ...]
@@ -217,6 +219,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         is_detected=table.get("detected", True),
         implementation=table.get("implementation", "local"),
         builder=table.get("builder"),
+        checked=table.get("checked", _checked_with(table)),
         first=rows("first"),
         layer=rows("layer"),
         mtp=rows("mtp"),
@@ -228,6 +231,16 @@ def _parse_experts(table: Mapping[str, Any]) -> ExpertNames:
     """Build the names for experts from a table's section."""
     lists = {name: _texts(table[name]) for name in ("dense", "shared", "groups") if name in table}
     return ExpertNames(**{**table, **lists})
+
+
+def _checked_with(table: Mapping[str, Any]) -> str:
+    """Return what the tests compare the logits of a family with, if its table does not say it."""
+    model = "megatron-core's model"
+    if table.get("builder") is not None:
+        return f"{model}, with the builder's modules written for the test"
+    if "latent" in table["requires"]:
+        return f"{model}, with a plain softmax for its attention core"
+    return model
 
 
 def _section_of(table: Mapping[str, Any], section: str) -> list[Mapping[str, Any]]:

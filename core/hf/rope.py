@@ -29,12 +29,20 @@ Not supported: ``dynamic``; ``attention_factor`` other than the one that follows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
 from core.hf.family import Family
 from core.hf.values import count_of
+from core.hf.yarn import (
+    HINT,
+    as_int,
+    latent_yarn_arguments,
+    latent_yarn_config,
+    plain_yarn_arguments,
+    plain_yarn_config,
+    rope_number,
+)
 
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
@@ -43,28 +51,6 @@ _LLAMA3: Mapping[str, float] = {
 }
 """Numbers that Megatron uses for the scaling of Llama 3, whatever the model."""
 
-_YARN: Mapping[str, tuple[str, float | int | None]] = {
-    "factor": ("rotary_scaling_factor", None),
-    "original_max_position_embeddings": ("original_max_position_embeddings", 4096),
-    "beta_fast": ("beta_fast", 32),
-    "beta_slow": ("beta_slow", 1),
-    "mscale": ("mscale", 1.0),
-    "mscale_all_dim": ("mscale_all_dim", 0.0),
-}
-"""YaRN parameter → (training argument, default value; None if it is required)."""
-
-_PLAIN_YARN: Mapping[str, tuple[str, float]] = {
-    "beta_fast": ("yarn_beta_fast", 32),
-    "beta_slow": ("yarn_beta_slow", 1),
-    "mscale": ("mscale", 1.0),
-    "mscale_all_dim": ("mscale_all_dim", 0.0),
-}
-"""The same for ordinary attention, besides the factor and the original length."""
-
-_HINT = (
-    "remove the scaling from config.json if the weights were not trained with it, "
-    "and restore it for inference"
-)
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
@@ -82,7 +68,9 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     parameters = _shared_parameters(config)
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
     parameters.pop("type", None)
-    base = _number(parameters, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
+    base = rope_number(
+        parameters, "rope_theta", default=rope_number(config, "rope_theta", default=10000.0)
+    )
     parameters.pop("rope_theta", None)
     partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is None and config.get("rotary_dim") is not None:  # MiniMax-M2
@@ -97,8 +85,8 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     is_latent = "latent" in family.requires
     args: dict[str, object] = {
         "position_embedding_type": "rope",
-        "rotary_base": _as_int(base),
-        "rotary_percent": 1.0 if partial is None else _number({"factor": partial}, "factor"),
+        "rotary_base": as_int(base),
+        "rotary_percent": 1.0 if partial is None else rope_number({"factor": partial}, "factor"),
         "rotary_interleaved": family.fixed_args.get("rotary_interleaved", False),
         "rotary_seq_len_interpolation_factor": None,
         "use_rope_scaling": False,
@@ -116,20 +104,20 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
         return args
     if kind == "linear" and kind in family.rope and not is_latent:
         return args | {
-            "rotary_seq_len_interpolation_factor": _as_int(_number(parameters, "factor"))
+            "rotary_seq_len_interpolation_factor": as_int(rope_number(parameters, "factor"))
         }
     if kind == "llama3" and kind in family.rope and not is_latent:
         return args | _llama3_arguments(parameters)
     if kind == "yarn" and is_latent:
-        return args | _yarn_arguments(parameters)
+        return args | latent_yarn_arguments(parameters)
     if kind == "yarn" and kind in family.rope:
-        return args | _plain_yarn_arguments(config, parameters)
+        return args | plain_yarn_arguments(config, parameters)
     if kind == "longrope" and kind in family.rope:
         return args
     raise UnsupportedError(
         f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
         file="config.json",
-        hint=_HINT,
+        hint=HINT,
     )
 
 
@@ -170,108 +158,34 @@ def _arguments_by_window(config: Mapping[str, object], family: Family) -> dict[s
         raise UnsupportedError(
             f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
             file="config.json",
-            hint=_HINT,
+            hint=HINT,
         )
     bases = (
-        _number(window, "rope_theta", default=10000.0),
-        _number(full, "rope_theta", default=1000000.0),
+        rope_number(window, "rope_theta", default=10000.0),
+        rope_number(full, "rope_theta", default=1000000.0),
     )
     return {
         "position_embedding_type": "rope",
-        "rotary_base": tuple(map(_as_int, bases)),
+        "rotary_base": tuple(map(as_int, bases)),
         "rotary_percent": 1.0,
         "rotary_interleaved": family.fixed_args.get("rotary_interleaved", False),
         "rotary_seq_len_interpolation_factor": None,
         "use_rope_scaling": False,
-        "rope_scaling_factor": float(_number(full, "factor")) if kind == "linear" else 1.0,
+        "rope_scaling_factor": float(rope_number(full, "factor")) if kind == "linear" else 1.0,
     }
 
 
 def _llama3_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments for the scaling of Llama 3; Megatron fixes three of its numbers."""
     for name, fixed in _LLAMA3.items():
-        if _number(parameters, name) != fixed:
+        if rope_number(parameters, name) != fixed:
             raise UnsupportedError(
                 f"{name} of the rotary scaling is {parameters[name]!r}; "
                 f"Megatron always uses {fixed}",
                 file="config.json",
-                hint=_HINT,
+                hint=HINT,
             )
-    return {"use_rope_scaling": True, "rope_scaling_factor": _number(parameters, "factor")}
-
-
-def _yarn_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments for YaRN scaling in latent attention."""
-    # ``truncate`` (round the borders of the ranges) is always on in Megatron.
-    extra = sorted(set(parameters) - set(_YARN) - {"truncate"})
-    if extra or parameters.get("truncate", True) is not True:
-        raise UnsupportedError(
-            f"YaRN scaling with {', '.join(extra or ['truncate'])} is not supported",
-            file="config.json",
-            hint=_HINT,
-        )
-    numbers = {
-        arg: _as_int(_number(parameters, name, default=default))
-        for name, (arg, default) in _YARN.items()
-    }
-    _check_mscale(numbers["mscale"], numbers["mscale_all_dim"])
-    return {"rope_type": "yarn", **numbers}
-
-
-def _plain_yarn_arguments(
-    config: Mapping[str, object], parameters: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the arguments for YaRN scaling in ordinary attention.
-
-    Raises:
-        UnsupportedError: Megatron has no argument for a parameter.
-    """
-    known = {"factor", "original_max_position_embeddings", "truncate", "attention_factor"}
-    # Not of the embeddings: ``unsaid_rope`` reports it; the length stands in config.json as well.
-    inert = {"llama_4_scaling_beta", "max_position_embeddings"}
-    extra = sorted(set(parameters) - set(_PLAIN_YARN) - known - inert)
-    if extra:
-        raise UnsupportedError(
-            f"YaRN scaling with {', '.join(extra)} is not supported",
-            file="config.json",
-            hint=_HINT,
-        )
-    length = _number(
-        parameters,
-        "original_max_position_embeddings",
-        default=_number(config, "max_position_embeddings"),
-    )
-    # transformers takes mscale and mscale_all_dim only together, and a factor before both.
-    numbers = {
-        name: _number(parameters, name, default=usual) for name, (_, usual) in _PLAIN_YARN.items()
-    }
-    if not (numbers["mscale"] and numbers["mscale_all_dim"]):
-        numbers |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    factor = _number(parameters, "factor")
-    usual = _mscale(factor, numbers["mscale"]) / _mscale(factor, numbers["mscale_all_dim"])
-    if not math.isclose(
-        _number(parameters, "attention_factor", default=usual), usual, rel_tol=1e-6
-    ):
-        raise UnsupportedError(
-            f"YaRN scaling with an attention_factor of {parameters['attention_factor']!r}; "
-            f"Megatron always uses {usual:.6g} for this factor",
-            file="config.json",
-            hint=_HINT,
-        )
-    return {
-        "position_embedding_type": "yarn",
-        # Megatron's training script takes it for a reason to rotate without YaRN.
-        "use_rotary_position_embeddings": False,
-        "rotary_scaling_factor": float(factor),
-        "yarn_original_max_position_embeddings": _as_int(length),
-        "yarn_correction_range_round_to_int": parameters.get("truncate", True) is not False,
-        **{arg: _as_int(numbers[name]) for name, (arg, _) in _PLAIN_YARN.items()},
-    }
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's scale of the attention scores."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return {"use_rope_scaling": True, "rope_scaling_factor": rope_number(parameters, "factor")}
 
 
 def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, object]:
@@ -283,27 +197,23 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     """
     if "windows" in family.rope:
         return _config_by_window(fields)
-    base = float(_number(fields, "rotary_base", default=10000))
+    base = float(rope_number(fields, "rotary_base", default=10000))
     scaling: dict[str, object] | None = None
     factor = fields.get("rotary_seq_len_interpolation_factor")
     # Latent attention has YaRN or no scaling; ordinary attention has all types.
     if fields.get("multi_latent_attention"):
         if fields.get("rope_type") in (None, "yarn"):
-            scaling = {"rope_type": "yarn"}
-            for name, (arg, usual) in _YARN.items():
-                scaling[name] = _number(fields, arg, default=40 if usual is None else usual)
-            scaling["factor"] = float(_number(scaling, "factor"))
-            _check_mscale(_number(scaling, "mscale"), _number(scaling, "mscale_all_dim"))
+            scaling = latent_yarn_config(fields)
         elif fields.get("rope_type") != "rope":
             raise UnsupportedError(
                 f"rope_type is {fields.get('rope_type')!r}, which is not supported"
             )
     elif fields.get("position_embedding_type") == "yarn":
-        scaling = _plain_yarn_config(fields)
+        scaling = plain_yarn_config(fields)
     elif fields.get("use_rope_scaling"):
         scaling = {
             "rope_type": "llama3",
-            "factor": float(_number(fields, "rope_scaling_factor", default=8.0)),
+            "factor": float(rope_number(fields, "rope_scaling_factor", default=8.0)),
             **_LLAMA3,
         }
         if factor is not None:
@@ -313,7 +223,7 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     elif factor is not None:
         scaling = {
             "rope_type": "linear",
-            "factor": float(_number(fields, "rotary_seq_len_interpolation_factor")),
+            "factor": float(rope_number(fields, "rotary_seq_len_interpolation_factor")),
         }
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": base}
     entries: dict[str, object] = {
@@ -324,36 +234,9 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     if "llama4" in family.rope:
         parameters["llama_4_scaling_beta"] = 0.0  # transformers requires it; Megatron has no other
     if "partial" in family.rope:
-        part = _number(fields, "rotary_percent", default=1.0)
+        part = rope_number(fields, "rotary_percent", default=1.0)
         parameters["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
     return entries
-
-
-def _plain_yarn_config(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the parameters of YaRN scaling in ordinary attention.
-
-    Arguments without a value have Megatron's defaults.
-
-    Raises:
-        UnsupportedError: transformers would scale the attention scores differently.
-    """
-    scaling: dict[str, object] = {
-        "rope_type": "yarn",
-        "factor": float(_number(fields, "rotary_scaling_factor", default=1.0)),
-        "original_max_position_embeddings": _as_int(
-            _number(fields, "yarn_original_max_position_embeddings", default=4096)
-        ),
-    }
-    if fields.get("yarn_correction_range_round_to_int") is False:
-        scaling["truncate"] = False
-    for name, (arg, usual) in _PLAIN_YARN.items():
-        scaling[name] = _number(fields, arg, default=usual)
-    mscale, all_dim = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
-    if not (mscale and all_dim):
-        # transformers takes no account of one alone, and scales as Megatron with its defaults.
-        _check_mscale(mscale, all_dim)
-        del scaling["mscale"], scaling["mscale_all_dim"]
-    return scaling
 
 
 def _config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
@@ -368,8 +251,8 @@ def _config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
             f"argument rotary_base is {repr(bases)[:80]}, not the pair of the bases of layers with "
             "a window and without"
         )
-    window, full = (float(_number({"base": base}, "base")) for base in bases)
-    factor = float(_number(fields, "rope_scaling_factor", default=1.0))
+    window, full = (float(rope_number({"base": base}, "base")) for base in bases)
+    factor = float(rope_number(fields, "rope_scaling_factor", default=1.0))
     scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
     return {
         "rope_theta": full,
@@ -380,18 +263,6 @@ def _config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
             _WINDOW: {"rope_type": "default", "rope_theta": window},
         },
     }
-
-
-def _check_mscale(mscale: float, mscale_all_dim: float) -> None:
-    """Raise if only ``mscale`` is set.
-
-    Megatron applies it even then, transformers only together with ``mscale_all_dim``.
-    """
-    if mscale != 1 and not mscale_all_dim:
-        raise UnsupportedError(
-            f"YaRN scaling with mscale {mscale} but without mscale_all_dim: "
-            "Megatron and transformers interpret it differently"
-        )
 
 
 def _shared_parameters(config: Mapping[str, object]) -> dict[str, object]:
@@ -408,22 +279,3 @@ def _shared_parameters(config: Mapping[str, object]) -> dict[str, object]:
             "rotary parameters that differ between layers are not supported", file="config.json"
         )
     return {str(name): value for name, value in parameters.items() if value is not None}
-
-
-def _number(values: Mapping[str, object], name: str, *, default: float | None = None) -> float:
-    """Return a non-negative number of the rotary embeddings.
-
-    Raises:
-        CorruptError: it is missing without a default, or not such a number.
-    """
-    value = values.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e18:
-        raise CorruptError(f"{name} of the rotary embeddings is {value!r}, not a number")
-    return value
-
-
-def _as_int(number: float) -> float:
-    """Return an integral number as int, the type that Megatron's command line parses it to."""
-    return int(number) if number == int(number) else number

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from core.catalog.facets import MegatronModel
 from core.hf import to_megatron
+from core.hf.family import families
 from tests.hf.models import (
     MODELS,
     arguments,
@@ -323,6 +324,10 @@ def folders(
         )
     told("-c", SCRIPT, question=cases)
     return found
+
+
+def test_the_table_of_families_may_say_that_all_were_compared() -> None:
+    assert {MODELS[name][0] for name in RUN} == set(families())
 
 
 @pytest.mark.parametrize("name", RUN)
