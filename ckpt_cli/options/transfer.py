@@ -529,7 +529,8 @@ class TransferOptions:
             metavar="DTYPE",
             parser=check_dtype,
             rich_help_panel=CONTENT,
-            help="Dequantize float8 and int8 weights to bf16, fp16 or fp32 (applies their scales).",
+            help="Dequantize float8, int8 and MXFP4 weights to bf16, fp16 or fp32 (applies their "
+            "scales).",
         ),
     ] = None
     include: Annotated[

@@ -1,4 +1,4 @@
-"""Dequantize float8 and int8 weights with scales, or quantize weights to float8.
+"""Dequantize float8, int8 and MXFP4 weights with scales, or quantize weights to float8.
 
 Both return a catalog in which some tensors are computed while they are copied
 (``core.quantize.from_float8`` and ``core.quantize.to_float8`` define how, bit for bit).
@@ -112,7 +112,7 @@ def dequantize(
     block: tuple[int, int] = (BLOCK, BLOCK),
     config: Mapping[str, object] | None = None,
 ) -> QuantizedCatalog:
-    """Turn float8 and int8 tensors with scales into tensors of ``dtype`` without scales.
+    """Turn float8, int8 and MXFP4 tensors with scales into tensors of ``dtype`` without scales.
 
     Args:
         dtype: a float type of at least 16 bits.
@@ -141,7 +141,7 @@ def dequantize(
         return replace(unpacked, remaining=tuple(bare))
     if not scales_of:
         raise UsageError(
-            "--dequantize: no float8 or int8 tensor has scales",
+            "--dequantize: no float8, int8 or MXFP4 tensor has scales",
             hint="if the float8 numbers are the values, cast with --dtype"
             if bare
             else "omit --dequantize",

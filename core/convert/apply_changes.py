@@ -1,7 +1,7 @@
 """Apply a job's changes to the entries of a catalog, in a fixed order; no data moves here.
 
 ===  ============================================  ==============================================
- 1   ``dequantize``                                float8 and int8 tensors times scales
+ 1   ``dequantize``                                float8, int8 and MXFP4 times scales
  2   ``include``, ``exclude``                      selection of entries
  3   ``strip_prefix``, ``add_prefix``, ``rename``  names of entries
  4   ``untie``, ``tie``                            tied tensors written twice, or once

@@ -230,7 +230,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
-    "gpt_oss_groups": ("gpt_oss", {**GPT_OSS, "intermediate_size": 64, "num_hidden_layers": 2}),
+    "gpt_oss_groups": ("gpt_oss", {**GPT_OSS, "intermediate_size": 64}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "minimax_m2": ("minimax_m2", {**MIXTRAL, "head_dim": 16, "rotary_dim": 8}),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
