@@ -52,6 +52,11 @@ def detect_family(
         if model_type in (family.model_type, *family.aliases):
             return family, None
     text = str(model_type)[:80]
+    if not isinstance(model_type, str):
+        raise UnsupportedError(
+            f"models of type {text!r} are not supported",
+            hint=f"supported: {', '.join(families())}",
+        )
     reason = refused_types().get(text)
     if reason is not None:
         raise UnsupportedError(f"models of type {text!r} are not supported: {reason}")

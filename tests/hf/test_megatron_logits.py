@@ -322,12 +322,13 @@ def folders(
                 "out": str(root / f"{name}.logits"),
             }
         )
-    told("-c", SCRIPT, question=cases)
+    told("-c", SCRIPT, question=cases, timeout=1200)
     return found
 
 
 def test_the_table_of_families_may_say_that_all_were_compared() -> None:
-    assert {MODELS[name][0] for name in RUN} == set(families())
+    # Ling 2's layers are those of GLM-4.5 (test_published_families).
+    assert {MODELS[name][0] for name in RUN} == set(families()) - {"bailing_moe_v2"}
 
 
 @pytest.mark.parametrize("name", RUN)
