@@ -62,7 +62,12 @@ def choose_family(
 
     fits = sorted(
         (_fit_of(family, fields, features) for family in families().values()),
-        key=lambda fit: len(fit.misfits),
+        key=lambda fit: (
+            len(fit.misfits),
+            origin not in (fit.family.model_type, *fit.family.aliases),
+            not fit.family.is_detected,
+            len(fit.family.settings),
+        ),
     )
     known = {
         name for family in families().values() for name in (family.model_type, *family.aliases)
@@ -109,10 +114,11 @@ def _no_family(fits: list[_Fit]) -> UnsupportedError:
     """Build the error for a model of no family; ``fits`` has the nearest family first."""
     nearest = fits[0]
     others = [
-        f"{fit.family.model_type} ({len(fit.misfits)} arguments)" for fit in fits[1:_N_NEAREST]
+        f"{fit.family.model_type} ({len(fit.misfits)} argument{'s' * (len(fit.misfits) > 1)})"
+        for fit in fits[1:_N_NEAREST]
     ]
     return UnsupportedError(
         f"the model is not of family {nearest.family.model_type}: {', '.join(nearest.misfits)}",
-        hint=f"it differs even more from {' and '.join(others)}; describe its family in a file and "
+        hint=f"other families differ, too: {', '.join(others)}; describe its family in a file and "
         "give it with --family FILE.toml",
     )

@@ -195,7 +195,7 @@ def test_only_a_model_that_answers_questions_may_be_called_a_transformer(
     assert kinds(find_differences(renamed, config)) == ["missing"]
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", sorted(set(families()) - {"bailing_moe_v2"}))
 def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name: str) -> None:
     import transformers
 
@@ -542,7 +542,7 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
     """transformers would start from random weights; no table of the family is needed to know
     that.
     """
-    config = {"model_type": "mistral", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
+    config = {"model_type": "new_model", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight")
     torch.save({wrapper + name: torch.ones(8, 4) for name in names}, tmp_path / "x.pt")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -560,12 +560,12 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
 
 
 def test_layers_for_drafts_of_families_that_are_not_known_are_no_problem() -> None:
-    """GLM 4.5 has them behind the others, as DeepSeek-V3 does."""
+    """Many have them behind the others, as DeepSeek-V3 does."""
     metas = {
         f"model.layers.{n}.w": meta_of(f"model.layers.{n}.w", "bfloat16", 4) for n in range(47)
     }
     config = {
-        "model_type": "glm4_moe",
+        "model_type": "new_moe",
         "vocab_size": 9,
         "num_hidden_layers": 46,
         "num_nextn_predict_layers": 1,
