@@ -69,10 +69,10 @@ def choose_family(
             len(fit.family.settings),
         ),
     )
-    known = {
+    type_names = {
         name for family in families().values() for name in (family.model_type, *family.aliases)
     }
-    if origin is not None and origin not in known:
+    if origin is not None and origin not in type_names:
         raise UnsupportedError(
             f"the model was converted from one of type {origin[:80]!r}, which has no table",
             hint="give its table with --family FILE.toml, or a family with --names hf:MODEL_TYPE",

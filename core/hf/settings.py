@@ -190,8 +190,8 @@ def _layer_types(
     elif type(argument) is int and argument > 0:
         is_exception = [not (layer + 1) % argument for layer in range(n_layers)]
     elif isinstance(argument, list) and len(argument) == n_layers and set(argument) <= {0, 1}:
-        one = setting.way != "window_layers"
-        is_exception = [bool(entry) == one for entry in argument]
+        exception = int(setting.way != "window_layers")
+        is_exception = [entry == exception for entry in argument]
     else:
         raise CorruptError(
             f"{setting.way} of the layers is {repr(argument)[:80]}, "

@@ -80,10 +80,10 @@ def plain_yarn_arguments(
     Raises:
         UnsupportedError: Megatron has no argument for a parameter.
     """
-    known = {"factor", "original_max_position_embeddings", "truncate", "attention_factor"}
+    common = {"factor", "original_max_position_embeddings", "truncate", "attention_factor"}
     # Not of the embeddings: ``unsaid_rope`` reports it; the length stands in config.json as well.
     inert = {"llama_4_scaling_beta", "max_position_embeddings"}
-    extra = sorted(set(parameters) - set(_PLAIN_YARN) - known - inert)
+    extra = sorted(set(parameters) - set(_PLAIN_YARN) - common - inert)
     if extra:
         raise UnsupportedError(
             f"YaRN scaling with {', '.join(extra)} is not supported",

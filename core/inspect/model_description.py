@@ -126,13 +126,13 @@ def describe_model(
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else dict(config)
     family = config.get("model_type")
-    known = _family_of(family)
-    defaults: Mapping[str, object] = {} if known is None else known.defaults
+    table = _family_of(family)
+    defaults: Mapping[str, object] = {} if table is None else table.defaults
     # Families with a table of names are untied by default, unless the table states otherwise.
-    if known is None:
+    if table is None:
         is_gated = any(gate in key for key in view.tensors for gate in _GATES)
     else:
-        is_gated = known.fixed_args.get("swiglu") is True
+        is_gated = table.fixed_args.get("swiglu") is True
         defaults = {"tie_word_embeddings": False, **defaults}
     is_tied = fields.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))
     is_tied = is_tied if isinstance(is_tied, bool) else None
