@@ -15,7 +15,7 @@ stays with the checkpoint (``core.hf.origin``).
 
 Not supported: optimizer state, quantized weights (they are dequantized first), LoRA adapters,
 models with another head than the language model's.
-Imports: arrays, catalog, changes, errors, megatron.extras, megatron.model, pickle, quantize.
+Imports: arrays, catalog, changes, errors, files, megatron.extras, megatron.model, pickle, quantize.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _N_NEAREST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
+class _FamilyFit:
     """How well a model fits a family: ``misfits`` are texts, one per argument that does not."""
 
     family: Family
@@ -96,7 +96,7 @@ def choose_family(
     return plainest[0]
 
 
-def _fit_of(family: Family, fields: Mapping[str, object], features: frozenset[str]) -> _Fit:
+def _fit_of(family: Family, fields: Mapping[str, object], features: frozenset[str]) -> _FamilyFit:
     """Compare a model with a family."""
 
     def texts() -> Iterator[str]:
@@ -107,10 +107,10 @@ def _fit_of(family: Family, fields: Mapping[str, object], features: frozenset[st
             actual = fields.get(arg)
             yield f"argument {arg} is {actual!r}, not {value!r}"
 
-    return _Fit(family, tuple(texts()))
+    return _FamilyFit(family, tuple(texts()))
 
 
-def _no_family(fits: list[_Fit]) -> UnsupportedError:
+def _no_family(fits: list[_FamilyFit]) -> UnsupportedError:
     """Build the error for a model of no family; ``fits`` has the nearest family first."""
     nearest = fits[0]
     others = [
