@@ -129,6 +129,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         replicas=options.replicas or defaults.replicas,
         names=options.names,
         config=options.config,
+        family=options.family,
         tokenizer=options.tokenizer,
         transformer_impl=options.transformer_impl,
         megatron_version=None
@@ -193,6 +194,7 @@ def _check_conflicts(options: TransferOptions) -> None:
         check_html_path(options.report)
     check_file(options.rules, option="--rules")
     check_file(options.config, option="--config")
+    check_file(options.family, option="--family")
     if options.dst is not None and options.output not in (None, options.dst):
         raise UsageError(
             f"two destinations: {options.dst} and -o {options.output}", hint="give only one"

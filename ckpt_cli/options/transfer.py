@@ -471,7 +471,16 @@ class TransferOptions:
             "--config",
             metavar="config.json",
             rich_help_panel=LAYOUT,
-            help="The model's config.json, if SRC has none.",
+            help="The model's config.json, if SRC has none (from Megatron: the original one).",
+        ),
+    ] = None
+    family: Annotated[
+        Path | None,
+        Option(
+            "--family",
+            metavar="FILE.toml",
+            rich_help_panel=LAYOUT,
+            help="Names and configuration of a model family that ckpt does not know.",
         ),
     ] = None
     tokenizer: Annotated[
@@ -534,7 +543,8 @@ class TransferOptions:
             metavar="DTYPE",
             parser=check_dtype,
             rich_help_panel=CONTENT,
-            help="Dequantize float8 and int8 weights to bf16, fp16 or fp32 (applies their scales).",
+            help="Dequantize float8, int8 and MXFP4 weights to bf16, fp16 or fp32 (applies their "
+            "scales).",
         ),
     ] = None
     include: Annotated[

@@ -61,6 +61,8 @@ def convert(
     iteration: int | None = None,
     optimizer: bool | None = None,
     names: str | None = None,
+    config: AnyPath | None = None,
+    family: AnyPath | None = None,
     tokenizer: AnyPath | None = None,
     dtype: str | None = None,
     include: Sequence[str] = (),
@@ -82,6 +84,8 @@ def convert(
         optimizer: False excludes the optimizer's state; True insists on it; None carries it, except
             into a Hugging Face checkpoint, which has none.
         names: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``: whose tensor names to write.
+        config: a ``config.json``, for a source without one, or for what Megatron's arguments lack.
+        family: a TOML file that describes a model family of your own, as ``--family`` does.
         tokenizer: a directory whose tokenizer files are copied into a Hugging Face directory.
         dtype: cast all floating-point tensors of the model.
         include, exclude: globs of the keys to write, or to skip.
@@ -107,6 +111,8 @@ def convert(
         keeps_layout=to is None,
         optim=None if optimizer is None else "carry" if optimizer else "drop",
         names=names,
+        config=None if config is None else Path(config),
+        family=None if family is None else Path(family),
         tokenizer=None if tokenizer is None else Path(tokenizer),
         dtype=() if dtype is None else ((None, dtype),),
         include=tuple(include),

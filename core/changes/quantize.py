@@ -1,4 +1,4 @@
-"""Dequantize float8 and int8 weights with scales, or quantize weights to float8.
+"""Dequantize float8, int8 and MXFP4 weights with scales, or quantize weights to float8.
 
 Both return a catalog in which some tensors are computed while they are copied
 (``core.quantize.from_float8`` and ``core.quantize.to_float8`` define how, bit for bit).
@@ -20,6 +20,8 @@ last two axes are r × c:
 bitsandbytes' int8: ``….weight`` times the row's number in ``….SCB``, over 127. compressed-tensors'
 int8, if ``config.json`` declares that scheme: ``….weight_scale``, one for each row or tensor.
 
+MXFP4: ``X_blocks`` and ``X_scales`` of gpt-oss become ``X`` (``core.quantize.from_mxfp4``).
+
 Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale per tensor,
 ``()``.
 
@@ -37,17 +39,18 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from core.arrays.box import Shape
+from core.arrays.box import Box, Shape
 from core.arrays.dtypes import dtype_called, dtype_of, itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.stored import Extent, StoredArray
 from core.changes.rename import is_optimizer_key, nest_again
 from core.changes.tie import aliases_among
-from core.errors import CorruptError, UsageError, did_you_mean
+from core.errors import CorruptError, UnsupportedError, UsageError, did_you_mean
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import REMOVED, ListIndex, entries, map_leaves
 from core.quantize.from_float8 import Dequantized
+from core.quantize.from_mxfp4 import BLOCKS, GROUP, SCALES, DequantizedMxfp4
 from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights, refused_scheme
 from core.quantize.source import source_of
 from core.quantize.to_float8 import BLOCK, Quantized, Scales, Weight
@@ -59,7 +62,7 @@ Rule = tuple[str | None, str]
 """(glob, or None for the weights that are quantized by default; one of ``KINDS``)."""
 
 _SUFFIXES = ("_scale_inv", "_scale")
-_BITSANDBYTES, _INT8 = "bitsandbytes int8", "int8 scales"
+_BITSANDBYTES, _INT8, _MXFP4 = "bitsandbytes int8", "int8 scales", "mxfp4"
 """Values of ``dequantize`` in the table of schemes."""
 _OVER_127 = 7.874015718698502e-3
 """1/127 as bitsandbytes rounds it."""
@@ -109,7 +112,7 @@ def dequantize(
     block: tuple[int, int] = (BLOCK, BLOCK),
     config: Mapping[str, object] | None = None,
 ) -> QuantizedCatalog:
-    """Turn float8 and int8 tensors with scales into tensors of ``dtype`` without scales.
+    """Turn float8, int8 and MXFP4 tensors with scales into tensors of ``dtype`` without scales.
 
     Args:
         dtype: a float type of at least 16 bits.
@@ -129,12 +132,16 @@ def dequantize(
         )
 
     # Find the scales and check them all now, so that no error comes in the middle of copying.
+    unpacked = _dequantize_mxfp4(catalog, target.name, config)
+    catalog, unpacked_keys = unpacked.catalog, unpacked.keys
     integers = _find_integer_weights(catalog, config)
     float8_scales, bare = _find_float8_scales(catalog, block)
     scales_of = {key: weight.scales[0] for key, weight in integers.items()} | float8_scales
+    if not scales_of and unpacked_keys:
+        return replace(unpacked, remaining=tuple(bare))
     if not scales_of:
         raise UsageError(
-            "--dequantize: no float8 or int8 tensor has scales",
+            "--dequantize: no float8, int8 or MXFP4 tensor has scales",
             hint="if the float8 numbers are the values, cast with --dtype"
             if bare
             else "omit --dequantize",
@@ -189,7 +196,85 @@ def dequantize(
         key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)
     ]
     notes += [f"{some_of(activations)}: scales of activations, unchanged"] if activations else []
-    return QuantizedCatalog(result, tuple(scales_of), tuple(bare), tuple(notes))
+    return QuantizedCatalog(
+        result, (*unpacked_keys, *scales_of), tuple(bare), (*unpacked.notes, *notes)
+    )
+
+
+def _dequantize_mxfp4(
+    catalog: Catalog, dtype: str, config: Mapping[str, object] | None
+) -> QuantizedCatalog:
+    """Turn MXFP4 experts into tensors of another name and shape, which models have without MXFP4.
+
+    Raises:
+        CorruptError: scales do not fit their numbers, or the wide tensor exists as well.
+        UnsupportedError: the tensors are in nested dictionaries.
+    """
+    numbers_of: dict[str, str] = {}
+    for weight in quantized_weights(catalog.tensors, config):
+        if weight.scheme.dequantize != _MXFP4:
+            continue
+        key = weight.key.removesuffix(BLOCKS)
+        numbers, scales = catalog.tensors[weight.key], catalog.tensors.get(key + SCALES)
+        fits = scales is not None and (*scales.shape, GROUP // 2) == numbers.shape
+        if scales is None or not fits or scales.dtype != "uint8" or len(numbers.shape) != 4:
+            text = "are missing" if scales is None else f"are {scales.dtype} {scales.shape}"
+            raise CorruptError(
+                f"the scales of MXFP4 numbers of shape {numbers.shape} {text}", key=key + SCALES
+            )
+        if key in catalog.tensors:
+            raise CorruptError("the tensor is stored as MXFP4 numbers as well", key=key)
+        numbers_of[key] = weight.key
+    if not numbers_of:
+        return QuantizedCatalog(catalog, (), (), ())
+    if catalog.skeleton is not None:
+        raise UnsupportedError(
+            "--dequantize: MXFP4 weights in a nested file",
+            key=next(iter(numbers_of)),
+            hint="dequantize the published safetensors files",
+        )
+
+    @lru_cache(maxsize=_CACHED)
+    def computed(key: str) -> Sequence[Fragment]:
+        blocks, scales = source_of(catalog, key + BLOCKS), source_of(catalog, key + SCALES)
+        shape = tensors[key].shape
+        return [
+            Fragment(
+                key,
+                Box((expert, 0, 0), (1, *shape[1:])),
+                StoredArray(
+                    f"{key}[{expert}]",
+                    dtype,
+                    shape[1:],
+                    Extent(
+                        blocks.file,
+                        0,
+                        encoding=DequantizedMxfp4(blocks, scales, expert, dtype),
+                    ),
+                ),
+                (0, 0),
+            )
+            for expert in range(shape[0])
+        ]
+
+    # The wide tensor takes the place of its numbers; the scales go.
+    key_of = {numbers: key for key, numbers in numbers_of.items()}
+    gone = {key + SCALES for key in numbers_of}
+    tensors: dict[str, TensorMeta] = {}
+    for name, meta in catalog.tensors.items():
+        if name in key_of:
+            n_experts, n_columns, n_groups, _ = meta.shape
+            wide = key_of[name]
+            tensors[wide] = TensorMeta(wide, dtype, (n_experts, n_groups * GROUP, n_columns))
+        elif name not in gone:
+            tensors[name] = meta
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        return computed(key) if key in numbers_of else catalog.fragments(key)
+
+    result = replace(catalog, tensors=tensors, fragments_of=fragments_of)
+    note = f"{len(numbers_of)} MXFP4 tensors become {dtype}"
+    return QuantizedCatalog(result, tuple(numbers_of), (), (note,))
 
 
 def _find_float8_scales(

@@ -1,7 +1,7 @@
 """Apply a job's changes to the entries of a catalog, in a fixed order; no data moves here.
 
 ===  ============================================  ==============================================
- 1   ``dequantize``                                float8 and int8 tensors times scales
+ 1   ``dequantize``                                float8, int8 and MXFP4 times scales
  2   ``include``, ``exclude``                      selection of entries
  3   ``strip_prefix``, ``add_prefix``, ``rename``  names of entries
  4   ``untie``, ``tie``                            tied tensors written twice, or once
@@ -157,7 +157,9 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
 
     result = dequantize(catalog, job.dequantize, block=(n_rows, n_columns), config=config)
     counts = Counter(
-        "float8" if is_float8(catalog.tensors[key].dtype) else "int8" for key in result.keys
+        "float8" if is_float8(catalog.tensors[key].dtype) else "int8"
+        for key in result.keys
+        if key in catalog.tensors
     )
     notes = [
         f"{n} {kind} tensors become {dtype_called(job.dequantize).name}"

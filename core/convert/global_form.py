@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
@@ -44,7 +44,7 @@ from core.errors import CheckpointingException, MissingShardError, UnsupportedEr
 from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors
 from core.formats.format import Format
-from core.formats.huggingface.files import CONFIG
+from core.formats.huggingface.files import CONFIG, config_document_of
 from core.formats.torch.format import load_object, refuse_unsupported
 from core.megatron.extras.random_states import with_rng
 from core.megatron.model.args import facts_of, with_vocab_size
@@ -60,6 +60,9 @@ from core.merge.sources import merge_others
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source, documents_above, unread_files
+
+if TYPE_CHECKING:
+    from core.hf import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class _FormRequest:
         names: family of the tensor names to write, ``hf`` or ``megatron``; None keeps the names.
         model_type: the Hugging Face model type that ``--names`` gives, or None.
         config: the parsed ``config.json`` of the source, or None.
+        config_document: content of the file of ``--config`` or of the source's ``config.json``.
+        family: the model's family as ``--family`` describes it, or None.
         comes_from_hf: the source's tensors have Hugging Face's names.
         is_restacked: ``core.megatron.reshard.to_torch_dist`` is to stack or unstack the layers.
         others: the other sources of a merge.
@@ -111,6 +116,8 @@ class _FormRequest:
     names: str | None
     model_type: str | None
     config: Mapping[str, object] | None
+    config_document: bytes | None
+    family: Family | None
     comes_from_hf: bool
     is_restacked: bool
     others: tuple[Checkpoint, ...] = ()
@@ -175,6 +182,8 @@ def global_form(
         names=names,
         model_type=model_type,
         config=config,
+        config_document=_config_document(catalog, source),
+        family=_read_family(job),
         comes_from_hf=is_hf(catalog, config),
         is_restacked=format.is_mcore and job.stacking is not None,
         others=tuple(others),
@@ -209,8 +218,13 @@ def _check_request(request: _FormRequest, catalog: Catalog) -> None:
     is_named = request.comes_from_hf or is_megatron(catalog, rules)
 
     # --config describes a model with Hugging Face's names; other sources do not need it.
-    if job.config is not None and not request.comes_from_hf:
+    if job.config is not None and not request.comes_from_hf and not _is_origin(request, catalog):
         _refuse_config(request, catalog)
+    if job.family is not None and not (request.becomes_hf or request.becomes_megatron):
+        raise UsageError(
+            "--family has no effect: the tensors keep their names",
+            hint="omit it, or rename them with --names hf or --names megatron",
+        )
 
     # The names to write must suit the source's names and the destination.
     check_names(
@@ -387,11 +401,15 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
     config = _config_after(first.catalog, request.config)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _blaming_options(first, "Hugging Face"):
-        if config.get("model_type") in model_types():
+        if request.family is None and config.get("model_type") in model_types():
             check_model(first.catalog, config, files=carried_of(first.catalog), is_strict=True)
+        documents = first.catalog.documents
+        if request.config_document is not None:
+            documents = {CONFIG: request.config_document, **documents}
         catalog = to_megatron(
-            first.catalog,
+            replace(first.catalog, documents=documents),
             config,
+            family=request.family,
             make_vocab_size_divisible_by=divisor,
             transformer_impl=job.transformer_impl,
         )
@@ -428,7 +446,11 @@ def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
     first = _apply_checked(step.catalog, replace(job, quantize=()))
     with _blaming_options(first, "Megatron"):
         catalog = to_hf(
-            first.catalog, model_type=request.model_type, has_config=request.format.carries_files
+            first.catalog,
+            model_type=request.model_type,
+            family=request.family,
+            config=None if job.config is None else request.config_document,
+            has_config=request.format.carries_files,
         )
     second = _apply_checked(catalog, Job(src=job.src, quantize=job.quantize))
     notes = (*step.notes, *first.notes, *second.notes)
@@ -567,6 +589,40 @@ def _read_config(
     with translate_os_errors(str(job.config), doing="read"):
         data = job.config.read_bytes()
     return with_documents(catalog, {CONFIG: data}), parse_json_object(data, file=str(job.config))
+
+
+def _config_document(catalog: Catalog, source: Checkpoint) -> bytes | None:
+    """Return the content of the model's ``config.json``, from ``--config`` or from the source."""
+    if CONFIG in catalog.documents:
+        return catalog.documents[CONFIG]
+    return config_document_of(source.store) if CONFIG in carried_of(source.catalog) else None
+
+
+def _is_origin(request: _FormRequest, catalog: Catalog) -> bool:
+    """Return whether ``--config`` is the configuration that a Megatron source came from."""
+    config = request.config
+    return (
+        request.becomes_hf
+        and request.writes_hf
+        and config is not None
+        and isinstance(config.get("model_type"), str)
+        and (catalog.is_rank_local or is_megatron(catalog, request.rules))
+    )
+
+
+def _read_family(job: Job) -> Family | None:
+    """Read the file of ``--family``.
+
+    Raises:
+        UsageError: it is not a table of a family.
+    """
+    if job.family is None:
+        return None
+    from core.hf import parse_family
+
+    with translate_os_errors(str(job.family), doing="read"):
+        data = job.family.read_bytes()
+    return parse_family(data, file=str(job.family))
 
 
 def _parse_names(job: Job) -> tuple[str | None, str | None]:

@@ -66,7 +66,10 @@ class Job:
             become 1.
         vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
         config: the ``config.json`` of a model with Hugging Face's names, where the source has none
-            of its own.
+            of its own; or the one that a Megatron checkpoint was converted from, for what its
+            arguments cannot express.
+        family: a TOML file that describes the family of a model with Hugging Face's names, in place
+            of the tables of this program (``core.hf.family``).
         tokenizer: a directory whose tokenizer files become part of a Hugging Face directory.
         vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are
             multiples of it times TP; None for Megatron's default.
@@ -143,6 +146,7 @@ class Job:
     rng: str | None = None
     names: str | None = None
     config: Path | None = None
+    family: Path | None = None
     tokenizer: Path | None = None
     transformer_impl: str | None = None
     megatron_version: MegatronVersion | None = None

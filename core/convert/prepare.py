@@ -222,7 +222,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     Raises:
         CheckpointingException: the job cannot be done; nothing has been written.
     """
-    for path in (job.config, job.rules, job.tokenizer):
+    for path in (job.config, job.family, job.rules, job.tokenizer):
         if path is not None:
             refuse_url(path)
     if job.dst is not None:

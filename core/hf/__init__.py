@@ -5,14 +5,17 @@
     safetensors, .bin ─▶ flat keys + config.json ─ to_megatron ─▶ global per-layer form ─▶ shard …
                                                  ◀─ to_hf ─
 
-The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.name_tables``). Sizes and
+The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.family``). Sizes and
 features of a model come from the training arguments (``core.hf.traits``), which ``core.hf.config``
 converts from and to a ``config.json``. Fused tensors consist of boxes (``core.hf.fuse``).
 
-Families: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3. Not supported: optimizer state,
-quantized weights (they are dequantized first), LoRA adapters, models with another head than the
-language model's.
-Imports: arrays, catalog, changes, errors, megatron.extras, megatron.model, pickle, quantize.
+The family of a model follows from its ``model_type``, or from its tensors (``core.hf.detection``);
+that of a Megatron model from its arguments (``core.hf.choice``). What arguments cannot express
+stays with the checkpoint (``core.hf.origin``).
+
+Not supported: optimizer state, quantized weights (they are dequantized first), LoRA adapters,
+models with another head than the language model's.
+Imports: arrays, catalog, changes, errors, files, megatron.extras, megatron.model, pickle, quantize.
 """
 
 from __future__ import annotations
@@ -20,12 +23,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.catalog.catalog import Catalog
-from core.hf.name_tables import LAYERS, families
+from core.hf.family import Family, families, parse_family
+from core.hf.name_tables import LAYERS
 from core.hf.proof.proof import check_model
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 
-__all__ = ["check_model", "is_hf", "model_types", "to_hf", "to_megatron"]
+__all__ = [
+    "Family",
+    "check_model",
+    "is_hf",
+    "model_types",
+    "parse_family",
+    "to_hf",
+    "to_megatron",
+]
 
 
 def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:

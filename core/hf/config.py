@@ -22,13 +22,15 @@ import json
 from collections.abc import Mapping
 
 from core.arrays.sharding import padded_vocab_size
-from core.errors import CorruptError, UnsupportedError
-from core.hf.name_tables import Family
+from core.errors import UnsupportedError
+from core.hf.experts import expert_arguments, expert_config
+from core.hf.family import Family
 from core.hf.rope import rope_arguments, rope_config
-from core.hf.traits import Model
+from core.hf.settings import setting_argument, setting_value
+from core.hf.traits import FEATURES, Model
+from core.hf.values import CONFIG, count_of, number_of
 from core.pickle.inert import Global
 
-CONFIG = "config.json"
 _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
 """Argument → its name in other versions of Megatron."""
 
@@ -134,6 +136,12 @@ def arguments_of(
     args: dict[str, object] = dict(_INITIAL_ARGUMENTS)
     args |= family.fixed_args
     args |= {name: _value(config, names) for name, names in family.config.items()}
+    args |= {name: bool(config.get(switch)) for name, switch in family.switches.items()}
+    n_layers = count_of(config, "num_hidden_layers")
+    args |= {
+        name: setting_argument(setting, config, n_layers=n_layers)
+        for name, setting in family.settings.items()
+    }
     # Add those that are computed. The head size is optional in config.json and then follows from
     # the hidden size. Megatron's latent attention has no key groups, and its kv_channels is the
     # size of a value head.
@@ -145,7 +153,7 @@ def arguments_of(
     kv_channels = (
         args["v_head_dim"] if is_latent else count_of(config, "head_dim", default=head_dim)
     )
-    impl = transformer_impl or ("transformer_engine" if is_latent else "local")
+    impl = transformer_impl or family.implementation
     args |= {
         "num_query_groups": groups,
         "group_query_attention": groups != heads and not is_latent,
@@ -164,16 +172,17 @@ def arguments_of(
         "iteration": iteration,
     }
     # Add those of rotary embeddings, experts and latent attention.
-    args |= rope_arguments(config, is_latent=is_latent)
+    args |= rope_arguments(config, family)
     if "moe" in family.requires:
-        args |= _moe_arguments(config, family, n_layers=count_of(config, "num_hidden_layers"))
+        args |= expert_arguments(config, family, n_layers=n_layers)
         # Only Transformer Engine's experts are grouped, and that decides their parameter names.
         args["moe_grouped_gemm"] = impl == "transformer_engine"
+    if "mtp" in family.allows:
+        args["mtp_num_layers"] = n_mtp or None
     if is_latent:
         args["q_lora_rank"] = (
             None if config.get("q_lora_rank") is None else count_of(config, "q_lora_rank")
         )
-        args["mtp_num_layers"] = n_mtp or None
         if groups != heads:
             raise UnsupportedError(
                 f"{groups} key heads for {heads} query heads in latent attention", file=CONFIG
@@ -185,17 +194,23 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
     """Raise UnsupportedError for values that Megatron's models of the family do not have."""
     for name, supported in family.fixed_config.items():
         value = config.get(name)
-        if value is not None and value != supported:
+        options = supported if isinstance(supported, list) else [supported]
+        if value is not None and value not in options:
             raise UnsupportedError(
                 f"{name} is {value!r}; {family.model_type} models are only supported "
-                f"with {supported!r}",
+                f"with {' or '.join(map(repr, options))}",
                 file=CONFIG,
             )
     for name in family.absent:
-        if config.get(name) is not None:
+        if config.get(name) not in (None, False):
             raise UnsupportedError(
                 f"{name} is {config[name]!r}, which is not supported", file=CONFIG
             )
+
+
+def _first(value: object) -> object:
+    """Return the first of several values that a table lists; another value as it is."""
+    return value[0] if isinstance(value, list) else value
 
 
 def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
@@ -204,6 +219,8 @@ def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
     Raises:
         UnsupportedError: only those of the attention or of the MLP have one.
     """
+    if "linear_bias" in family.requires:
+        return True
     if "linear_bias" not in family.allows:
         return False
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
@@ -216,98 +233,11 @@ def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
     return attention
 
 
-def _moe_arguments(
-    config: Mapping[str, object], family: Family, *, n_layers: int
-) -> dict[str, object]:
-    """Return the arguments for experts, except those that only have another name in config.json."""
-    args: dict[str, object] = {}
-    if "pre_softmax" in family.allows or "sigmoid" in family.requires:
-        # 1 for each layer with experts and 0 for a dense one, or just 1 if all have experts.
-        dense = dense_layers(config, family, n_layers=n_layers)
-        args["moe_layer_freq"] = (
-            [int(layer not in dense) for layer in range(n_layers)] if dense else 1
-        )
-    if "pre_softmax" in family.allows:
-        # transformers normalises the top-k probabilities, Megatron instead takes the softmax of the
-        # top-k logits; both give the same weights.
-        args["moe_router_pre_softmax"] = not config.get("norm_topk_prob", False)
-    if "sigmoid" in family.requires:
-        shared, inner = (
-            count_of(config, "n_shared_experts"),
-            count_of(config, "moe_intermediate_size"),
-        )
-        args |= {
-            "moe_shared_expert_intermediate_size": shared * inner,
-            "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
-            "moe_router_num_groups": count_of(config, "n_group", default=1),
-            "moe_router_group_topk": count_of(config, "topk_group", default=1),
-            "moe_router_dtype": "fp32",
-        }
-    return args
-
-
-def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int) -> frozenset[int]:
-    """Return the numbers of the layers without experts in a family with experts.
-
-    In DeepSeek-V3 they are the first layers. In Qwen3-MoE they are the listed ones, and all layers
-    except each n-th, starting with the n-th.
-
-    Raises:
-        CorruptError: the configuration is malformed.
-    """
-    if "sigmoid" in family.requires:
-        return frozenset(
-            range(min(count_of(config, "first_k_dense_replace", default=0, least=0), n_layers))
-        )
-    if "dense_layers" not in family.allows:
-        return frozenset()
-    step = count_of(config, "decoder_sparse_step", default=1)
-    listed = config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
-        raise CorruptError(
-            f"mlp_only_layers is {repr(listed)[:80]}, not a list of layers", file=CONFIG
-        )
-    return frozenset(
-        layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step
-    )
-
-
 def _value(config: Mapping[str, object], names: tuple[str, ...]) -> object:
     """Return the number recorded under the first of the names that has a value."""
     # An epsilon is the only value that may be a fraction.
     value = next((value for name in names if (value := config.get(name)) is not None), None)
     return value if isinstance(value, float) and 0 < value < 1 else number_of(config, names)
-
-
-def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
-    """Return the positive integer recorded under the first of the names that has a value.
-
-    Raises:
-        CorruptError: no name has a value, or it is not a positive integer.
-    """
-    return count_of(
-        config, next((name for name in names if config.get(name) is not None), names[0])
-    )
-
-
-def count_of(
-    config: Mapping[str, object], name: str, *, default: int | None = None, least: int = 1
-) -> int:
-    """Return an integer of the configuration.
-
-    Raises:
-        CorruptError: the number is missing without a default, or is not an integer >= ``least``.
-    """
-    value = config.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise CorruptError(f"{name} is missing from the configuration", file=CONFIG)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
-        raise CorruptError(
-            f"{name} is {repr(value)[:80]}, not an integer of at least {least}", file=CONFIG
-        )
-    return value
 
 
 def config_of(
@@ -336,8 +266,8 @@ def config_of(
         "vocab_size": model.sizes["vocab"],
         "tie_word_embeddings": "tied" in model.features,
         "num_key_value_heads": model.n_groups,
-        **family.fixed_config,
-        **rope_config(fields),
+        **{name: _first(value) for name, value in family.fixed_config.items()},
+        **rope_config(fields, family),
     }
     # Values that only have another name.
     for arg, names in family.config.items():
@@ -356,47 +286,27 @@ def config_of(
                     f"two training arguments that both become {names[0]} in config.json differ"
                 )
             config[names[0]] = fields.get("moe_ffn_hidden_size", config[names[0]])
+    for arg, setting in family.settings.items():
+        config[setting.name] = setting_value(
+            setting, fields.get(arg), fields, n_layers=model.n_layers
+        )
     # Values that only some families have.
     if "latent" not in model.features:
         config["head_dim"] = model.sizes["head"]
     if "linear_bias" in family.allows:
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), "linear_bias" in model.features)
-    if "pre_softmax" in family.allows:
-        config["norm_topk_prob"] = "pre_softmax" not in model.features
-        config["mlp_only_layers"] = sorted(model.dense or ())
-        config["decoder_sparse_step"] = 1
-    if "sigmoid" in family.requires:
-        config |= _deepseek_config(fields, model)
-    return config
-
-
-def _deepseek_config(fields: Mapping[str, object], model: Model) -> dict[str, object]:
-    """Return the values that only the configuration of DeepSeek-V3 has.
-
-    Raises:
-        UnsupportedError: dense layers or shared experts that the configuration cannot express.
-    """
-    # The configuration counts dense layers from the first, and shared experts of one size.
-    dense, sizes = model.dense or frozenset(), model.sizes
-    if dense != frozenset(range(len(dense))):
-        raise UnsupportedError(
-            "moe_layer_freq has dense layers after others; deepseek_v3 requires them first"
-        )
-    if sizes["shared_ffn"] % sizes["moe_ffn"]:
-        raise UnsupportedError(
-            f"moe_shared_expert_intermediate_size is {sizes['shared_ffn']}; deepseek_v3 requires "
-            f"a multiple of the {sizes['moe_ffn']} channels of an expert"
-        )
-    groups = fields.get("moe_router_num_groups") or 1
-    return {
-        "first_k_dense_replace": len(dense),
-        "n_shared_experts": sizes["shared_ffn"] // sizes["moe_ffn"],
-        "routed_scaling_factor": fields.get("moe_router_topk_scaling_factor") or 1.0,
-        "n_group": groups,
-        "topk_group": fields.get("moe_router_group_topk") or groups,
-        "q_lora_rank": sizes.get("q_lora"),
-        "num_nextn_predict_layers": model.n_mtp,
+    config |= {
+        name: feature in model.features
+        for feature, arg in FEATURES.items()
+        if (name := family.switches.get(arg)) is not None
     }
+    if "moe" in family.requires:
+        config |= expert_config(fields, family, model)
+    if "mtp" in family.allows:
+        config["num_nextn_predict_layers"] = model.n_mtp
+    if "latent" in model.features:
+        config["q_lora_rank"] = model.sizes.get("q_lora")
+    return config
 
 
 def document(config: Mapping[str, object]) -> bytes:

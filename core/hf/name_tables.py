@@ -1,94 +1,40 @@
-"""Read ``hf/tables``: the tensor names of Hugging Face and Megatron, by family.
+"""Apply the rows of a family (``core.hf.family``) to a model.
 
-A family's rules, with the sizes and traits of a model (``core.hf.traits``), become ``Pair``s: one
-tensor of the global Megatron form and the Hugging Face tensors that it consists of.
-``hf/tables/llama.toml`` explains the fields.
+The rows, with the sizes and traits of a model (``core.hf.traits``), become ``Pair``s: one tensor of
+the global Megatron form and the Hugging Face tensors that it consists of.
 """
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from itertools import groupby
-from typing import Any
 
 from core.arrays.box import Shape
-from core.errors import UnsupportedError, UsageError, did_you_mean
+from core.errors import UnsupportedError
+from core.hf.family import EXPERT, Family, NameRow
+from core.hf.fuse import Strip, interleave_by_group
+from core.hf.packed import PackedExpert
 from core.hf.traits import Model
 
 LAYERS = "decoder.layers."
 MTP = "mtp.layers."
 _MTP_BODIES = ("transformer_layer.", "mtp_model_layer.")
-_EXPERT = "{expert}"
-
-
-@dataclass(frozen=True, slots=True)
-class NameRow:
-    """One rule of a table; ``hf/tables/llama.toml`` explains the fields."""
-
-    megatron: str
-    fused: str | None
-    also: tuple[str, ...]
-    hf: tuple[str, ...]
-    hf_also: tuple[str, ...]
-    stacked: str | None
-    shape: tuple[str, ...]
-    fuse: str | None
-    when: frozenset[str]
-    tied: str | None
-    twin: str | None
-    source: str
-
-    @property
-    def is_of_expert(self) -> bool:
-        """True if every expert has a tensor of this row."""
-        return _EXPERT in self.megatron
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The table of one family; ``hf/tables/llama.toml`` explains the fields."""
-
-    model_type: str
-    aliases: tuple[str, ...]
-    architecture: str
-    requires: frozenset[str]
-    allows: frozenset[str]
-    ignored: tuple[re.Pattern[str], ...]
-    absent: tuple[str, ...]
-    defaults: Mapping[str, object]
-    config: Mapping[str, tuple[str, ...]]
-    fixed_args: Mapping[str, object]
-    fixed_config: Mapping[str, object]
-    first: tuple[NameRow, ...]
-    layer: tuple[NameRow, ...]
-    mtp: tuple[NameRow, ...]
-    last: tuple[NameRow, ...]
-
-    def misfits(self, features: frozenset[str]) -> list[str]:
-        """Return the features that only the model or only the family has.
-
-        Returns:
-            [] if the model is of this family.
-        """
-        return sorted((features - self.requires - self.allows) | (self.requires - features))
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyPart:
-    """A Hugging Face tensor.
+    """A Hugging Face tensor, or consecutive rows of one.
 
     Args:
         names: name that is written, then others that are read.
         shape: extents in elements.
+        row: first row in the tensor.
     """
 
     names: tuple[str, ...]
     shape: Shape
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +48,7 @@ class Pair:
             (``core.hf.fuse.interleave_by_group``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
             first axis; or None.
+        packed: where it stands in a tensor that holds it in another order; or None.
         copies: tensors that may repeat its values; read, never written.
         twins: tensors that repeat its values; read and written.
     """
@@ -110,6 +57,7 @@ class Pair:
     parts: tuple[FamilyPart, ...]
     n_groups: int = 1
     stack: tuple[str, int, int] | None = None
+    packed: PackedExpert | None = None
     copies: tuple[str, ...] = ()
     twins: tuple[str, ...] = ()
 
@@ -117,6 +65,30 @@ class Pair:
     def shape(self) -> Shape:
         """The shape of Megatron's tensor, in elements."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def tensors(self) -> tuple[FamilyPart, ...]:
+        """The Hugging Face tensors in which the parts are stored, in the order of the parts."""
+        rows: dict[tuple[str, ...], int] = {}
+        for part in self.parts:
+            rows[part.names] = part.row + part.shape[0]
+        tails = {part.names: part.shape[1:] for part in self.parts}
+        return tuple(FamilyPart(names, (rows[names], *tails[names])) for names in rows)
+
+    @property
+    def strips(self) -> list[Strip]:
+        """Which rows of ``tensors`` are which rows of Megatron's tensor."""
+        numbers = {tensor.names: number for number, tensor in enumerate(self.tensors)}
+        strips = interleave_by_group([part.shape[0] for part in self.parts], self.n_groups)
+        return [
+            Strip(
+                numbers[self.parts[strip.part].names],
+                self.parts[strip.part].row + strip.part_row,
+                strip.row,
+                strip.n_rows,
+            )
+            for strip in strips
+        ]
 
 
 def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
@@ -136,23 +108,36 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         twins = () if row.twin is None else tuple(layer + row.twin for layer in mtp_layers)
         return Pair(
             names=tuple(start + _numbered(name, expert) for name in names for start in megatron),
-            parts=tuple(
-                FamilyPart(
-                    (
-                        hf + _numbered(name, expert),
-                        *(hf + other for other in row.hf_also[number : number + 1]),
-                    ),
-                    tuple(sizes[size] for size in row.shape[number].split()),
-                )
-                for number, name in enumerate(row.hf)
-            ),
+            parts=tuple(make_parts(row, hf, expert)),
             n_groups=model.n_groups if row.fuse == "qkv" else 1,
             stack=None
             if row.stacked is None or expert is None
             else (hf + row.stacked, expert, model.n_experts),
+            packed=None
+            if row.packed is None or expert is None
+            else PackedExpert(hf + row.hf[0], expert, model.n_experts, row.packed),
             copies=() if row.tied is None or "tied" not in model.traits else (row.tied,),
             twins=twins,
         )
+
+    def make_parts(row: NameRow, hf: str, expert: int | None) -> Iterator[FamilyPart]:
+        """Yield the parts of a rule's tensor; those with one name follow each other in a tensor."""
+        rows: dict[str, int] = {}
+        for number, name in enumerate(row.hf):
+            names = (name, *row.hf_also[number : number + 1])
+            names_of_sizes = row.shape[number].split()
+            for size in names_of_sizes:
+                if size not in sizes:  # only the table of a user
+                    raise UnsupportedError(
+                        f"the {family.model_type} table has a tensor {name} of the size {size!r}, "
+                        "which the model does not have",
+                        hint=f"sizes: {', '.join(sorted(sizes))}",
+                    )
+            shape = tuple(sizes[size] for size in names_of_sizes)
+            yield FamilyPart(
+                tuple(hf + _numbered(each, expert) for each in names), shape, rows.get(name, 0)
+            )
+            rows[name] = rows.get(name, 0) + shape[0]
 
     def layer_pairs(kind: str, megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
         """Apply the rules of one layer and yield its pairs, for experts once per expert."""
@@ -190,103 +175,4 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
 
 def _numbered(name: str, expert: int | None) -> str:
     """Fill the number of the expert into a name of the tables."""
-    return name if expert is None else name.replace(_EXPERT, str(expert))
-
-
-@cache
-def families() -> Mapping[str, Family]:
-    """Return every supported family by its ``model_type``."""
-    items = sorted(files("core.hf").joinpath("tables").iterdir(), key=lambda item: item.name)
-    texts = (item.read_text(encoding="utf-8") for item in items if item.name.endswith(".toml"))
-    parsed = (_parse_family(tomllib.loads(text)) for text in texts)
-    return {family.model_type: family for family in parsed}
-
-
-def family_of(model_type: object) -> Family:
-    """Return the family of a model type.
-
-    Raises:
-        UnsupportedError: the model type is not supported.
-    """
-    for name, family in families().items():
-        if model_type == name or model_type in family.aliases:
-            return family
-    raise UnsupportedError(
-        f"models of type {str(model_type)[:80]!r} are not supported",
-        hint=f"supported: {', '.join(families())}",
-    )
-
-
-def family_called(model_type: str) -> Family:
-    """Return the family of a model type that a user named.
-
-    Raises:
-        UsageError: the model type is not supported.
-    """
-    try:
-        return family_of(model_type)
-    except UnsupportedError as err:
-        names = [
-            name for family in families().values() for name in (family.model_type, *family.aliases)
-        ]
-        raise UsageError(err.message, hint=did_you_mean(model_type, names) or err.hint) from None
-
-
-def _parse_family(table: Mapping[str, Any]) -> Family:
-    """Build the family from a table."""
-
-    def rows(name: str) -> tuple[NameRow, ...]:
-        return tuple(map(_parse_row, table.get(name, ())))
-
-    return Family(
-        model_type=table["model_type"],
-        aliases=tuple(table["aliases"]),
-        architecture=table["architecture"],
-        requires=frozenset(table["requires"]),
-        allows=frozenset(table["allows"]),
-        ignored=tuple(map(re.compile, table["ignored"])),
-        absent=tuple(table["absent"]),
-        defaults=table.get("defaults", {}),
-        config={name: _texts(value) for name, value in table["config"].items()},
-        fixed_args=table["fixed"]["args"],
-        fixed_config=table["fixed"]["config"],
-        first=rows("first"),
-        layer=rows("layer"),
-        mtp=rows("mtp"),
-        last=rows("last"),
-    )
-
-
-def _parse_row(row: Mapping[str, Any]) -> NameRow:
-    """Build a rule from an entry of a table.
-
-    Raises:
-        ValueError: the entry is malformed, which only an edited package can cause.
-    """
-    unknown = set(row) - set(NameRow.__slots__)
-    if unknown:
-        raise ValueError(f"a row of hf/tables has unknown fields: {sorted(unknown)}")
-    result = NameRow(
-        megatron=row["megatron"],
-        fused=row.get("fused"),
-        also=_texts(row.get("also", ())),
-        hf=_texts(row["hf"]),
-        hf_also=_texts(row.get("hf_also", ())),
-        stacked=row.get("stacked"),
-        shape=_texts(row["shape"]),
-        fuse=row.get("fuse"),
-        when=frozenset(row.get("when", ())),
-        tied=row.get("tied"),
-        twin=row.get("twin"),
-        source=row["source"],
-    )
-    if len(result.hf) != len(result.shape) or (result.fuse is None) != (len(result.hf) == 1):
-        raise ValueError(f"the row of {result.megatron} does not match its parts")
-    return result
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    """Return a string or a list of strings as a tuple."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(str(item) for item in value)  # type: ignore[attr-defined]
+    return name if expert is None else name.replace(EXPERT, str(expert))

@@ -1,22 +1,30 @@
 """Convert between the rotary position embeddings of ``config.json`` and Megatron's arguments.
 
-==========  ========================================================================================
-rope_type   arguments
-==========  ========================================================================================
-(none)      ``rotary_base``
-``linear``  also ``rotary_seq_len_interpolation_factor``
-``llama3``  also ``use_rope_scaling``, ``rope_scaling_factor``; Megatron fixes the others
-``yarn``    latent attention only: ``rope_type`` "yarn", ``rotary_scaling_factor``, ``mscale`` …
-==========  ========================================================================================
+============  ======================================================================================
+rope_type     arguments
+============  ======================================================================================
+(none)        ``rotary_base``
+``linear``    also ``rotary_seq_len_interpolation_factor``
+``llama3``    also ``use_rope_scaling``, ``rope_scaling_factor``; Megatron fixes the others
+``yarn``      ``position_embedding_type`` "yarn", ``rotary_scaling_factor``, ``yarn_beta_fast`` …;
+              in latent attention ``rope_type`` "yarn", ``rotary_scaling_factor``, ``beta_fast`` …
+``longrope``  as without scaling: Megatron has no such embeddings (``unsaid_rope``)
+============  ======================================================================================
+
+A family's table lists the types that its models may have (``rope``), and whether they may rotate
+only a part of each head's channels (``partial``: ``rotary_percent``).
+
+Where layers with a window rotate differently from the others, ``rotary_base`` is the pair of both
+bases, layers with a window first, as in Megatron-Bridge.
 
 Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read;
 all three are written, so that both versions can read them.
 
 Source: transformers 5.23.0 ``modeling_rope_utils.py``; megatron-core 0.16.1
-``models/common/embeddings/rotary_pos_embedding.py``, ``transformer/multi_latent_attention.py``.
+``models/common/embeddings/``, ``transformer/multi_latent_attention.py``; Megatron-LM d98e8a64
+``training/argument_utils.py`` (YaRN); Megatron-Bridge 067f987d ``models/gemma/gemma3_bridge.py``.
 
-Not supported: ``dynamic``, ``longrope``, partial rotary embeddings, and YaRN for ordinary
-attention: Megatron has no arguments for them, or not in all of the supported versions.
+Not supported: ``dynamic``; ``attention_factor`` other than the one that follows from the factor.
 """
 
 from __future__ import annotations
@@ -24,6 +32,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
+from core.hf.family import Family
+from core.hf.values import count_of
+from core.hf.yarn import (
+    HINT,
+    as_int,
+    latent_yarn_arguments,
+    latent_yarn_config,
+    plain_yarn_arguments,
+    plain_yarn_config,
+    rope_number,
+)
 
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
@@ -32,47 +51,43 @@ _LLAMA3: Mapping[str, float] = {
 }
 """Numbers that Megatron uses for the scaling of Llama 3, whatever the model."""
 
-_YARN: Mapping[str, tuple[str, float | int | None]] = {
-    "factor": ("rotary_scaling_factor", None),
-    "original_max_position_embeddings": ("original_max_position_embeddings", 4096),
-    "beta_fast": ("beta_fast", 32),
-    "beta_slow": ("beta_slow", 1),
-    "mscale": ("mscale", 1.0),
-    "mscale_all_dim": ("mscale_all_dim", 0.0),
-}
-"""YaRN parameter → (training argument, default value; None if it is required)."""
-
-_HINT = (
-    "remove the scaling from config.json if the weights were not trained with it, "
-    "and restore it for inference"
-)
+_WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
-def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str, object]:
+def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:
     """Return the training arguments for the rotary embeddings of a ``config.json``.
 
     Raises:
         UnsupportedError: Megatron has no arguments for them.
         CorruptError: a number is missing or invalid.
     """
+    if "windows" in family.rope:
+        return _arguments_by_window(config, family)
     # Read the parameters under the names of both versions of transformers. Older files call the
     # type "type" and keep rope_theta next to the scaling.
     parameters = _shared_parameters(config)
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
     parameters.pop("type", None)
-    base = _number(parameters, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
+    base = rope_number(
+        parameters, "rope_theta", default=rope_number(config, "rope_theta", default=10000.0)
+    )
     parameters.pop("rope_theta", None)
     partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial is None and config.get("rotary_dim") is not None:  # MiniMax-M2
+        partial = count_of(config, "rotary_dim") / count_of(config, "head_dim")
+    if partial is not None and partial != 1 and "partial" not in family.rope:
         raise UnsupportedError(
-            f"partial rotary embeddings ({partial!r}) are not supported", file="config.json"
+            f"partial rotary embeddings ({partial!r}) are not supported "
+            f"for {family.model_type} models",
+            file="config.json",
         )
     # Set the arguments of embeddings without scaling.
+    is_latent = "latent" in family.requires
     args: dict[str, object] = {
         "position_embedding_type": "rope",
-        "rotary_base": _as_int(base),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
+        "rotary_base": as_int(base),
+        "rotary_percent": 1.0 if partial is None else rope_number({"factor": partial}, "factor"),
+        "rotary_interleaved": family.fixed_args.get("rotary_interleaved", False),
         "rotary_seq_len_interpolation_factor": None,
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
@@ -87,78 +102,118 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     # Add the arguments of each type of scaling.
     if kind == "default":
         return args
-    if kind == "linear" and not is_latent:
+    if kind == "linear" and kind in family.rope and not is_latent:
         return args | {
-            "rotary_seq_len_interpolation_factor": _as_int(_number(parameters, "factor"))
+            "rotary_seq_len_interpolation_factor": as_int(rope_number(parameters, "factor"))
         }
-    if kind == "llama3" and not is_latent:
+    if kind == "llama3" and kind in family.rope and not is_latent:
         return args | _llama3_arguments(parameters)
     if kind == "yarn" and is_latent:
-        return args | _yarn_arguments(parameters)
+        return args | latent_yarn_arguments(parameters)
+    if kind == "yarn" and kind in family.rope:
+        return args | plain_yarn_arguments(config, parameters)
+    if kind == "longrope" and kind in family.rope:
+        return args
     raise UnsupportedError(
-        f"rotary scaling of type {kind!r} has no counterpart in Megatron's arguments",
+        f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
         file="config.json",
-        hint=_HINT,
+        hint=HINT,
     )
+
+
+def unsaid_rope(config: Mapping[str, object]) -> str | None:
+    """Describe the settings of the rotary embeddings that Megatron's models do not apply.
+
+    Returns:
+        None if Megatron applies all.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(parameters, Mapping):
+        return None
+    if parameters.get("rope_type", parameters.get("type")) == "longrope":
+        return "longrope scaling of the rotary embeddings (Megatron rotates without it)"
+    if parameters.get("llama_4_scaling_beta"):
+        length = parameters.get("original_max_position_embeddings")
+        return f"llama_4_scaling_beta (attention scores of positions from {length} on)"
+    return None
+
+
+def _arguments_by_window(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return the arguments for layers with and without a window that rotate differently.
+
+    Raises:
+        UnsupportedError: layers with a window have a scaling, or others have an unknown one.
+        CorruptError: a number is missing or invalid.
+    """
+    both = config.get("rope_parameters")
+    if isinstance(both, Mapping) and _FULL in both:
+        full, window = ({} if both.get(name) is None else both[name] for name in (_FULL, _WINDOW))
+    else:  # transformers 4
+        full = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}  # type: ignore[dict-item]
+        window = {"rope_theta": config.get("rope_local_base_freq")}
+    if not isinstance(full, Mapping) or not isinstance(window, Mapping):
+        raise CorruptError("rope_parameters has no mappings for its layers", file="config.json")
+    kind = full.get("rope_type", full.get("type")) or "default"
+    if (window.get("rope_type") or "default") != "default" or kind not in ("default", "linear"):
+        raise UnsupportedError(
+            f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
+            file="config.json",
+            hint=HINT,
+        )
+    bases = (
+        rope_number(window, "rope_theta", default=10000.0),
+        rope_number(full, "rope_theta", default=1000000.0),
+    )
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": tuple(map(as_int, bases)),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": family.fixed_args.get("rotary_interleaved", False),
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": float(rope_number(full, "factor")) if kind == "linear" else 1.0,
+    }
 
 
 def _llama3_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments for the scaling of Llama 3; Megatron fixes three of its numbers."""
     for name, fixed in _LLAMA3.items():
-        if _number(parameters, name) != fixed:
+        if rope_number(parameters, name) != fixed:
             raise UnsupportedError(
                 f"{name} of the rotary scaling is {parameters[name]!r}; "
                 f"Megatron always uses {fixed}",
                 file="config.json",
-                hint=_HINT,
+                hint=HINT,
             )
-    return {"use_rope_scaling": True, "rope_scaling_factor": _number(parameters, "factor")}
+    return {"use_rope_scaling": True, "rope_scaling_factor": rope_number(parameters, "factor")}
 
 
-def _yarn_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments for YaRN scaling in latent attention."""
-    # ``truncate`` (round the borders of the ranges) is always on in Megatron.
-    extra = sorted(set(parameters) - set(_YARN) - {"truncate"})
-    if extra or parameters.get("truncate", True) is not True:
-        raise UnsupportedError(
-            f"YaRN scaling with {', '.join(extra or ['truncate'])} is not supported",
-            file="config.json",
-            hint=_HINT,
-        )
-    numbers = {
-        arg: _as_int(_number(parameters, name, default=default))
-        for name, (arg, default) in _YARN.items()
-    }
-    _check_mscale(numbers["mscale"], numbers["mscale_all_dim"])
-    return {"rope_type": "yarn", **numbers}
-
-
-def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
+def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, object]:
     """Return the entries of ``config.json`` for the rotary embeddings of training arguments.
 
     Raises:
         UnsupportedError: transformers has no such scaling.
         CorruptError: a number is invalid.
     """
-    base = float(_number(fields, "rotary_base", default=10000))
+    if "windows" in family.rope:
+        return _config_by_window(fields)
+    base = float(rope_number(fields, "rotary_base", default=10000))
     scaling: dict[str, object] | None = None
     factor = fields.get("rotary_seq_len_interpolation_factor")
-    # Latent attention has YaRN or no scaling; ordinary attention has Llama 3's, linear or none.
+    # Latent attention has YaRN or no scaling; ordinary attention has all types.
     if fields.get("multi_latent_attention"):
         if fields.get("rope_type") in (None, "yarn"):
-            scaling = {"rope_type": "yarn"}
-            for name, (arg, usual) in _YARN.items():
-                scaling[name] = _number(fields, arg, default=40 if usual is None else usual)
-            scaling["factor"] = float(_number(scaling, "factor"))
-            _check_mscale(_number(scaling, "mscale"), _number(scaling, "mscale_all_dim"))
+            scaling = latent_yarn_config(fields)
         elif fields.get("rope_type") != "rope":
             raise UnsupportedError(
                 f"rope_type is {fields.get('rope_type')!r}, which is not supported"
             )
+    elif fields.get("position_embedding_type") == "yarn":
+        scaling = plain_yarn_config(fields)
     elif fields.get("use_rope_scaling"):
         scaling = {
             "rope_type": "llama3",
-            "factor": float(_number(fields, "rope_scaling_factor", default=8.0)),
+            "factor": float(rope_number(fields, "rope_scaling_factor", default=8.0)),
             **_LLAMA3,
         }
         if factor is not None:
@@ -168,25 +223,46 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
     elif factor is not None:
         scaling = {
             "rope_type": "linear",
-            "factor": float(_number(fields, "rotary_seq_len_interpolation_factor")),
+            "factor": float(rope_number(fields, "rotary_seq_len_interpolation_factor")),
         }
-    return {
+    parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": base}
+    entries: dict[str, object] = {
         "rope_theta": base,
         "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": base},
+        "rope_parameters": parameters,
     }
+    if "llama4" in family.rope:
+        parameters["llama_4_scaling_beta"] = 0.0  # transformers requires it; Megatron has no other
+    if "partial" in family.rope:
+        part = rope_number(fields, "rotary_percent", default=1.0)
+        parameters["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
+    return entries
 
 
-def _check_mscale(mscale: float, mscale_all_dim: float) -> None:
-    """Raise if only ``mscale`` is set.
+def _config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the entries for layers with and without a window that rotate differently.
 
-    Megatron applies it even then, transformers only together with ``mscale_all_dim``.
+    Raises:
+        CorruptError: ``rotary_base`` is not a pair of numbers.
     """
-    if mscale != 1 and not mscale_all_dim:
-        raise UnsupportedError(
-            f"YaRN scaling with mscale {mscale} but without mscale_all_dim: "
-            "Megatron and transformers interpret it differently"
+    bases = fields.get("rotary_base")
+    if not isinstance(bases, (tuple, list)) or len(bases) != 2:
+        raise CorruptError(
+            f"argument rotary_base is {repr(bases)[:80]}, not the pair of the bases of layers with "
+            "a window and without"
         )
+    window, full = (float(rope_number({"base": base}, "base")) for base in bases)
+    factor = float(rope_number(fields, "rope_scaling_factor", default=1.0))
+    scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
+    return {
+        "rope_theta": full,
+        "rope_local_base_freq": window,
+        "rope_scaling": scaling,
+        "rope_parameters": {
+            _FULL: {"rope_type": "default", **(scaling or {}), "rope_theta": full},
+            _WINDOW: {"rope_type": "default", "rope_theta": window},
+        },
+    }
 
 
 def _shared_parameters(config: Mapping[str, object]) -> dict[str, object]:
@@ -203,22 +279,3 @@ def _shared_parameters(config: Mapping[str, object]) -> dict[str, object]:
             "rotary parameters that differ between layers are not supported", file="config.json"
         )
     return {str(name): value for name, value in parameters.items() if value is not None}
-
-
-def _number(values: Mapping[str, object], name: str, *, default: float | None = None) -> float:
-    """Return a non-negative number of the rotary embeddings.
-
-    Raises:
-        CorruptError: it is missing without a default, or not such a number.
-    """
-    value = values.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e18:
-        raise CorruptError(f"{name} of the rotary embeddings is {value!r}, not a number")
-    return value
-
-
-def _as_int(number: float) -> float:
-    """Return an integral number as int, the type that Megatron's command line parses it to."""
-    return int(number) if number == int(number) else number

@@ -17,9 +17,14 @@ from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
-from core.hf.config import CONFIG, config_of, document
-from core.hf.name_tables import Family, Pair, families, family_called, pairs_of
-from core.hf.traits import FEATURES, model_of
+from core.hf.choice import choose_family
+from core.hf.config import config_of, document
+from core.hf.family import Family
+from core.hf.name_tables import Pair, pairs_of
+from core.hf.origin import Origin, origin_of, parse_origin, restore
+from core.hf.packed import pack_experts
+from core.hf.traits import Model, model_of
+from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
 from core.quantize.schemes import check_numbers
@@ -37,12 +42,22 @@ class _HfTensor:
     fragments: Callable[[], list[Fragment]]
 
 
-def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool = True) -> Catalog:
+def to_hf(
+    catalog: Catalog,
+    *,
+    model_type: str | None = None,
+    family: Family | None = None,
+    config: bytes | None = None,
+    has_config: bool = True,
+) -> Catalog:
     """Return a flat catalog with Hugging Face names.
 
     Args:
         catalog: the global Megatron form (``core.megatron.reshard.reshard.unshard``).
         model_type: the family; None for the one that the training arguments describe.
+        family: the family, in place of ``model_type``.
+        config: content of the ``config.json`` that the model was converted from, for what the
+            arguments do not express; None for the one in the arguments, if they have one.
         has_config: add a ``config.json`` with the embedding's dtype; False for destinations that
             cannot store one.
 
@@ -63,17 +78,28 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
-    family = _choose_family(fields, model.features, model_type)
+    origin = origin_of(fields) if config is None else parse_origin(config, file=CONFIG)
+    family = choose_family(
+        fields,
+        model.features,
+        requested=family or model_type,
+        origin=None if origin is None else origin.model_type,
+    )
 
     # Convert the tensors one by one. Every weight must be used, so that none is lost silently.
     tensors: dict[str, _HfTensor] = {}
     used: set[str] = set()
+    experts: dict[str, list[tuple[str, Pair]]] = {}
     for pair in pairs_of(family, model):
         name = next((name for name in pair.names if name in weights), None)
         if name is None:
             raise MissingShardError("the tensor is not in the checkpoint", key=pair.names[0])
         used.add(name)
-        tensors |= _hf_tensors(catalog, name, pair)
+        if pair.packed is not None:
+            experts.setdefault(pair.packed.key, []).append((name, pair))
+        else:
+            tensors |= _hf_tensors(catalog, name, pair)
+    tensors |= {key: _packed_tensor(catalog, key, pairs) for key, pairs in experts.items()}
     unused = [key for key in weights if key not in used]
     if unused:
         suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
@@ -87,10 +113,11 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
     documents: dict[str, bytes] = {}
     notes = [*catalog.notes]
     if has_config:
-        documents[CONFIG] = document(
-            config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
+        values = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
+        documents[CONFIG], note = _config_document(
+            origin, values, fields=fields, family=family, model=model
         )
-        notes.append(f"{CONFIG} was created from the training arguments")
+        notes.append(note)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         tensor = tensors.get(key)
@@ -106,6 +133,26 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         notes=tuple(notes),
         dropped=tuple(_dropped(catalog, has_config=has_config)),
     ).with_facet(HuggingFaceModel(family.model_type))
+
+
+def _config_document(
+    origin: Origin | None,
+    config: Mapping[str, object],
+    *,
+    fields: Mapping[str, object],
+    family: Family,
+    model: Model,
+) -> tuple[bytes, str]:
+    """Return the content of ``config.json``, and a note on where it comes from."""
+    if origin is None:
+        return document(config), f"{CONFIG} was created from the training arguments"
+    restored = restore(origin, config, fields=fields, family=family, model=model)
+    if restored is None:
+        return origin.text, f"{CONFIG} is the one that the model was converted from"
+    return document(restored), (
+        f"{CONFIG} is the one that the model was converted from, "
+        "with the values that the training arguments have changed"
+    )
 
 
 def _true_vocab_size(catalog: Catalog) -> int:
@@ -125,33 +172,6 @@ def _true_vocab_size(catalog: Catalog) -> int:
         hint="give the true vocabulary size with --vocab-size, "
         "or --keep-padded-vocab to keep every row",
     )
-
-
-def _choose_family(
-    fields: Mapping[str, object], features: frozenset[str], model_type: str | None
-) -> Family:
-    """Return the requested family, or the one that fits a model's features.
-
-    Raises:
-        UnsupportedError: no family, or not the requested one, has these features; the message names
-            the arguments.
-        UsageError: the requested family is unknown.
-    """
-    # The family that fits best is also the one to name in the error, if none fits.
-    if model_type is None:
-        family = min(families().values(), key=lambda family: len(family.misfits(features)))
-    else:
-        family = family_called(model_type)
-    misfits = family.misfits(features)
-    if misfits:
-        values = ", ".join(
-            f"argument {FEATURES[name]} is {fields.get(FEATURES[name])!r}" for name in misfits
-        )
-        raise UnsupportedError(
-            f"the model is not of family {family.model_type}: {values}",
-            hint=f"supported families: {', '.join(families())}",
-        )
-    return family
 
 
 def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]:
@@ -176,7 +196,7 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
         fragments = catalog.fragments(name)
         return fuse.first_rows(name, fragments, pair.shape[0]) if is_padded else fragments
 
-    strips = fuse.interleave_by_group([part.shape[0] for part in pair.parts], pair.n_groups)
+    strips = pair.strips
 
     # Bound to its arguments by a function of its own: a lambda in the loop would see the last ones.
     def take(key: str, part: int) -> Callable[[], list[Fragment]]:
@@ -184,12 +204,43 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
 
     # Copies that transformers expects under a second name are written as part 0, which is all of
     # it.
-    keys = [(part.names[0], number, part.shape) for number, part in enumerate(pair.parts)]
+    keys = [(tensor.names[0], number, tensor.shape) for number, tensor in enumerate(pair.tensors)]
     keys += [(key, 0, pair.shape) for key in pair.twins]
     return {
         key: _HfTensor(TensorMeta(key, meta.dtype, shape), take(key, number))
         for key, number, shape in keys
     }
+
+
+def _packed_tensor(catalog: Catalog, key: str, pairs: Sequence[tuple[str, Pair]]) -> _HfTensor:
+    """Return the tensor that holds the matrices of all experts of a layer.
+
+    Args:
+        pairs: Megatron's name of each expert's tensor, and its pair.
+
+    Raises:
+        CorruptError: the experts' tensors differ in dtype, or in shape from the arguments.
+    """
+    shape = pairs[0][1].shape
+    metas = [catalog.tensors[name] for name, _ in pairs]
+    for meta in metas:
+        check_numbers(meta)
+        if meta.shape != shape:
+            raise CorruptError(
+                f"shape {meta.shape}, but the training arguments imply {shape} (elements)",
+                key=meta.key,
+            )
+        if meta.dtype != metas[0].dtype:
+            raise CorruptError(
+                f"{meta.key} is {meta.dtype} and {metas[0].key} is {metas[0].dtype}, "
+                "but they are one tensor in Hugging Face models",
+                key=key,
+            )
+    experts = [(name, pair.packed) for name, pair in pairs if pair.packed is not None]
+    return _HfTensor(
+        TensorMeta(key, metas[0].dtype, experts[0][1].tensor_shape(shape)),
+        lambda: pack_experts(catalog, experts, shape),
+    )
 
 
 def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:

@@ -27,9 +27,15 @@ from core.errors import (
     UsageError,
 )
 from core.hf import fuse
-from core.hf.config import CONFIG, arguments_of
-from core.hf.name_tables import Family, Pair, family_of, pairs_of
+from core.hf.config import arguments_of
+from core.hf.detection import detect_family
+from core.hf.family import Family
+from core.hf.name_tables import Pair, pairs_of
+from core.hf.origin import ARGUMENT, text_of
+from core.hf.packed import unpack_expert
+from core.hf.rope import unsaid_rope
 from core.hf.traits import model_of
+from core.hf.values import CONFIG
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.schemes import check_numbers, quantized_weights
@@ -38,7 +44,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
-_FUSED_NORM = "layer_norm_weight"
+_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj)\.weight$")
 
 
@@ -63,6 +69,7 @@ def to_megatron(
     catalog: Catalog,
     config: Mapping[str, object],
     *,
+    family: Family | None = None,
     transformer_impl: str | None = None,
     make_vocab_size_divisible_by: int = 128,
 ) -> Catalog:
@@ -71,9 +78,10 @@ def to_megatron(
     Args:
         catalog: flat keys, such as ``model.layers.0.self_attn.q_proj.weight``.
         config: parsed ``config.json``.
+        family: the model's family; None for the one of its ``model_type``, or else the one whose
+            tensors it has (``core.hf.detection``).
         transformer_impl: implementation whose parameter names to use, ``local`` or
-            ``transformer_engine``; None for ``local``, except for latent attention, which Megatron
-            can only build with ``transformer_engine``.
+            ``transformer_engine``; None for the one that can build the family's layers.
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this times TP.
 
     Raises:
@@ -88,8 +96,10 @@ def to_megatron(
         raise UsageError(
             f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'"
         )
-    family = family_of(config.get("model_type"))
     _refuse_quantized(catalog, config)
+    note = None
+    if family is None:
+        family, note = detect_family(catalog.tensors, config)
 
     # Describe the model by training arguments. The number of multi-token prediction layers comes
     # from the tensors, as config.json may declare layers that the files do not contain.
@@ -117,7 +127,8 @@ def to_megatron(
     objects, order = _extra_states(tensors, is_local=model.is_local)
 
     # Collect the facts that the writer needs and the notes for the user.
-    args = make_namespace(fields)
+    text = text_of(config, catalog.documents.get(CONFIG))
+    args = make_namespace({**fields, ARGUMENT: text})
     facts = MegatronModel(
         vocab_size=n_rows,
         expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
@@ -126,7 +137,11 @@ def to_megatron(
     declared_mtp = (
         (config.get("num_nextn_predict_layers") or 0) if "mtp" in family.allows else n_mtp
     )
-    notes = _notes(tensors, ignored, declared_mtp=declared_mtp, n_mtp=n_mtp)
+    notes = [
+        *_notes(tensors, ignored, declared_mtp=declared_mtp, n_mtp=n_mtp),
+        *_building_notes(family, config),
+        *(() if note is None else (note,)),
+    ]
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         tensor = tensors.get(key)
@@ -172,6 +187,17 @@ def _notes(
     if copies:
         names = f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}"
         yield f"{names}: redundant copies, compared with the originals"
+
+
+def _building_notes(family: Family, config: Mapping[str, object]) -> Iterator[str]:
+    """Yield notes about what a Megatron run needs besides the arguments to be the same model."""
+    if family.builder is not None:
+        yield (
+            f"Megatron's training script cannot build {family.model_type} models: {family.builder}"
+        )
+    unsaid = unsaid_rope(config)
+    if unsaid is not None:
+        yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"
 
 
 def _dropped(catalog: Catalog) -> list[str]:
@@ -243,11 +269,21 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
             (stack_key,),
             lambda: list(fuse.take_from_stack(name, catalog.fragments(stack_key), index)),
         )
+    # Or a matrix of a tensor that holds those of all experts in another order.
+    if (packed := pair.packed) is not None:
+        key = _find_part(catalog, (packed.key,), pair)
+        _check_shape(catalog, key, packed.tensor_shape(pair.shape))
+        check_numbers(catalog.tensors[key])
+        return _GlobalTensor(
+            TensorMeta(name, catalog.tensors[key].dtype, pair.shape),
+            (key,),
+            lambda: unpack_expert(catalog, name, packed, pair.shape),
+        )
     # Otherwise it consists of parts, and other tensors may repeat it.
-    keys = [_find_part(catalog, part.names, pair) for part in pair.parts]
+    keys = [_find_part(catalog, tensor.names, pair) for tensor in pair.tensors]
     copies = [key for key in (*pair.copies, *pair.twins) if key in catalog.tensors]
-    for key, part in zip(keys, pair.parts, strict=True):
-        _check_shape(catalog, key, part.shape)
+    for key, tensor in zip(keys, pair.tensors, strict=True):
+        _check_shape(catalog, key, tensor.shape)
     # One tensor has one dtype. Reversed, so that the error names the first key with each dtype.
     dtypes = {catalog.tensors[key].dtype: key for key in reversed((*keys, *copies))}
     if len(dtypes) > 1:
@@ -263,7 +299,7 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
         _check_shape(catalog, key, pair.shape)
 
     # Copies are fragments of the same box, so that the planner compares their bytes.
-    strips = fuse.interleave_by_group([part.shape[0] for part in pair.parts], pair.n_groups)
+    strips = pair.strips
 
     def fragments() -> list[Fragment]:
         fused = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
@@ -334,10 +370,9 @@ def _extra_states(
     order: dict[str, None] = {}
     for name in tensors:
         module, _, last = name.rpartition(".")
-        if last == _FUSED_NORM:
+        if last in _FUSED_NORM:
             continue  # added below, before the weight of its module
-        if f"{module}.{_FUSED_NORM}" in tensors:
-            order[f"{module}.{_FUSED_NORM}"] = None
+        order |= {norm: None for each in _FUSED_NORM if (norm := f"{module}.{each}") in tensors}
         order[name] = None
         # torch writes a module's extra state after all of its parameters: the bias moves up.
         if is_local and _LINEAR.search(name):

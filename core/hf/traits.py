@@ -6,12 +6,14 @@ converts a ``config.json`` to arguments), so that the two directions agree.
 =============  ====================================================================================
 size           meaning
 =============  ====================================================================================
+one, heads     a single row; query heads
 vocab, hidden  rows of the embedding without padding; channels of the residual stream
 q, kv, head    channels of all query heads; of all key heads; of one head
 o              channels of all value heads, for latent attention
 ffn            inner channels of a dense MLP
 experts        number of experts in a layer
 moe_ffn        inner channels of one expert
+moe_ffn2       twice ``moe_ffn``
 shared_ffn     inner channels of all shared experts together
 q_lora, q_b    channels that queries are compressed to; channels of all query heads (both latent)
 kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
@@ -36,6 +38,7 @@ FEATURES: Mapping[str, str] = {
     "moe": "num_experts",
     "dense_layers": "moe_layer_freq",
     "shared_expert": "moe_shared_expert_intermediate_size",
+    "shared_gate": "moe_shared_expert_gate",
     "expert_bias": "moe_router_enable_expert_bias",
     "sigmoid": "moe_router_score_function",
     "pre_softmax": "moe_router_pre_softmax",
@@ -44,64 +47,6 @@ FEATURES: Mapping[str, str] = {
     "mtp": "mtp_num_layers",
 }
 """Feature that a family may have → the argument that enables it."""
-
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "normalization": ("RMSNorm",),
-    "swiglu": (True,),
-    "position_embedding_type": ("rope",),
-    **dict.fromkeys(
-        (
-            *(
-                "squared_relu",
-                "quick_geglu",
-                "openai_gelu",
-                "layernorm_zero_centered_gamma",
-                "apply_layernorm_1p",
-            ),
-            *(
-                "apply_residual_connection_post_layernorm",
-                "rotary_interleaved",
-                "attention_output_gate",
-                "qk_l2_norm",
-            ),
-            *(
-                "moe_shared_expert_gate",
-                "moe_apply_probs_on_input",
-                "mla_down_proj_fusion",
-                "use_mup",
-            ),
-        ),
-        (False, None),
-    ),
-    **dict.fromkeys(
-        (
-            *(
-                "window_size",
-                "no_rope_freq",
-                "moe_latent_size",
-                "moe_mlp_glu_interleave_size",
-                "linear_attention_freq",
-            ),
-            *("activation_func_clamp_value", "hybrid_layer_pattern", "hybrid_override_pattern"),
-            *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-            *("experimental_attention_variant",),
-        ),
-        (None, "", 0, False),
-    ),
-    "moe_router_score_function": ("softmax", "sigmoid"),
-    "rotary_percent": (1, 1.0, None),
-    "softmax_type": ("vanilla", None),
-    "glu_linear_offset": (0, 0.0, None),
-}
-"""Argument → values that it may have in a model of any supported family."""
-
-_DEFAULTS: Mapping[str, object] = {
-    "normalization": "LayerNorm",
-    "swiglu": False,
-    "position_embedding_type": "learned_absolute",
-    "moe_router_score_function": "softmax",
-}
-"""Megatron's defaults for missing arguments, where they differ from all values above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +91,9 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
 
     Raises:
         MissingShardError: there are fewer tensors than layers.
-        UnsupportedError: an argument is missing, or no supported family has its value.
+        UnsupportedError: an argument is missing.
         CorruptError: an argument is invalid.
     """
-    _check_values(fields)
-
     # Count heads, layers and experts. The limit on layers bounds the work that a damaged argument
     # can cause: every layer has at least one tensor.
     heads, hidden = size_of(fields, "num_attention_heads"), size_of(fields, "hidden_size")
@@ -172,13 +115,14 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
 
     # Derive the sizes of the layers that the model has.
     ffn = size_of(fields, "ffn_hidden_size")
-    sizes = {"vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
-    sizes |= {"head": head, "q": heads * head, "kv": groups * head}
+    sizes = {"one": 1, "vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
+    sizes |= {"heads": heads, "head": head, "q": heads * head, "kv": groups * head}
     if "latent" in features:
         sizes |= _latent_sizes(fields, heads)
     if n_experts:
         sizes |= {
             "experts": n_experts,
+            "moe_ffn2": 2 * size_of(fields, "moe_ffn_hidden_size", default=ffn),
             "moe_ffn": size_of(fields, "moe_ffn_hidden_size", default=ffn),
         }
     if "shared_expert" in features:
@@ -201,20 +145,6 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         traits=traits,
         is_local=fields.get("transformer_impl") == "local",
     )
-
-
-def _check_values(fields: Mapping[str, object]) -> None:
-    """Raise UnsupportedError if an argument has a value that no supported family has."""
-    # Types are compared too, as True == 1 in Python.
-    for name, allowed in _PLAIN.items():
-        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
-        if not any(
-            value is item or (type(value) is type(item) and value == item) for item in allowed
-        ):
-            raise UnsupportedError(
-                f"argument {name} is {value!r}; models with Hugging Face names have {allowed[0]!r}",
-                hint="none of the supported families has such models",
-            )
 
 
 def _features(
@@ -256,6 +186,7 @@ def _moe_features(fields: Mapping[str, object]) -> set[str]:
     is_sigmoid = fields.get("moe_router_score_function") == "sigmoid"
     conditions = {
         "shared_expert": fields.get("moe_shared_expert_intermediate_size"),
+        "shared_gate": fields.get("moe_shared_expert_gate"),
         "expert_bias": fields.get("moe_router_enable_expert_bias"),
         "sigmoid": is_sigmoid,
         "pre_softmax": not is_sigmoid and fields.get("moe_router_pre_softmax"),

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.catalog.catalog import Catalog, TensorMeta
 from core.errors import CheckpointingException, UnsupportedError
 from core.megatron.model.args import facts_of
 from core.megatron.optimizer.form import role_of
 from core.quantize.schemes import quantized_weights
+
+if TYPE_CHECKING:
+    from core.hf import Family
 
 _IN_CONFIG: Mapping[str, tuple[str, ...]] = {
     "n_layers": ("num_hidden_layers", "num_layers", "n_layers", "n_layer"),
@@ -118,24 +121,27 @@ def describe_model(
             is_tied=not untied if isinstance(untied, bool) else None,
             **sizes,
         )
-    from core.hf import model_types
-
     if config is None:
         return ModelDescription(n_parameters=_count_parameters(view, unsharded, None))
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else dict(config)
     family = config.get("model_type")
-    # The families with a table of names are SwiGLU, and untied by default; others differ.
-    is_known = family in model_types()
-    is_gated = is_known or any(gate in key for key in view.tensors for gate in _GATES)
-    is_tied = fields.get("tie_word_embeddings", False if is_known else None)
+    table = _family_of(family)
+    defaults: Mapping[str, object] = {} if table is None else table.defaults
+    # Families with a table of names are untied by default, unless the table states otherwise.
+    if table is None:
+        is_gated = any(gate in key for key in view.tensors for gate in _GATES)
+    else:
+        is_gated = table.fixed_args.get("swiglu") is True
+        defaults = {"tie_word_embeddings": False, **defaults}
+    is_tied = fields.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))
     is_tied = is_tied if isinstance(is_tied, bool) else None
     return ModelDescription(
         family=family if isinstance(family, str) else None,
         n_parameters=_count_parameters(view, unsharded, config, is_tied=is_tied is True),
         is_swiglu=is_gated and fields.get("hidden_act", "silu") == "silu",
         is_tied=is_tied,
-        **_sizes({**_defaults_of(family), **fields}, _IN_CONFIG),
+        **_sizes({**defaults, **fields}, _IN_CONFIG),
     )
 
 
@@ -154,14 +160,14 @@ def _sizes(fields: Mapping[str, object], names: Mapping[str, tuple[str, ...]]) -
     }
 
 
-def _defaults_of(family: object) -> Mapping[str, object]:
-    """Return what transformers takes for names that a ``config.json`` leaves out, if known."""
-    from core.hf.name_tables import family_of
+def _family_of(model_type: object) -> Family | None:
+    """Return the family of a model type, if it has a table."""
+    from core.hf.family import family_of
 
     try:
-        return family_of(family).defaults
+        return family_of(model_type)
     except UnsupportedError:
-        return {}
+        return None
 
 
 def _count_parameters(

@@ -215,8 +215,12 @@ def test_float8_without_scales_is_left_alone_and_told() -> None:
 @pytest.mark.parametrize(
     ("tensors", "error", "text"),
     [
-        ({"w": torch.ones(2, 2)}, UsageError, "no float8 or int8 tensor"),
-        ({"w": torch.ones(2, 2).to(E4M3)}, UsageError, "no float8 or int8 tensor has scales"),
+        ({"w": torch.ones(2, 2)}, UsageError, "no float8, int8 or MXFP4 tensor"),
+        (
+            {"w": torch.ones(2, 2).to(E4M3)},
+            UsageError,
+            "no float8, int8 or MXFP4 tensor has scales",
+        ),
         ({"w_scale_inv": torch.ones(1, 1)}, CorruptError, "is missing"),
         (
             {"w": torch.ones(2, 2).to(E4M3), "w_scale_inv": torch.ones(2, 2)},

@@ -44,6 +44,12 @@ QWEN3_MOE = {
     "moe_intermediate_size": 16,
     "head_dim": 16,
 }
+QWEN2_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 DEEPSEEK = {
     "num_key_value_heads": 8,
     "n_routed_experts": 4,
@@ -60,6 +66,50 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+KIMI_K2 = {
+    **DEEPSEEK,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 50000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+DEEPSEEK_V2 = {
+    **{name: value for name, value in DEEPSEEK.items() if name != "num_nextn_predict_layers"},
+    "n_group": None,
+    "topk_group": None,
+    "routed_scaling_factor": 16.0,
+}
+GLM4_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "sliding_window": 9,
+    "swiglu_limit": 0.9,
+}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -68,6 +118,36 @@ YARN = {
     "beta_slow": 1,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+}
+
+PLAIN_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+}
+
+PADDED = {"pad_token_id": 0}
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 64,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 32,
 }
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -86,15 +166,91 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_yarn": (
+        "qwen3",
+        {"head_dim": 16, "rope_parameters": {**PLAIN_YARN, "rope_theta": 1e4}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_window": ("mistral", {"sliding_window": 5, "head_dim": 6}),
+    "ministral": (
+        "ministral",
+        {"sliding_window": 5, "head_dim": 4, "layer_types": ["full_attention", *WINDOWS[:2]]},
+    ),
+    "ministral3": ("ministral3", {"head_dim": 8, "rope_parameters": MINISTRAL_ROPE}),
+    "ministral3_plain": (
+        "ministral3",
+        {"head_dim": 8, "rope_parameters": {**MINISTRAL_ROPE, "llama_4_scaling_beta": 0.0}},
+    ),
+    "phi3": ("phi3", PADDED),
+    "phi3_partial": (
+        "phi3",
+        {
+            **PADDED,
+            "num_key_value_heads": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "phi3_longrope": ("phi3", {**PADDED, "rope_parameters": LONGROPE}),
+    "smollm3": (
+        "smollm3",
+        {**PADDED, "bos_token_id": 1, "eos_token_id": 2, "no_rope_layers": [1, 0, 1]},
+    ),
+    "gemma": ("gemma", {"head_dim": 8}),
+    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 12}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 5, "layer_types": WINDOWS, "query_pre_attn_scalar": 12},
+    ),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4_windows": ("exaone4", {"sliding_window": 5, "layer_types": WINDOWS}),
+    "olmo2": ("olmo2", PADDED),
+    "nemotron": ("nemotron", {}),
     "mixtral": ("mixtral", MIXTRAL),
     "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3_moe_sparse": ("qwen3_moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2_moe_mixed": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "glm4_moe": ("glm4_moe", {**GLM4_MOE, "use_qk_norm": False}),
+    "glm4_moe_norms": ("glm4_moe", {**GLM4_MOE, "attention_bias": False, "head_dim": 16}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            name: value
+            for name, value in DEEPSEEK.items()
+            if name not in ("num_nextn_predict_layers", "first_k_dense_replace")
+        },
+    ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss_groups": ("gpt_oss", {**GPT_OSS, "intermediate_size": 64}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "minimax_m2": ("minimax_m2", {**MIXTRAL, "head_dim": 16, "rotary_dim": 8}),
+    "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": None}),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK_V2,
+            "n_routed_experts": 8,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "rope_theta": 1e4},
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v3_yarn": (
         "deepseek_v3",
         {**DEEPSEEK, "rope_parameters": {**YARN, "rope_theta": 1e4}},
     ),
+    "kimi_k2": ("deepseek_v3", KIMI_K2),
     "deepseek_v3_plain_query": (
         "deepseek_v3",
         {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0},
@@ -102,7 +258,11 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Name → (model type, what differs from ``COMMON``)."""
 
-MOE = tuple(name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek")))
+MOE = tuple(
+    name
+    for name in MODELS
+    if "moe" in name or name.startswith(("mixtral", "gpt_oss", "minimax", "deepseek", "kimi"))
+)
 DENSE = tuple(name for name in MODELS if name not in MOE)
 
 

@@ -20,6 +20,7 @@ from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
 from core.errors import MissingShardError
+from core.hf import model_types
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
 from core.validate.run import validate
@@ -137,7 +138,7 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def built(name: str, folder: Path, **changes: Any) -> Path:
-    """What ``save_pretrained`` writes of a tiny model."""
+    """What ``save_pretrained`` writes of a tiny model, of a type that has no table."""
     import transformers
 
     quietly()
@@ -150,6 +151,11 @@ def built(name: str, folder: Path, **changes: Any) -> Path:
             if value.is_floating_point():
                 value.copy_(torch.randn(value.shape) * 0.2 + 0.5)
         model.save_pretrained(folder)
+    # A model of a family with a table has a type that has none.
+    config = config_of(folder)
+    if model_type in model_types():
+        config |= {"model_type": f"new_{model_type}", "architectures": [f"New{head}"]}
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

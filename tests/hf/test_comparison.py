@@ -19,7 +19,7 @@ from core.catalog.catalog import TensorMeta
 from core.convert.run import Job, run
 from core.errors import UnknownTensorError
 from core.hf import to_hf, to_megatron
-from core.hf.name_tables import families
+from core.hf.family import families
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
 from tests.hf.models import (
@@ -146,16 +146,22 @@ def test_other_heads_and_biases_fit(name: str, auto_class: str, changes: dict[st
 def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
     name: str, head: str, tmp_path: Path
 ) -> None:
-    if (name, head) == ("deepseek_v3", "ForQuestionAnswering"):
-        pytest.skip("transformers has no such class")
     import transformers
 
+    changes = next((item for model_type, item in MODELS.values() if model_type == name), None)
+    if changes is None:
+        pytest.skip("transformers has no such model")
     quietly()
     labels = {} if head == "ForQuestionAnswering" else {"num_labels": 5}
-    config = transformers.AutoConfig.for_model(name, **{**COMMON, **MODELS[name][1], **labels})
+    config = transformers.AutoConfig.for_model(name, **{**COMMON, **changes, **labels})
+    auto = getattr(transformers, f"AutoModel{head}")
+    model_class = auto._model_mapping.get(type(config), None)
+    stem = families()[name].architecture.removesuffix("ForCausalLM")
+    if model_class is None or model_class.__name__ != stem + head:
+        pytest.skip("transformers has no such class")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        getattr(transformers, f"AutoModel{head}").from_config(config).save_pretrained(tmp_path)
+        auto.from_config(config).save_pretrained(tmp_path)
     metas, stated = dict(catalog_of(tmp_path)[1].tensors), config_of(tmp_path)
     assert find_differences(metas, stated) == ()
     own = [key for key in metas if key.startswith(("score.", "qa_outputs."))]
@@ -163,7 +169,7 @@ def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
     for key in own:
         (problem,) = find_differences(changed(metas, key), stated)
         assert (problem.kind, problem.key, problem.is_lack) == ("missing", key, True)
-    body = next(key for key in metas if key.endswith("layers.1.input_layernorm.weight"))
+    body = next(key for key in metas if key.endswith("layers.1.self_attn.o_proj.weight"))
     (problem,) = find_differences(changed(metas, body), stated)
     assert (problem.kind, problem.key) == ("missing", body)
     if labels:
@@ -189,7 +195,7 @@ def test_only_a_model_that_answers_questions_may_be_called_a_transformer(
     assert kinds(find_differences(renamed, config)) == ["missing"]
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", sorted(set(families()) - {"bailing_moe_v2"}))
 def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name: str) -> None:
     import transformers
 
@@ -536,7 +542,7 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
     """transformers would start from random weights; no table of the family is needed to know
     that.
     """
-    config = {"model_type": "mistral", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
+    config = {"model_type": "new_model", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight")
     torch.save({wrapper + name: torch.ones(8, 4) for name in names}, tmp_path / "x.pt")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -554,12 +560,12 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
 
 
 def test_layers_for_drafts_of_families_that_are_not_known_are_no_problem() -> None:
-    """GLM 4.5 has them behind the others, as DeepSeek-V3 does."""
+    """Many have them behind the others, as DeepSeek-V3 does."""
     metas = {
         f"model.layers.{n}.w": meta_of(f"model.layers.{n}.w", "bfloat16", 4) for n in range(47)
     }
     config = {
-        "model_type": "glm4_moe",
+        "model_type": "new_moe",
         "vocab_size": 9,
         "num_hidden_layers": 46,
         "num_nextn_predict_layers": 1,

@@ -36,7 +36,13 @@ def test_rank_files_of_a_model_make_the_same_model(
 
 
 @pytest.mark.parametrize("topology", EXPERTS, ids=str)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_mixed", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mixtral", "qwen2_moe", "qwen3_moe_mixed", "deepseek_v2", "deepseek_v3"),
+        *("glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe", "minimax_m2"),
+    ],
+)
 def test_expert_parallel_rank_files_make_the_same_model(
     name: str, topology: Topology, tmp_path: Path
 ) -> None:

@@ -1,6 +1,4 @@
-"""DeepSeek's multi-token prediction: layers beyond the last one, with copies of the embedding and
-the head.
-"""
+"""Multi-token prediction of DeepSeek and GLM: layers beyond the last, with copies of others."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ from tests.hf.models import (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(params=["deepseek_v3", "glm4_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model of three layers and one for multi-token prediction, as the published files have
     it.
     """
-    made = saved("deepseek_v3", tmp_path / "model")
+    made = saved(request.param, tmp_path / "model")
     weights = load_file(made / "model.safetensors")
     torch.manual_seed(1)
     extra = {

@@ -180,13 +180,18 @@ def test_a_checkpoint_is_refused_when(folders: Folders, what: str) -> None:
 
 
 CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], str]] = {
-    "an unknown family": (
+    "a family that Megatron does not have": (
         "llama",
-        {"model_type": "gpt2"},
+        {"model_type": "cohere"},
         UnsupportedError,
-        "'gpt2' are not supported.*llama, mixtral",
+        "'cohere' are not supported: its attention and MLP see the same input",
     ),
-    "no family": ("llama", {"model_type": None}, UnsupportedError, "'None' are not supported"),
+    "no family": (
+        "llama",
+        {"model_type": None},
+        UnsupportedError,
+        "'None' are not supported.*llama, minimax",
+    ),
     "a hostile family": (
         "llama",
         {"model_type": ["x" * 1000]},
@@ -273,11 +278,23 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         UnsupportedError,
         "scaling of type 'dynamic'",
     ),
-    "YaRN for ordinary attention": (
+    "YaRN with a factor of its own": (
         "qwen3",
-        {"rope_parameters": {**YARN, "rope_theta": 1e4}},
+        {"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": 3.0}},
         UnsupportedError,
-        "scaling of type 'yarn'",
+        "attention_factor of 3.0; Megatron always uses 1 ",
+    ),
+    "YaRN with an unknown number": (
+        "qwen3",
+        {"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_medium": 3.0}},
+        UnsupportedError,
+        "YaRN scaling with beta_medium",
+    ),
+    "partial rotary embeddings": (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        UnsupportedError,
+        "partial rotary embeddings .0.5. are not supported for llama",
     ),
     "Llama 3 with other numbers": (
         "llama",
@@ -364,14 +381,20 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         UnsupportedError,
         "layernorm_zero_centered_gamma is True",
     ),
-    "windows": ("llama", {"window_size": (127, 0)}, UnsupportedError, r"window_size is \(127, 0\)"),
+    "windows": ("qwen2", {"window_size": (127, 0)}, UnsupportedError, r"window_size is \(127, 0\)"),
+    "windows of keys after the query": (
+        "mistral",
+        {"window_size": (127, 1)},
+        UnsupportedError,
+        r"window_size is \(127, 1\); transformers has windows",
+    ),
     "interleaved rotation": (
-        "llama",
+        "qwen2",
         {"rotary_interleaved": True},
         UnsupportedError,
         "rotary_interleaved is True",
     ),
-    "half rotation": ("llama", {"rotary_percent": 0.5}, UnsupportedError, "rotary_percent is 0.5"),
+    "half rotation": ("qwen2", {"rotary_percent": 0.5}, UnsupportedError, "rotary_percent is 0.5"),
     "two scalings": (
         "llama",
         {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},

@@ -181,7 +181,12 @@ def _tied_arrays(subject: Subject) -> tuple[StoredArray, ...]:
     """
     config = _read_comparable_config(subject)
     family = None if config is None else describe_model(config)
-    if subject.catalog is None or config is None or family is None or not is_tied(config):
+    if (
+        subject.catalog is None
+        or config is None
+        or family is None
+        or not is_tied(config, family.family)
+    ):
         return ()
     # A tensor in several fragments has no digest of its own.
     (embedding,) = family.family.first[0].hf

@@ -24,10 +24,12 @@ from core.formats.torch.zip.container import Record
 from core.formats.torch.zip.records import RecordEncoding
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import FillValue
+from core.hf.packed import Rearranged
 from core.merge.combined import Combined
 from core.merge.lora import Folded
 from core.merge.slerp import Slerp
 from core.quantize.from_float8 import Dequantized
+from core.quantize.from_mxfp4 import DequantizedMxfp4
 from core.quantize.source import SourceTensor
 from core.quantize.to_float8 import Quantized, Scales, Weight
 
@@ -39,6 +41,8 @@ CLASSES: dict[str, type] = {
             Quantized,
             Scales,
             Dequantized,
+            DequantizedMxfp4,
+            Rearranged,
             EncodedChunk,
             FillValue,
             RecordEncoding,

@@ -30,7 +30,7 @@ from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.files_beside import carried_of
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
-from core.files.json_object import read_json_object
+from core.files.json_object import parse_json_object, read_small_file
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -116,9 +116,19 @@ def config_of(store: ReadStore) -> dict[str, object] | None:
     Raises:
         CorruptError: the file is too large, or not a JSON object.
     """
+    document = config_document_of(store)
+    return None if document is None else parse_json_object(document, file=CONFIG)
+
+
+def config_document_of(store: ReadStore) -> bytes | None:
+    """Read the content of ``config.json``; return None if it does not exist.
+
+    Raises:
+        CorruptError: the file is too large.
+    """
     if not store.exists(CONFIG):
         return None
-    return read_json_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
+    return read_small_file(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def config_number(config: Mapping[str, object], name: str) -> int | None:

@@ -27,8 +27,8 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import TensorMeta
 from core.changes.quantize import is_float8
 from core.errors import CorruptError
-from core.hf.config import CONFIG, count_of, dense_layers
-from core.hf.name_tables import Family
+from core.hf.experts import dense_layers
+from core.hf.family import Family
 from core.hf.proof.any_family import find_problems
 from core.hf.proof.expected import (
     BODY,
@@ -51,10 +51,13 @@ from core.hf.proof.quantization import (
     scale_key,
     scheme_of,
 )
+from core.hf.values import CONFIG, count_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")
-_STACKED = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj|down_proj)")
+_STACKED = re.compile(
+    r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj|down_proj)(_blocks)?"
+)
 _ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|block_sparse_moe)\.gate\.weight")
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
 _BODY_OF_ANSWERS = "transformer."
@@ -280,7 +283,7 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
             found=meta.dtype,
         )
     if meta.shape != shape:
-        is_tied_head = name == HEAD and is_tied(case.config)
+        is_tied_head = name == HEAD and is_tied(case.config, case.model.family)
         tied = f"{CONFIG} ties the output layer to the embedding; " if is_tied_head else ""
         yield Problem(
             kind="ties" if is_tied_head else "shape",
@@ -425,7 +428,7 @@ def _count_parts(
     experts += [
         meta.shape[0]
         for name, meta in stored.items()
-        if _STACKED.fullmatch(name) and len(meta.shape) == 3
+        if (match := _STACKED.fullmatch(name)) and len(meta.shape) == (4 if match[2] else 3)
     ]
     return _Counts(
         n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp

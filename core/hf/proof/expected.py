@@ -18,9 +18,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
-from core.hf.config import count_of, dense_layers, number_of
-from core.hf.name_tables import Family, families, pairs_of
-from core.hf.traits import Model
+from core.hf.experts import dense_layers, shared_size
+from core.hf.family import Family, families
+from core.hf.name_tables import pairs_of
+from core.hf.traits import FEATURES, Model
+from core.hf.values import count_of, number_of
 
 HEAD = "lm_head.weight"
 BODY = "model."
@@ -143,9 +145,9 @@ def unchecked_text(config: Mapping[str, object]) -> str | None:
     )
 
 
-def is_tied(config: Mapping[str, object]) -> bool:
+def is_tied(config: Mapping[str, object], family: Family) -> bool:
     """Return whether the configuration ties the output layer to the input embedding."""
-    return bool(config.get("tie_word_embeddings", False))
+    return bool({**family.defaults, **config}.get("tie_word_embeddings", False))
 
 
 def stated_experts(config: Mapping[str, object], family: Family) -> int:
@@ -188,9 +190,14 @@ def expected_tensors(
         n_mtp=n_mtp,
     )
     for pair in pairs_of(family, model):
+        if pair.packed is not None:
+            # One tensor for all experts, described with the first of them.
+            if pair.packed.number == 0:
+                yield Expected((pair.packed.key,), pair.packed.tensor_shape(pair.shape))
+            continue
         stack = None if pair.stack is None else (pair.stack[0], (pair.stack[2], *pair.shape))
-        for part in pair.parts:
-            yield Expected(part.names, part.shape, stack)
+        for tensor in pair.tensors:
+            yield Expected(tensor.names, tensor.shape, stack)
         for name in (*pair.copies, *pair.twins):
             yield Expected((name,), pair.shape, is_optional=True)
 
@@ -217,17 +224,22 @@ def _derive_model(
     groups = count_of(config, "num_key_value_heads", default=heads)
     head = count_of(config, "head_dim", default=max(hidden // heads, 1))
     sizes = {
+        "one": 1,
         "vocab": count_of(config, "vocab_size"),
         "hidden": hidden,
         "hidden2": 2 * hidden,
         "ffn": count_of(config, "intermediate_size"),
+        "heads": heads,
         "head": head,
         "q": heads * head,
         "kv": groups * head,
     }
     # Traits decide which tensors exist; some features bring sizes of their own.
-    traits = set(family.requires) | {"tied" if is_tied(config) else "untied"}
+    traits = set(family.requires) | {"tied" if is_tied(config, family) else "untied"}
     traits |= {name for name in ("attention_bias", "mlp_bias") if config.get(name)}
+    traits |= {
+        feature for feature, arg in FEATURES.items() if config.get(family.switches.get(arg, ""))
+    }
     if "latent" in family.requires:
         kv_lora, rotated = count_of(config, "kv_lora_rank"), count_of(config, "qk_rope_head_dim")
         plain, value = count_of(config, "qk_nope_head_dim"), count_of(config, "v_head_dim")
@@ -247,9 +259,10 @@ def _derive_model(
         sizes |= {
             "experts": n_rows_router,
             "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"]),
+            "moe_ffn2": 2 * number_of(config, family.config["moe_ffn_hidden_size"]),
         }
         if "shared_expert" in family.requires:
-            sizes["shared_ffn"] = count_of(config, "n_shared_experts") * sizes["moe_ffn"]
+            sizes["shared_ffn"] = shared_size(config, family)
     return Model(
         n_layers=n_layers,
         n_mtp=n_mtp,

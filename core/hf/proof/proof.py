@@ -16,10 +16,10 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
 )
-from core.hf.config import CONFIG
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.expected import BODY, describe_model, unchecked_text
 from core.hf.proof.problem import Kind, Problem, more_text
+from core.hf.values import CONFIG
 
 _MOST_PREFIXES = 4
 _WRAPPERS = ("state_dict.", "model_state_dict.", "module.", "_orig_mod.", "app.", "model.model.")

@@ -11,6 +11,7 @@ gptq, awq             ``qweight``, ``qzeros``, ``scales``, ``g_idx``
 bitsandbytes          ``weight`` in int8 and ``SCB``; or packed in uint8, ``weight.absmax``,
                       ``weight.quant_map`` …
 compressed-tensors    ``weight`` and ``weight_scale``, or ``weight_packed``, ``weight_shape`` …
+mxfp4                 ``X_blocks`` and ``X_scales``, where ``X`` holds all experts of a layer
 others                unknown: every name that begins with ``X.`` is assumed to belong to it
 ====================  ==============================================================================
 
@@ -41,6 +42,7 @@ _CACHE = re.compile(r".*\.[qkv]_(scale|zero_point)")
 _NEVER_WIDE = ("fp8", "gptq", "awq", "fbgemm_fp8")
 """Methods that transformers supports for stored weights only, not for quantizing while loading."""
 _SCALES = ("_scale_inv", "_scale")
+_MXFP4 = ("_blocks", "_scales")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def owner_of(key: str, modules: Container[str]) -> str | None:
     while (end := key.rfind(".", 0, end)) > 0:
         if key[:end] in modules:
             return key[:end]
-    for suffix in _SCALES:
+    for suffix in (*_SCALES, *_MXFP4):
         if key.endswith(suffix) and key.removesuffix(suffix) in modules:
             return key.removesuffix(suffix)
     return None

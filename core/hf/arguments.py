@@ -1,0 +1,92 @@
+"""Find the arguments of a model that no model of a family has.
+
+A family's table names the arguments that it fixes (``[fixed.args]``) or that ``config.json`` states
+(``[config]``, ``[settings]``). All others must have the neutral values listed here, as
+``config.json`` could not express them.
+
+Source: Megatron-LM d98e8a64 ``training/arguments.py``; megatron-core 0.16.1
+``transformer/transformer_config.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from core.hf.family import Family
+
+_OFF = [
+    "activation_func_clamp_value",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_layers_config_path",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "layernorm_zero_centered_gamma",
+    "linear_attention_freq",
+    "mla_down_proj_fusion",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_gate",
+    "no_rope_freq",
+    "openai_gelu",
+    "qk_l2_norm",
+    "quick_geglu",
+    "rotary_interleaved",
+    "squared_relu",
+    "use_mup",
+    "window_attn_skip_freq",
+    "window_size",
+]
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "position_embedding_type": ("rope",),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "rotary_percent": (1, 1.0, None),
+    "softmax_type": ("vanilla", None),
+    "softmax_scale": (None,),
+    "glu_linear_offset": (0, 0.0, None),
+    **dict.fromkeys(_OFF, (False, None, 0, "")),
+}
+"""Argument → values that it has in a model of any family whose table states nothing else."""
+
+_DEFAULTS: Mapping[str, object] = {
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "position_embedding_type": "learned_absolute",
+    "moe_router_score_function": "softmax",
+}
+"""Megatron's defaults for missing arguments, where they differ from all values above."""
+
+
+def misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return the arguments whose values no model of a family has.
+
+    Args:
+        fields: training arguments by name.
+
+    Returns:
+        Argument → the value that models of the family have.
+    """
+    stated = {*family.config, *family.settings, *family.switches}
+    misfits: dict[str, object] = {}
+    for name, neutral in _NEUTRAL.items():
+        if name in stated or (name == "rotary_percent" and "partial" in family.rope):
+            continue
+        allowed = (family.fixed_args[name],) if name in family.fixed_args else neutral
+        if name == "position_embedding_type" and "yarn" in family.rope:
+            allowed = (*allowed, "yarn")
+        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
+        # None means False. Types are compared too, as True == 1 in Python.
+        if value is None and False in allowed:
+            continue
+        if not any(
+            value is item or (type(value) is type(item) and value == item) for item in allowed
+        ):
+            misfits[name] = allowed[0]
+    return misfits

@@ -1,0 +1,222 @@
+"""Convert what ``config.json`` says about experts to Megatron's arguments, and back.
+
+Families say the same things under different names, so a table names them in ``[experts]``
+(``core.hf.family.ExpertNames``)::
+
+    first_k_dense_replace: 1   ──▶  moe_layer_freq: [0, 1, 1, …]
+    n_shared_experts: 2        ──▶  moe_shared_expert_intermediate_size: 2 × moe_intermediate_size
+    norm_topk_prob: false      ──▶  moe_router_pre_softmax: true
+
+Dense layers are described in one of these ways, or in several that say the same:
+
+=========================  =========================================================================
+name                       layers without experts
+=========================  =========================================================================
+``first_k_dense_replace``  this many at the beginning
+``mlp_only_layers``        the listed ones
+``decoder_sparse_step``    all except each n-th, starting with the n-th
+``mlp_layer_types``        those called ``dense`` in a list with an entry per layer
+=========================  =========================================================================
+
+Source: transformers 5.23.0 ``models/*/configuration_*.py``; megatron-core 0.16.1
+``transformer/moe/moe_utils.py`` ``topk_routing_with_score_function``, ``group_limited_topk``.
+
+Not supported: groups of experts that the two sides rank by another number of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from core.errors import CorruptError, UnsupportedError
+from core.hf.family import Family
+from core.hf.traits import Model, size_of
+from core.hf.values import CONFIG, count_of
+
+_LAYER_TYPES = {"dense": True, "sparse": False}
+"""Entry of ``mlp_layer_types`` → whether the layer is dense."""
+
+
+def expert_arguments(
+    config: Mapping[str, object], family: Family, *, n_layers: int
+) -> dict[str, object]:
+    """Return the arguments for experts, except those that only have another name in config.json.
+
+    Raises:
+        CorruptError: the configuration is malformed.
+        UnsupportedError: Megatron's router would choose other experts.
+    """
+    names = family.experts
+    args: dict[str, object] = {}
+    if names.dense:
+        # 1 for each layer with experts and 0 for a dense one, or just 1 if all have experts.
+        dense = dense_layers(config, family, n_layers=n_layers)
+        args["moe_layer_freq"] = (
+            [int(layer not in dense) for layer in range(n_layers)] if dense else 1
+        )
+    if names.normalized is not None:
+        # transformers normalises the top-k probabilities, Megatron instead takes the softmax of the
+        # top-k logits; both give the same weights.
+        args["moe_router_pre_softmax"] = not config.get(names.normalized, False)
+    if names.shared:
+        args["moe_shared_expert_intermediate_size"] = shared_size(config, family)
+    if names.scaling is not None:
+        scaling = config.get(names.scaling)
+        args["moe_router_topk_scaling_factor"] = 1.0 if scaling is None else scaling
+    if names.groups:
+        args |= _group_arguments(config, family)
+    if "sigmoid" in family.requires:
+        args["moe_router_dtype"] = "fp32"
+    return args
+
+
+def _group_arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return the arguments for groups of experts, of which a token may use only the best.
+
+    Raises:
+        UnsupportedError: Megatron would rank the groups by another number of experts.
+    """
+    names = family.experts
+    n_groups, n_chosen = (count_of(config, name, default=1) for name in names.groups)
+    if names.method is not None and config.get(names.method) == "greedy":
+        n_groups = n_chosen = 1
+    text = _ranking_text(
+        family,
+        n_groups=n_groups,
+        n_chosen=n_chosen,
+        n_used=count_of(config, family.config["moe_router_topk"][0]),
+    )
+    if text is not None:
+        raise UnsupportedError(
+            text,
+            file=CONFIG,
+            hint=f"set {names.groups[0]} and {names.groups[1]} to 1 in config.json to convert the "
+            "weights for a router without groups",
+        )
+    return {"moe_router_num_groups": n_groups, "moe_router_group_topk": n_chosen}
+
+
+def _ranking_text(family: Family, *, n_groups: int, n_chosen: int, n_used: int) -> str | None:
+    """Describe how the two sides rank groups of experts differently.
+
+    Megatron ranks a group by the sum of its k best experts, where k is the number of experts of a
+    token divided by the number of its groups. transformers always takes ``ranked_by`` of them.
+
+    Args:
+        n_groups, n_chosen: number of groups, and of those that a token may use.
+        n_used: number of experts that a token uses.
+
+    Returns:
+        None if the two sides choose the same experts.
+    """
+    ranked_by = family.experts.ranked_by
+    if n_groups <= n_chosen or n_used // n_chosen == ranked_by:
+        return None
+    return (
+        f"{n_groups} groups of experts, {n_chosen} of them for a token that uses {n_used} experts: "
+        f"{family.model_type} models rank a group by its {ranked_by} best, "
+        f"Megatron by its {n_used // n_chosen} best"
+    )
+
+
+def shared_size(config: Mapping[str, object], family: Family) -> int:
+    """Return the number of inner channels of all shared experts together.
+
+    Raises:
+        CorruptError: the configuration does not contain it.
+    """
+    size = 1
+    for name in family.experts.shared:
+        size *= count_of(config, name)
+    return size
+
+
+def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int) -> frozenset[int]:
+    """Return the numbers of the layers without experts in a family with experts.
+
+    Raises:
+        CorruptError: the configuration is malformed.
+    """
+    names = family.experts.dense
+    kinds = config.get("mlp_layer_types") if "mlp_layer_types" in names else None
+    if kinds is not None:
+        is_list = isinstance(kinds, list) and set(map(str, kinds)) <= set(_LAYER_TYPES)
+        if not isinstance(kinds, list) or not is_list or len(kinds) < n_layers:
+            raise CorruptError(
+                f"mlp_layer_types is {repr(kinds)[:80]}, not {n_layers} times dense or sparse",
+                file=CONFIG,
+            )
+        return frozenset(layer for layer in range(n_layers) if _LAYER_TYPES[str(kinds[layer])])
+    if "first_k_dense_replace" in names:
+        n_dense = count_of(config, "first_k_dense_replace", default=0, least=0)
+        return frozenset(range(min(n_dense, n_layers)))
+    if "mlp_only_layers" in names:
+        step = count_of(config, "decoder_sparse_step", default=1)
+        listed = config.get("mlp_only_layers") or []
+        if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+            raise CorruptError(
+                f"mlp_only_layers is {repr(listed)[:80]}, not a list of layers", file=CONFIG
+            )
+        return frozenset(
+            layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step
+        )
+    return frozenset()
+
+
+def expert_config(fields: Mapping[str, object], family: Family, model: Model) -> dict[str, object]:
+    """Return the values of ``config.json`` for experts, except those that only have another name.
+
+    Args:
+        fields: training arguments by name.
+        family: family of the model.
+        model: the model that ``core.hf.traits.model_of`` derived from the arguments.
+
+    Raises:
+        UnsupportedError: dense layers or shared experts that the configuration cannot express.
+    """
+    names = family.experts
+    dense, sizes = model.dense or frozenset(), model.sizes
+    config: dict[str, object] = {}
+    # The layers without experts, in every way of the family.
+    if "mlp_layer_types" in names.dense:
+        config["mlp_layer_types"] = [
+            "dense" if layer in dense else "sparse" for layer in range(model.n_layers)
+        ]
+    if "mlp_only_layers" in names.dense:
+        config |= {"mlp_only_layers": sorted(dense), "decoder_sparse_step": 1}
+    if "first_k_dense_replace" in names.dense:
+        if dense == frozenset(range(len(dense))):
+            config["first_k_dense_replace"] = len(dense)
+        elif "mlp_layer_types" not in names.dense:
+            raise UnsupportedError(
+                "moe_layer_freq has dense layers after others; "
+                f"{family.model_type} requires them first"
+            )
+    # The router.
+    if names.normalized is not None:
+        config[names.normalized] = "pre_softmax" not in model.features
+    if names.scaling is not None:
+        config[names.scaling] = fields.get("moe_router_topk_scaling_factor") or 1.0
+    if names.groups:
+        n_groups = size_of(fields, "moe_router_num_groups", default=1)
+        n_chosen = size_of(fields, "moe_router_group_topk", default=n_groups)
+        n_used = size_of(fields, "moe_router_topk", default=1)
+        text = _ranking_text(family, n_groups=n_groups, n_chosen=n_chosen, n_used=n_used)
+        if text is not None:
+            raise UnsupportedError(text)
+        if names.method is not None:
+            config[names.method] = "greedy" if n_groups == 1 else "group_limited_greedy"
+        if names.method is None or n_groups > 1:
+            config |= dict(zip(names.groups, (n_groups, n_chosen), strict=True))
+    # The shared experts: a number of channels, or of experts that are as wide as the others.
+    if len(names.shared) == 1:
+        config[names.shared[0]] = sizes["shared_ffn"]
+    elif names.shared:
+        if sizes["shared_ffn"] % sizes["moe_ffn"]:
+            raise UnsupportedError(
+                f"moe_shared_expert_intermediate_size is {sizes['shared_ffn']}; "
+                f"{family.model_type} requires "
+                f"a multiple of the {sizes['moe_ffn']} channels of an expert"
+            )
+        config[names.shared[0]] = sizes["shared_ffn"] // sizes["moe_ffn"]
+    return config

@@ -1,0 +1,310 @@
+"""Read ``hf/tables``: a family of models, with its tensor names and its configuration.
+
+``hf/tables/llama.toml`` explains the fields of a table. ``core.hf.name_tables`` applies its rows to
+a model.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from core.errors import UnsupportedError, UsageError, did_you_mean
+from core.hf.settings import Setting
+
+_FIELDS = frozenset(
+    (
+        *("model_type", "aliases", "architecture", "rows_of", "without", "requires", "allows"),
+        *("ignored", "absent", "rope", "detected", "implementation", "builder", "checked"),
+        "config",
+        *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
+    )
+)
+EXPERT = "{expert}"
+"""Stands for the number of the expert in the names of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameRow:
+    """One rule of a table; ``hf/tables/llama.toml`` explains the fields."""
+
+    megatron: str
+    fused: str | None
+    also: tuple[str, ...]
+    hf: tuple[str, ...]
+    hf_also: tuple[str, ...]
+    stacked: str | None
+    packed: int | None
+    shape: tuple[str, ...]
+    fuse: str | None
+    when: frozenset[str]
+    tied: str | None
+    twin: str | None
+    source: str
+
+    @property
+    def is_of_expert(self) -> bool:
+        """True if every expert has a tensor of this row."""
+        return EXPERT in self.megatron
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What ``config.json`` calls the settings of experts; ``hf/tables/llama.toml`` explains them.
+
+    Args:
+        dense: names that say which layers have no experts.
+        shared: names whose product is the size of the shared experts.
+        normalized: name that says whether the weights of a token's experts sum up to 1.
+        scaling: name of the factor of the experts' output.
+        groups: names of the number of groups, and of the number that a token may use.
+        method: name that says how experts are chosen, where a family has several ways.
+        ranked_by: number of experts whose scores rank a group.
+    """
+
+    dense: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    normalized: str | None = None
+    scaling: str | None = None
+    groups: tuple[str, ...] = ()
+    method: str | None = None
+    ranked_by: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The table of one family; ``hf/tables/llama.toml`` explains the fields."""
+
+    model_type: str
+    aliases: tuple[str, ...]
+    architecture: str
+    requires: frozenset[str]
+    allows: frozenset[str]
+    ignored: tuple[re.Pattern[str], ...]
+    absent: tuple[str, ...]
+    defaults: Mapping[str, object]
+    config: Mapping[str, tuple[str, ...]]
+    switches: Mapping[str, str]
+    experts: ExpertNames
+    settings: Mapping[str, Setting]
+    rope: frozenset[str]
+    fixed_args: Mapping[str, object]
+    fixed_config: Mapping[str, object]
+    is_detected: bool
+    implementation: str
+    builder: str | None
+    checked: str
+    first: tuple[NameRow, ...]
+    layer: tuple[NameRow, ...]
+    mtp: tuple[NameRow, ...]
+    last: tuple[NameRow, ...]
+
+    def misfits(self, features: frozenset[str]) -> list[str]:
+        """Return the features that only the model or only the family has.
+
+        Returns:
+            [] if the model is of this family.
+        """
+        return sorted((features - self.requires - self.allows) | (self.requires - features))
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Return every supported family by its ``model_type``."""
+    items = sorted(files("core.hf").joinpath("tables").iterdir(), key=lambda item: item.name)
+    names = (item.name for item in items if item.name.endswith(".toml"))
+    parsed = (_parse_family(_table_of(name.removesuffix(".toml"))) for name in names)
+    return {family.model_type: family for family in parsed}
+
+
+@cache
+def _table_of(name: str) -> Mapping[str, Any]:
+    """Return the table in a file of ``hf/tables``."""
+    path = files("core.hf").joinpath("tables", f"{name}.toml")
+    if not path.is_file():
+        raise ValueError(f"there is no table {name!r} whose rows it could have (rows_of)")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def family_of(model_type: object) -> Family:
+    """Return the family of a model type.
+
+    Raises:
+        UnsupportedError: the model type is not supported.
+    """
+    for name, family in families().items():
+        if model_type == name or model_type in family.aliases:
+            return family
+    raise UnsupportedError(
+        f"models of type {str(model_type)[:80]!r} are not supported",
+        hint=f"supported: {', '.join(families())}",
+    )
+
+
+def family_called(model_type: str) -> Family:
+    """Return the family of a model type that a user named.
+
+    Raises:
+        UsageError: the model type is not supported.
+    """
+    try:
+        return family_of(model_type)
+    except UnsupportedError as err:
+        names = [
+            name for family in families().values() for name in (family.model_type, *family.aliases)
+        ]
+        raise UsageError(err.message, hint=did_you_mean(model_type, names) or err.hint) from None
+
+
+def parse_family(data: bytes, *, file: str) -> Family:
+    """Parse the table of a user's own family.
+
+    Args:
+        data: content of a TOML file with the fields of ``hf/tables/llama.toml``.
+        file: name of the file, for errors.
+
+    Raises:
+        UsageError: the file is not such a table.
+    """
+    try:
+        table = tomllib.loads(data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+        raise UsageError(f"--family: not a TOML file: {err}", file=file) from None
+    for name in sorted(set(table) - _FIELDS):
+        raise UsageError(
+            f"--family: a table of a family has no field {name!r}",
+            file=file,
+            hint=did_you_mean(name, sorted(_FIELDS)) or f"fields: {', '.join(sorted(_FIELDS))}",
+        )
+    try:
+        return _parse_family(table)
+    except KeyError as err:
+        raise UsageError(f"--family: the field {err} is missing", file=file) from None
+    except (AttributeError, TypeError, ValueError, re.error) as err:
+        raise UsageError(f"--family: {err}", file=file) from None
+
+
+def _parse_family(table: Mapping[str, Any]) -> Family:
+    """Build the family from a table."""
+
+    def rows(section: str) -> tuple[NameRow, ...]:
+        return tuple(map(_parse_row, _section_of(table, section)))
+
+    if not rows("first"):
+        raise ValueError("the table has no embedding ([[first]]) and no rows_of")
+    return Family(
+        model_type=table["model_type"],
+        aliases=tuple(table.get("aliases", ())),
+        architecture=table["architecture"],
+        requires=frozenset(table["requires"]),
+        allows=frozenset(table["allows"]),
+        ignored=tuple(map(re.compile, table.get("ignored", ()))),
+        absent=tuple(table.get("absent", ())),
+        defaults=table.get("defaults", {}),
+        config={name: _texts(value) for name, value in table["config"].items()},
+        switches=table.get("switches", {}),
+        experts=_parse_experts(table.get("experts", {})),
+        settings={
+            name: Setting(item["name"], item["as"], item.get("every"))
+            for name, item in table.get("settings", {}).items()
+        },
+        rope=frozenset(table.get("rope", ("linear", "llama3", "yarn"))),
+        fixed_args=table["fixed"]["args"],
+        fixed_config=table["fixed"]["config"],
+        is_detected=table.get("detected", True),
+        implementation=table.get("implementation", "local"),
+        builder=table.get("builder"),
+        checked=table.get("checked", _checked_with(table)),
+        first=rows("first"),
+        layer=rows("layer"),
+        mtp=rows("mtp"),
+        last=rows("last"),
+    )
+
+
+def _parse_experts(table: Mapping[str, Any]) -> ExpertNames:
+    """Build the names for experts from a table's section."""
+    lists = {name: _texts(table[name]) for name in ("dense", "shared", "groups") if name in table}
+    return ExpertNames(**{**table, **lists})
+
+
+def _checked_with(table: Mapping[str, Any]) -> str:
+    """Return what the tests compare the logits of a family with, if its table does not say it."""
+    model = "megatron-core's model"
+    if table.get("builder") is not None:
+        return f"{model}, with the builder's modules written for the test"
+    if "latent" in table["requires"]:
+        return f"{model}, with a plain softmax for its attention core"
+    return model
+
+
+def _section_of(table: Mapping[str, Any], section: str) -> list[Mapping[str, Any]]:
+    """Return the rows in a section of a table, with those of the family that it is based on.
+
+    A row replaces the rows with the same ``megatron``, or follows the one that its ``after`` names;
+    the rows in ``without`` are left out.
+
+    Raises:
+        ValueError: a row has no place, or there is no such family.
+    """
+    own = list(table.get(section, ()))
+    if "rows_of" not in table:
+        return own
+    without = table.get("without", ())
+    result = [
+        row
+        for row in _section_of(_table_of(table["rows_of"]), section)
+        if row["megatron"] not in without
+    ]
+    for row in own:
+        place = row.get("after", row["megatron"])
+        places = [index for index, other in enumerate(result) if other["megatron"] == place]
+        if not places:
+            raise ValueError(f"no row of {section} is called {place}")
+        if "after" in row:
+            added = {name: value for name, value in row.items() if name != "after"}
+            result.insert(places[-1] + 1, added)
+        else:
+            result[places[0] : places[-1] + 1] = [row]
+    return result
+
+
+def _parse_row(row: Mapping[str, Any]) -> NameRow:
+    """Build a rule from an entry of a table.
+
+    Raises:
+        ValueError: the entry is malformed, which only an edited package can cause.
+    """
+    unknown = set(row) - set(NameRow.__slots__)
+    if unknown:
+        raise ValueError(f"a row of hf/tables has unknown fields: {sorted(unknown)}")
+    result = NameRow(
+        megatron=row["megatron"],
+        fused=row.get("fused"),
+        also=_texts(row.get("also", ())),
+        hf=_texts(row["hf"]),
+        hf_also=_texts(row.get("hf_also", ())),
+        stacked=row.get("stacked"),
+        packed=row.get("packed"),
+        shape=_texts(row["shape"]),
+        fuse=row.get("fuse"),
+        when=frozenset(row.get("when", ())),
+        tied=row.get("tied"),
+        twin=row.get("twin"),
+        source=row["source"],
+    )
+    if len(result.hf) != len(result.shape) or (result.fuse is None) != (len(result.hf) == 1):
+        raise ValueError(f"the row of {result.megatron} does not match its parts")
+    return result
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    """Return a string or a list of strings as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(str(item) for item in value)  # type: ignore[attr-defined]

@@ -1,0 +1,151 @@
+"""Keep what Megatron's arguments cannot express: the ``config.json`` that a model came from.
+
+A model that becomes a Megatron checkpoint takes its ``config.json`` along, as text in the argument
+``huggingface_config``: tokens, initialisation, dropout, names that this program does not know. No
+version of Megatron reads that argument, and all of them load checkpoints that have it, in rank
+files and in torch_dist. On the way back, all that the arguments do express is taken from them::
+
+    config.json ──▶ arguments ─┬─▶ args.huggingface_config ─▶ its values, where the arguments
+                               │                              mean what they meant then
+                               └─▶ other arguments ─────────▶ values whose arguments have changed
+
+Megatron saves the arguments of its own run: a checkpoint that was trained further has lost the
+text, and ``--config`` supplies it.
+
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``load_args_from_checkpoint``,
+``check_checkpoint_args`` (both read arguments by name).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.errors import CorruptError
+from core.files.json_object import parse_json_object
+from core.hf.config import arguments_of, config_of
+from core.hf.family import Family
+from core.hf.traits import Model, model_of
+from core.hf.values import CONFIG
+
+ARGUMENT = "huggingface_config"
+"""Name of the argument that contains the text."""
+_PER_FAMILY = ("architectures", "model_type", "auto_map", "transformers_version")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The ``config.json`` that a model had: its text, and the values in it."""
+
+    text: bytes
+    config: Mapping[str, object]
+
+    @property
+    def model_type(self) -> str | None:
+        """The model type that the configuration states."""
+        model_type = self.config.get("model_type")
+        return model_type if isinstance(model_type, str) else None
+
+
+def origin_of(fields: Mapping[str, object]) -> Origin | None:
+    """Return the ``config.json`` that a Megatron checkpoint was converted from, if it has one.
+
+    Args:
+        fields: training arguments by name.
+
+    Raises:
+        CorruptError: the argument is not the text of a JSON object.
+    """
+    text = fields.get(ARGUMENT)
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise CorruptError(f"argument {ARGUMENT} is not a text")
+    return parse_origin(text.encode(), file=f"the argument {ARGUMENT}")
+
+
+def parse_origin(text: bytes, *, file: str) -> Origin:
+    """Parse the content of a ``config.json``.
+
+    Raises:
+        CorruptError: it is not a JSON object.
+    """
+    return Origin(text, parse_json_object(text, file=file))
+
+
+def text_of(config: Mapping[str, object], document: bytes | None) -> str:
+    """Return the text to keep of a configuration.
+
+    Args:
+        document: content of ``config.json``, if it is known; used if it contains the same values.
+    """
+    if document is not None and parse_json_object(document, file=CONFIG) == config:
+        return document.decode()
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def restore(
+    origin: Origin,
+    now: Mapping[str, object],
+    *,
+    fields: Mapping[str, object],
+    family: Family,
+    model: Model,
+) -> Mapping[str, object] | None:
+    """Return the configuration of a model with the values that only its origin knows.
+
+    Args:
+        origin: the configuration that the model was converted from.
+        now: the configuration that the arguments express (``core.hf.config.config_of``).
+        fields: training arguments by name.
+        family: family of the model.
+        model: the model that the arguments describe.
+
+    Returns:
+        None if nothing differs from the origin, whose text is then still right.
+
+    Raises:
+        CheckpointingException: the origin is not a configuration of a model.
+    """
+    if origin.model_type not in (family.model_type, *family.aliases):
+        # Another family may give the same names another meaning, except to those unknown to it.
+        extra = {name: value for name, value in origin.config.items() if name not in now}
+        return {**{name: extra[name] for name in extra if name not in _PER_FAMILY}, **now}
+    # What the arguments expressed when the model was converted, by the same functions.
+    dtype = str(fields.get("params_dtype") or now["dtype"]).removeprefix("torch.")
+    args = arguments_of(
+        origin.config,
+        family,
+        dtype=dtype,
+        transformer_impl=None,
+        divisible_by=1,
+        iteration=1,
+        n_mtp=model.n_mtp,
+    )
+    n_rows = args["vocab_size"]
+    assert isinstance(n_rows, int)
+    before = config_of(args, family, model_of(args, n_rows=n_rows, n_tensors=1 << 40), dtype=dtype)
+    names = before.keys() | now.keys()
+    changed = {name for name in names if before.get(name) != now.get(name)}
+    if not changed:
+        return None
+    return _updated(origin.config, before, now)
+
+
+def _updated(
+    origin: Mapping[str, object], before: Mapping[str, object], now: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the values of the origin, except those that differ between two configurations."""
+    result = dict(origin)
+    for name in sorted(before.keys() | now.keys()):
+        old, new, own = before.get(name), now.get(name), origin.get(name)
+        if old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(own, Mapping):
+            result[name] = _updated(own, old, new)
+        elif name in now:
+            result[name] = new
+        else:
+            result.pop(name, None)
+    return result

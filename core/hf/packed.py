@@ -1,0 +1,166 @@
+"""Unpack matrices of experts from the tensors of gpt-oss, and pack them again.
+
+::
+
+    mlp.experts.gate_up_proj  (experts, hidden, 2 × inner)    columns g0 u0 g1 u1 …
+        expert 3, transposed, its rows sorted
+    local_experts.3.linear_fc1.weight  (2 × inner, hidden)    rows g0 g1 … u0 u1 …
+
+A column is no box of a tensor's rows, so these are encodings that compute one matrix from another:
+the elements are moved, none is changed. A bias is the same with a single column that is not
+transposed.
+
+Source: transformers 5.23.0 ``models/gpt_oss/modeling_gpt_oss.py`` ``GptOssExperts``; megatron-core
+0.16.1 ``transformer/mlp.py`` (gate, then up); Megatron-Bridge 067f987d
+``models/gpt_oss/gpt_oss_bridge.py``. Logits compared in tests/hf.
+
+Not supported: units smaller than the matrix of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from core.arrays.box import Box, Shape, full_box
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Catalog, Fragment
+from core.catalog.stored import Extent, StoredArray
+from core.quantize.source import SourceTensor, source_of
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExpert:
+    """Where the matrix of an expert stands in the tensor of all experts.
+
+    Args:
+        key: name of the tensor, whose first axis has one entry per expert.
+        number: number of the expert.
+        n_experts: number of experts.
+        n_parts: number of parts of Megatron's matrix whose rows alternate in the tensor.
+    """
+
+    key: str
+    number: int
+    n_experts: int
+    n_parts: int
+
+    def entry_shape(self, shape: Shape) -> Shape:
+        """Return the shape of an entry for the shape of Megatron's tensor: a transposed matrix."""
+        return shape[::-1]
+
+    def tensor_shape(self, shape: Shape) -> Shape:
+        """Return the shape of the tensor of all experts for the shape of Megatron's tensor."""
+        return (self.n_experts, *self.entry_shape(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """The encoding of a matrix that is computed as another one with its elements in another order.
+
+    Args:
+        source: the tensor that holds the other matrix.
+        box: where it stands there; leading extents of 1 do not count.
+        n_parts: number of parts whose rows (in Megatron's orientation) alternate on one side and
+            follow each other on the other.
+        is_packed: the result is the packed matrix; otherwise it is Megatron's.
+    """
+
+    source: SourceTensor
+    box: Box
+    n_parts: int
+    is_packed: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the encoding, for users."""
+        return "transposed experts"
+
+    @property
+    def unit_bytes(self) -> int:
+        """Size of the only unit: the matrix."""
+        return max(1, prod(self.box.shape) * itemsize(self.source.dtype))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that decoding reads."""
+        return self.source.files
+
+    @property
+    def working_bytes(self) -> int:
+        """Maximum memory that decoding needs in addition to the matrix."""
+        return self.unit_bytes + self.source.working_bytes
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
+        """Return the bytes of the matrix.
+
+        Raises:
+            ReplicaMismatchError, TruncatedError, MissingShardError, StorageError, CorruptError: the
+                source cannot be read.
+        """
+        import numpy as np
+
+        # Elements are moved as integers of their size: numpy has no bfloat16.
+        kind = f"u{itemsize(self.source.dtype)}"
+        shape = self.box.shape if self.is_packed else self.box.shape[1:]
+        matrix: Any = np.frombuffer(self.source.read(store, self.box), kind).reshape(shape)
+        # Rows as Megatron has them: (part, row of the part, columns).
+        n = self.n_parts
+        if self.is_packed:
+            parts = matrix.reshape(n, shape[0] // n, *shape[1:])
+            result = parts.swapaxes(0, 1).reshape(shape).T
+        else:
+            rows = matrix.T
+            parts = rows.reshape(rows.shape[0] // n, n, *rows.shape[1:])
+            result = parts.swapaxes(0, 1)
+        return memoryview(np.ascontiguousarray(result).view(np.uint8).reshape(-1))
+
+
+def unpack_expert(
+    catalog: Catalog, name: str, expert: PackedExpert, shape: Shape
+) -> list[Fragment]:
+    """Return the fragments of Megatron's tensor of an expert.
+
+    Args:
+        catalog: the catalog with the tensor of all experts.
+        name: Megatron's name.
+        expert: where the expert stands.
+        shape: shape of Megatron's tensor.
+    """
+    source = source_of(catalog, expert.key)
+    entry = expert.entry_shape(shape)
+    box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
+    encoding = Rearranged(source, box, expert.n_parts, is_packed=False)
+    array = StoredArray(name, source.dtype, shape, Extent(source.file, 0, encoding=encoding))
+    return [Fragment(name, full_box(shape), array, (0,) * len(shape))]
+
+
+def pack_experts(
+    catalog: Catalog, experts: Sequence[tuple[str, PackedExpert]], shape: Shape
+) -> list[Fragment]:
+    """Return the fragments of the tensor of all experts.
+
+    Args:
+        catalog: the catalog with the tensors of single experts.
+        experts: Megatron's name of each expert's tensor, and where the expert stands.
+        shape: shape of Megatron's tensors.
+    """
+    fragments = []
+    for name, expert in experts:
+        source = source_of(catalog, name)
+        entry = expert.entry_shape(shape)
+        encoding = Rearranged(source, full_box(shape), expert.n_parts, is_packed=True)
+        array = StoredArray(
+            f"{expert.key}[{expert.number}]",
+            source.dtype,
+            entry,
+            Extent(source.file, 0, encoding=encoding),
+        )
+        box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
+        fragments.append(Fragment(expert.key, box, array, (0,) * len(entry)))
+    return fragments

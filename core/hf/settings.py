@@ -1,0 +1,215 @@
+"""Convert single values between ``config.json`` and Megatron's arguments.
+
+``[settings]`` of a table lists those that are neither the same number on both sides nor a switch,
+each with the way in which it is converted:
+
+======================  ===========================  ===============================================
+way                     config.json                  argument
+======================  ===========================  ===============================================
+``number``, ``text``    the same                     the same; None if it is null
+``window``              W, the keys that a query     ``window_size`` (W - 1, 0), the keys before and
+                        sees                         after its own
+``window_layers``       ``layer_types``, one name    ``window_attn_skip_freq``, 1 for a layer with a
+                        per layer                    window and 0 for one without
+``positions``           ``layer_types``: only        ``no_rope_freq``, 1 for a layer without rotary
+                        layers with a window rotate  embeddings and 0 for one with them
+``rotated_layers``      ``no_rope_layers``, 1 for a  ``no_rope_freq``, the other way round
+                        layer that rotates
+``inverse_root``        x                            ``softmax_scale`` 1 / √x
+======================  ===========================  ===============================================
+
+Source: transformers 5.23.0 ``masking_utils.py``, ``configuration_utils.py``; megatron-core 0.16.1
+``transformer/utils.py`` ``is_layer_window_attention``, ``get_sliding_window_causal_mask``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.errors import CorruptError, UnsupportedError
+from core.hf.values import CONFIG, count_of
+
+WAYS = (
+    "number",
+    "text",
+    "window",
+    "window_layers",
+    "positions",
+    "rotated_layers",
+    "inverse_root",
+)
+_TYPES = {"sliding_attention": 1, "full_attention": 0}
+"""Entry of ``layer_types`` → whether the layer has a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value of ``config.json`` and the way in which it becomes an argument.
+
+    Args:
+        name: its name in ``config.json``.
+        way: one of ``WAYS``.
+        every: number of layers after which one without a window follows, where ``config.json`` does
+            not list them.
+    """
+
+    name: str
+    way: str
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the way exists."""
+        if self.way not in WAYS:
+            raise ValueError(f"a setting has the unknown way {self.way!r}")
+
+
+def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers: int) -> object:
+    """Return the argument for a setting; None if the configuration has none.
+
+    Raises:
+        CorruptError: the value is malformed.
+        UnsupportedError: Megatron has no such layers.
+    """
+    value = config.get(setting.name)
+    if setting.way in ("window_layers", "positions"):
+        # Without a window, all layers are the same.
+        if config.get("sliding_window") is None:
+            return None
+        windows = _windows(setting, config, n_layers)
+        return windows if setting.way == "window_layers" else [1 - window for window in windows]
+    if setting.way == "rotated_layers":
+        rotated = _rotated_layers(setting, config, n_layers)
+        return None if all(rotated) else [1 - rotates for rotates in rotated]
+    if value is None:
+        return None
+    if setting.way == "window":
+        return (count_of(config, setting.name) - 1, 0)
+    if setting.way == "text":
+        return str(value)
+    number = _number(setting.name, value)
+    if setting.way == "number":
+        return value
+    if number <= 0:
+        raise CorruptError(f"{setting.name} is {value!r}, not a positive number", file=CONFIG)
+    return 1 / math.sqrt(number)
+
+
+def setting_value(
+    setting: Setting, argument: object, fields: Mapping[str, object], *, n_layers: int
+) -> object:
+    """Return the value of ``config.json`` for an argument, the inverse of ``setting_argument``.
+
+    Args:
+        argument: the argument's value; None if it is not set.
+        fields: all training arguments by name.
+
+    Raises:
+        UnsupportedError: transformers has no such layers.
+        CorruptError: the argument is malformed.
+    """
+    window = fields.get("window_size")
+    if setting.way in ("window_layers", "positions"):
+        return _layer_types(setting, argument, has_window=window is not None, n_layers=n_layers)
+    if setting.way == "rotated_layers":
+        types = _layer_types(setting, argument, has_window=True, n_layers=n_layers)
+        return [int(kind == "sliding_attention") for kind in types]
+    if argument is None:
+        return None
+    if setting.way == "window":
+        before, after = argument if isinstance(argument, (tuple, list)) else (argument, None)
+        if type(before) is not int or before < 0 or after != 0:
+            raise UnsupportedError(
+                f"window_size is {argument!r}; transformers has windows of keys before the query: "
+                "(keys, 0)"
+            )
+        return before + 1
+    if setting.way == "text":
+        return str(argument)
+    number = _number(setting.name, argument)
+    if setting.way == "number":
+        return argument
+    # 1 / √x is rounded, so that its inverse is an integer only almost.
+    inverse = 1 / number**2 if number > 0 else 0
+    nearest = round(inverse)
+    return nearest if math.isclose(inverse, nearest, rel_tol=1e-12) else inverse
+
+
+def _windows(setting: Setting, config: Mapping[str, object], n_layers: int) -> list[int]:
+    """Return a 1 for each layer with a window, and a 0 for each other layer.
+
+    Raises:
+        CorruptError: ``layer_types`` is not a list of the types of all layers.
+        UnsupportedError: a layer has another type.
+    """
+    types = config.get("layer_types")
+    if types is None:
+        # Older configurations state that every n-th layer has no window.
+        every = config.get("sliding_window_pattern", setting.every)
+        if isinstance(every, str):  # such as LLLG
+            every = len(every)
+        if type(every) is not int or every < 1:
+            raise CorruptError(f"sliding_window_pattern is {every!r}, not a number", file=CONFIG)
+        return [int(bool((layer + 1) % every)) for layer in range(n_layers)]
+    if not isinstance(types, list) or len(types) != n_layers:
+        raise CorruptError(
+            f"layer_types is {repr(types)[:80]}, not a list of {n_layers} types", file=CONFIG
+        )
+    for kind in types:
+        if kind not in _TYPES:
+            raise UnsupportedError(f"layers of type {str(kind)[:80]!r}", file=CONFIG)
+    return [_TYPES[kind] for kind in types]
+
+
+def _rotated_layers(setting: Setting, config: Mapping[str, object], n_layers: int) -> list[int]:
+    """Return a 1 for each layer with rotary embeddings, and a 0 for each other layer.
+
+    Raises:
+        CorruptError: the setting is not a list of zeros and ones.
+    """
+    rotated = config.get(setting.name)
+    if rotated is None:
+        every = count_of(config, "no_rope_layer_interval", default=setting.every)
+        return [int(bool((layer + 1) % every)) for layer in range(n_layers)]
+    if not isinstance(rotated, list) or len(rotated) != n_layers or not set(rotated) <= {0, 1}:
+        raise CorruptError(
+            f"{setting.name} is {repr(rotated)[:80]}, not {n_layers} zeros and ones", file=CONFIG
+        )
+    return [int(rotates) for rotates in rotated]
+
+
+def _layer_types(
+    setting: Setting, argument: object, *, has_window: bool, n_layers: int
+) -> list[str]:
+    """Return the types of the layers for ``window_attn_skip_freq`` or ``no_rope_freq``."""
+    # A number n means that every n-th layer is the exception.
+    is_exception: list[object]
+    if argument is None:
+        is_exception = [False] * n_layers
+    elif type(argument) is int and argument > 0:
+        is_exception = [not (layer + 1) % argument for layer in range(n_layers)]
+    elif isinstance(argument, list) and len(argument) == n_layers and set(argument) <= {0, 1}:
+        exception = int(setting.way != "window_layers")
+        is_exception = [entry == exception for entry in argument]
+    else:
+        raise CorruptError(
+            f"{setting.way} of the layers is {repr(argument)[:80]}, "
+            f"neither a positive number nor {n_layers} zeros and ones"
+        )
+    return [
+        "full_attention" if not has_window or exception else "sliding_attention"
+        for exception in is_exception
+    ]
+
+
+def _number(name: str, value: object) -> float:
+    """Return a finite number.
+
+    Raises:
+        CorruptError: it is none.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
+        raise CorruptError(f"{name} is {repr(value)[:80]}, not a number")
+    return float(value)  # type: ignore[arg-type]

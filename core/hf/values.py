@@ -1,0 +1,40 @@
+"""Read the numbers of a ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from core.errors import CorruptError
+
+CONFIG = "config.json"
+
+
+def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
+    """Return the positive integer recorded under the first of the names that has a value.
+
+    Raises:
+        CorruptError: no name has a value, or it is not a positive integer.
+    """
+    return count_of(
+        config, next((name for name in names if config.get(name) is not None), names[0])
+    )
+
+
+def count_of(
+    config: Mapping[str, object], name: str, *, default: int | None = None, least: int = 1
+) -> int:
+    """Return an integer of the configuration.
+
+    Raises:
+        CorruptError: the number is missing without a default, or is not an integer >= ``least``.
+    """
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise CorruptError(f"{name} is missing from the configuration", file=CONFIG)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
+        raise CorruptError(
+            f"{name} is {repr(value)[:80]}, not an integer of at least {least}", file=CONFIG
+        )
+    return value

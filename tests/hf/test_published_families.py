@@ -1,0 +1,159 @@
+"""Published models that transformers loads under another name, or does not have.
+
+Kimi K2 is a DeepSeek-V3 with a ``model_type`` of its own; its configuration is the published one
+with small sizes. Ling 2's modeling code is published with the weights: its layers are those of
+transformers' GLM-4.5 with norms of queries and keys, which Megatron has run (test_megatron_logits),
+so a GLM-4.5 under Ling's names must become the same Megatron model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.catalog.facets import HuggingFaceModel
+from core.convert.job import TopologyChange
+from core.convert.run import Job, run
+from core.errors import UnsupportedError
+from core.hf import to_hf, to_megatron
+from tests.hf.models import (
+    arguments,
+    assert_same,
+    catalog_of,
+    config_of,
+    contents,
+    saved,
+    tensors,
+)
+from tests.support.facets import facet_of
+
+_LING = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.q_norm.": ".attention.query_layernorm.",
+    ".self_attn.k_norm.": ".attention.key_layernorm.",
+    ".gate.e_score_correction_bias": ".gate.expert_bias",
+}
+
+
+def test_kimis_published_configuration_describes_the_same_model(tmp_path: Path) -> None:
+    folder = saved("kimi_k2", tmp_path / "model")
+    store, source = catalog_of(folder)
+    new = config_of(folder)
+    scaling = {key: value for key, value in new["rope_parameters"].items() if key != "rope_theta"}
+    published = {key: value for key, value in new.items() if key != "rope_parameters"} | {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": {**scaling, "type": scaling.pop("rope_type")},
+        "rope_theta": 50000.0,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_method": "noaux_tc",
+    }
+    ours, theirs = to_megatron(source, published), to_megatron(source, new)
+    differing = {
+        name
+        for name, value in arguments(theirs).items()
+        if arguments(ours)[name] != value and name != "params_dtype"
+    }
+    assert all("config" in name for name in differing), differing  # the configuration itself
+    assert_same(contents(ours, store), contents(theirs, store))
+    back = to_hf(ours)
+    assert_same(contents(back, store), tensors(folder))
+    assert json.loads(back.documents["config.json"])["model_type"] == "kimi_k2"
+
+
+@pytest.fixture
+def ling(tmp_path: Path) -> Path:
+    """A GLM-4.5 with norms of queries and keys, under the names of Ling 2."""
+    folder = saved("glm4_moe_norms", tmp_path / "ling")
+    weights: dict[str, torch.Tensor] = {}
+    glm = load_file(folder / "model.safetensors")
+    for key, value in glm.items():
+        if key.endswith(("k_proj.weight", "v_proj.weight")):
+            continue
+        if key.endswith("q_proj.weight"):
+            parts = [glm[key.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            key, value = (
+                key.replace("self_attn.q_proj", "attention.query_key_value"),
+                torch.cat(parts),
+            )
+        for old, new in _LING.items():
+            key = key.replace(old, new)
+        weights[key] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(folder)
+    for old, new in {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+    }.items():
+        config[new] = config.pop(old)
+    config |= {
+        "model_type": "bailing_moe_v2",
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "score_function": "sigmoid",
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_ling_becomes_the_megatron_model_that_the_same_glm_becomes(
+    ling: Path, tmp_path: Path
+) -> None:
+    glm = saved("glm4_moe_norms", tmp_path / "glm")
+    glm_store, glm_source = catalog_of(glm)
+    store, source = catalog_of(ling)
+    ours, theirs = (
+        to_megatron(source, config_of(ling)),
+        to_megatron(glm_source, config_of(glm)),
+    )
+    assert_same(contents(ours, store), contents(theirs, glm_store))
+    differing = {
+        name
+        for name, value in arguments(theirs).items()
+        if arguments(ours)[name] != value and name != "params_dtype"
+    }
+    assert all("config" in name for name in differing), differing
+    back = to_hf(ours)
+    assert facet_of(back, HuggingFaceModel).model_type == "bailing_moe_v2"
+    assert_same(contents(back, store), tensors(ling))
+
+
+def test_ling_comes_back_from_files_of_several_ranks(ling: Path, tmp_path: Path) -> None:
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    run(
+        Job(
+            src=ling,
+            dst=ranks,
+            to="megatron",
+            topology=TopologyChange(tp=2, pp=3, ep=2),
+            fsync=False,
+        )
+    )
+    run(Job(src=ranks, dst=back, to="hf", fsync=False))
+    assert_same(tensors(back), tensors(ling))
+
+
+def test_groups_that_megatron_ranks_by_another_number_of_experts_are_refused(
+    tmp_path: Path,
+) -> None:
+    folder = saved("deepseek_v2_groups", tmp_path / "model")
+    _, source = catalog_of(folder)
+    config = config_of(folder)
+    with pytest.raises(UnsupportedError, match="by its 1 best, Megatron by its 2 best") as caught:
+        to_megatron(source, config | {"topk_group": 1})
+    assert "n_group" in str(caught.value.hint)
+    to_megatron(source, config | {"topk_group": 1, "topk_method": "greedy"})
