@@ -35,7 +35,7 @@ from ckpt_cli.host.results import (
     WorkerResult,
     write_result,
 )
-from ckpt_cli.options.progress import is_quiet, progress_form, requested_form
+from ckpt_cli.options.shared.progress import is_quiet, progress_form, requested_form
 from ckpt_cli.options.worker import USAGE, WorkerOptions, parse_worker_arguments
 from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
 from ckpt_cli.screen.terminal import screen_of

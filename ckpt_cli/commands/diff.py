@@ -57,8 +57,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.page import check_html_path, write_report
-from ckpt_cli.options.progress import progress_form
-from ckpt_cli.options.values import check_file
+from ckpt_cli.options.shared.progress import progress_form
+from ckpt_cli.options.shared.values import check_file
 from ckpt_cli.pages.diff_page import page_of, verdict_line
 from ckpt_cli.pages.pictures.heat import maps_json
 from ckpt_cli.screen.pager import pager_of, print_page

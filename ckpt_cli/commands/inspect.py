@@ -90,7 +90,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.page import check_html_path, write_report
-from ckpt_cli.options.progress import progress_form
+from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
 from ckpt_cli.pages.inspect_listing import listing_json, listing_lines

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.progress import progress_form
-from ckpt_cli.options.values import check_file
+from ckpt_cli.options.shared.progress import progress_form
+from ckpt_cli.options.shared.values import check_file
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of
 from ckpt_cli.findings.verdict import LEVELS
-from ckpt_cli.options.progress import progress_form
+from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped, screen_of
 from ckpt_cli.workers.current_team import launch_of, team

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_cli.findings.verdict import LEVELS
-from ckpt_cli.options.progress import progress_form
+from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.pages.prune_page import prune_json, prune_lines
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from ckpt_cli.screen.failure import Terminated

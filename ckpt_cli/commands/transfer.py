@@ -60,8 +60,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.html_report.page import check_html_path, write_report
-from ckpt_cli.options.progress import progress_form
-from ckpt_cli.options.values import (
+from ckpt_cli.options.shared.progress import progress_form
+from ckpt_cli.options.shared.values import (
     check_file,
     parse_casts,
     parse_key_pairs,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of, plan_request
 from ckpt_cli.findings.verdict import Verdict, exit_code_of
 from ckpt_cli.html_report.page import write_report
-from ckpt_cli.options.progress import progress_form
-from ckpt_cli.options.values import check_file
+from ckpt_cli.options.shared.progress import progress_form
+from ckpt_cli.options.shared.values import check_file
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.output_file import check_report_path, write_lines
 from ckpt_cli.screen.pager import pager_of, print_page

@@ -2,5 +2,5 @@
 
 Start at ``run``; ``agent`` calls torch, ``failure`` chooses the error to report, ``guard`` bounds
 every wait.
-Imports: ckpt_cli, core, host, options, screen, workers.
+Imports: ckpt_cli, core, host, options, options.shared, screen, workers.
 """

@@ -31,7 +31,7 @@ from ckpt_cli.launch.failure import Cause, LaunchError, cause_of
 from ckpt_cli.launch.guard import Limits, Overdue, guard_agent
 from ckpt_cli.launch.meeting_place import check_rendezvous, rendezvous_of
 from ckpt_cli.options.launch import parse_nodes
-from ckpt_cli.options.progress import is_quiet, progress_form, requested_form, with_form
+from ckpt_cli.options.shared.progress import is_quiet, progress_form, requested_form, with_form
 from ckpt_cli.options.worker import LONGEST_S, WorkerOptions
 from ckpt_cli.screen.failure import Terminated, raise_if_ended
 from ckpt_cli.screen.terminal import print_note

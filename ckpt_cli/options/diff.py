@@ -9,8 +9,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from ckpt_cli.options.progress import ProgressForm
-from ckpt_cli.options.storage import StorageOptions
+from ckpt_cli.options.shared.progress import ProgressForm
+from ckpt_cli.options.shared.storage import StorageOptions
+from ckpt_cli.options.shared.values import whole_number
 from ckpt_cli.options.transfer import (
     CHECKS,
     CONTENT,
@@ -27,7 +28,6 @@ from ckpt_cli.options.transfer import (
     report_option,
     threads_option,
 )
-from ckpt_cli.options.values import whole_number
 from core.errors import UsageError
 
 

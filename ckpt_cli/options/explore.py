@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from ckpt_cli.options.storage import storage_option
+from ckpt_cli.options.shared.storage import storage_option
 from ckpt_cli.options.transfer import (
     Flag,
     iteration_option,

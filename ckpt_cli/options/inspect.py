@@ -8,8 +8,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from ckpt_cli.options.progress import progress_option
-from ckpt_cli.options.storage import storage_option
+from ckpt_cli.options.shared.progress import progress_option
+from ckpt_cli.options.shared.storage import storage_option
+from ckpt_cli.options.shared.values import one_of, whole_number
 from ckpt_cli.options.transfer import (
     Flag,
     iteration_option,
@@ -18,7 +19,6 @@ from ckpt_cli.options.transfer import (
     report_option,
     threads_option,
 )
-from ckpt_cli.options.values import one_of, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.host.binding import MODES
-from ckpt_cli.options.progress import progress_option
+from ckpt_cli.options.shared.progress import progress_option
+from ckpt_cli.options.shared.values import one_of, whole_number
 from ckpt_cli.options.typer_command import LAUNCH_PANELS
-from ckpt_cli.options.values import one_of, whole_number
 from ckpt_cli.options.worker import BACKENDS
 from core.device.device import NAMES as DEVICES
 from core.errors import UsageError, did_you_mean

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from ckpt_cli.options.progress import ProgressForm
-from ckpt_cli.options.storage import StorageOptions
+from ckpt_cli.options.shared.progress import ProgressForm
+from ckpt_cli.options.shared.storage import StorageOptions
 from ckpt_cli.options.transfer import (
     OUTPUT,
     TALK,

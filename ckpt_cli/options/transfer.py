@@ -15,10 +15,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
-from ckpt_cli.options.progress import ProgressForm
-from ckpt_cli.options.storage import StorageOptions, parse_storage_options
-from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
-from ckpt_cli.options.values import (
+from ckpt_cli.options.shared.progress import ProgressForm
+from ckpt_cli.options.shared.storage import StorageOptions, parse_storage_options
+from ckpt_cli.options.shared.values import (
     AUTO,
     check_cast,
     check_dtype,
@@ -29,6 +28,7 @@ from ckpt_cli.options.values import (
     parse_size,
     whole_number,
 )
+from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
 from core.files.object_client import limit_requests, set_storage_options
 from core.files.remote_path import RemotePath
 from core.files.url import refuse_url

@@ -8,8 +8,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from ckpt_cli.options.progress import ProgressForm
-from ckpt_cli.options.storage import StorageOptions
+from ckpt_cli.options.shared.progress import ProgressForm
+from ckpt_cli.options.shared.storage import StorageOptions
+from ckpt_cli.options.shared.values import one_of, whole_number
 from ckpt_cli.options.transfer import (
     CHECKS,
     OUTPUT,
@@ -23,7 +24,6 @@ from ckpt_cli.options.transfer import (
     ReadingThreads,
     RulesFile,
 )
-from ckpt_cli.options.values import one_of, whole_number
 from core.files.remote_path import location_of
 
 FORMATS = ("text", "json", "junit", "sarif", "github")

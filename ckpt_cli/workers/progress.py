@@ -57,7 +57,7 @@ def show_progress(form: str) -> Iterator[OnProgress | None]:
     A bar is erased at the end, also when the work fails or is interrupted.
 
     Args:
-        form: one of ``ckpt_cli.options.progress.FORMS``.
+        form: one of ``ckpt_cli.options.shared.progress.FORMS``.
 
     Yields:
         The function to report to; None if nothing is shown.

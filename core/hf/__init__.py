@@ -6,16 +6,18 @@
                                                  ◀─ to_hf ─
 
 The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.family``). Sizes and
-features of a model come from the training arguments (``core.hf.traits``), which ``core.hf.config``
-converts from and to a ``config.json``. Fused tensors consist of boxes (``core.hf.fuse``).
+features of a model come from the training arguments (``core.hf.traits``), which
+``core.hf.config_json`` converts from and to a ``config.json``. Fused tensors consist of boxes
+(``core.hf.fuse``).
 
 The family of a model follows from its ``model_type``, or from its tensors (``core.hf.detection``);
 that of a Megatron model from its arguments (``core.hf.choice``). What arguments cannot express
-stays with the checkpoint (``core.hf.origin``).
+stays with the checkpoint (``core.hf.config_json.origin``).
 
 Not supported: optimizer state, quantized weights (they are dequantized first), LoRA adapters,
 models with another head than the language model's.
-Imports: arrays, catalog, changes, errors, files, megatron.extras, megatron.model, pickle, quantize.
+Imports: arrays, catalog, changes, errors, files, hf.config_json, megatron.extras, megatron.model,
+pickle, quantize.
 """
 
 from __future__ import annotations

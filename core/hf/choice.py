@@ -4,7 +4,8 @@ Training arguments do not name a family, and several families may have the same 
 a Llama's arguments may have been a Mistral without windows, or a Phi-3. The first of these decides:
 
 1. the family that the user names, or its table;
-2. the ``model_type`` of the ``config.json`` that the model was converted from (``core.hf.origin``);
+2. the ``model_type`` of the ``config.json`` that the model was converted from
+   (``core.hf.config_json.origin``);
 3. the only family that is recognised by its arguments; of several, the one with the fewest settings
    of its own, as every other one would be a special case of it.
 """

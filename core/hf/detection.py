@@ -16,7 +16,7 @@ from importlib.resources import files
 
 from core.catalog.catalog import TensorMeta
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.hf.config import arguments_of
+from core.hf.config_json.config import arguments_of
 from core.hf.family import Family, families
 from core.hf.name_tables import pairs_of
 from core.hf.traits import Model, model_of

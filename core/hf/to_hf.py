@@ -18,10 +18,10 @@ from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
 from core.hf.choice import choose_family
-from core.hf.config import config_of, document
+from core.hf.config_json.config import config_of, document
+from core.hf.config_json.origin import Origin, origin_of, parse_origin, restore
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
-from core.hf.origin import Origin, origin_of, parse_origin, restore
 from core.hf.packed import pack_experts
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG

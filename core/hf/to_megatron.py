@@ -27,13 +27,13 @@ from core.errors import (
     UsageError,
 )
 from core.hf import fuse
-from core.hf.config import arguments_of
+from core.hf.config_json.config import arguments_of
+from core.hf.config_json.origin import ARGUMENT, text_of
+from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
-from core.hf.origin import ARGUMENT, text_of
 from core.hf.packed import unpack_expert
-from core.hf.rope import unsaid_rope
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.model.topology import Topology

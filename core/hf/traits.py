@@ -1,6 +1,6 @@
 """Derive the sizes, features and traits of a model that the tables ``hf/tables`` refer to.
 
-All are read from Megatron's training arguments in both directions (``core.hf.config`` first
+All are read from Megatron's training arguments in both directions (``core.hf.config_json`` first
 converts a ``config.json`` to arguments), so that the two directions agree.
 
 =============  ====================================================================================

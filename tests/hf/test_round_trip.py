@@ -16,8 +16,8 @@ from transformers import AutoConfig
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.hf import is_hf, model_types, to_hf, to_megatron
-from core.hf.origin import ARGUMENT
-from core.hf.rope import unsaid_rope
+from core.hf.config_json.origin import ARGUMENT
+from core.hf.config_json.rope import unsaid_rope
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
     MODELS,

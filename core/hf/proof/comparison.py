@@ -27,7 +27,7 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import TensorMeta
 from core.changes.quantize import is_float8
 from core.errors import CorruptError
-from core.hf.experts import dense_layers
+from core.hf.config_json.experts import dense_layers
 from core.hf.family import Family
 from core.hf.proof.any_family import find_problems
 from core.hf.proof.expected import (

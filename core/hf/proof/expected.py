@@ -5,8 +5,8 @@
     config.json ── _derive_model ─▶ Model ── pairs_of (hf/tables) ─▶ Expected: names, shape, stack
 
 The same tables map names to Megatron's, so every accepted name can be converted. Unlike
-``core.hf.config``, this module accepts features that Megatron cannot express (sliding windows,
-rotary scaling), as they change neither names nor shapes.
+``core.hf.config_json``, this module accepts features that Megatron cannot express (sliding
+windows, rotary scaling), as they change neither names nor shapes.
 
 Source: transformers 5.23.0 ``models/*/modeling_*.py``; its defaults for missing values are
 ``[defaults]`` of the tables.
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
-from core.hf.experts import dense_layers, shared_size
+from core.hf.config_json.experts import dense_layers, shared_size
 from core.hf.family import Family, families
 from core.hf.name_tables import pairs_of
 from core.hf.traits import FEATURES, Model

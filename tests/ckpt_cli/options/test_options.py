@@ -12,15 +12,15 @@ from typer.main import get_command
 from ckpt_cli.app import app, main
 from ckpt_cli.commands.transfer import build_job
 from ckpt_cli.options.inspect import InspectOptions
-from ckpt_cli.options.transfer import TARGETS, TransferOptions
-from ckpt_cli.options.typer_command import Group
-from ckpt_cli.options.values import (
+from ckpt_cli.options.shared.values import (
     check_names,
     parse_key_pairs,
     parse_quantizations,
     parse_size,
     parse_unstack_globs,
 )
+from ckpt_cli.options.transfer import TARGETS, TransferOptions
+from ckpt_cli.options.typer_command import Group
 from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from core.errors import UsageError
 from core.formats.registry import formats

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 
 from core.arrays.sharding import padded_vocab_size
 from core.errors import UnsupportedError
-from core.hf.experts import expert_arguments, expert_config
+from core.hf.config_json.experts import expert_arguments, expert_config
+from core.hf.config_json.rope import rope_arguments, rope_config
 from core.hf.family import Family
-from core.hf.rope import rope_arguments, rope_config
 from core.hf.settings import setting_argument, setting_value
 from core.hf.traits import FEATURES, Model
 from core.hf.values import CONFIG, count_of, number_of

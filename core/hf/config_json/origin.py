@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from core.errors import CorruptError
 from core.files.json_object import parse_json_object
-from core.hf.config import arguments_of, config_of
+from core.hf.config_json.config import arguments_of, config_of
 from core.hf.family import Family
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
@@ -97,7 +97,7 @@ def restore(
 
     Args:
         origin: the configuration that the model was converted from.
-        now: the configuration that the arguments express (``core.hf.config.config_of``).
+        now: the configuration that the arguments express (``config_of``).
         fields: training arguments by name.
         family: family of the model.
         model: the model that the arguments describe.

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from typer import Option
 
+from ckpt_cli.options.shared.values import one_of
 from ckpt_cli.options.typer_command import PANELS
-from ckpt_cli.options.values import one_of
 
 FORMS = ("auto", "bar", "log", "none")
 """How progress is shown; ``auto`` is a bar on a terminal, else a log of jobs that take long."""

@@ -1,4 +1,4 @@
-"""Convert YaRN scaling of rotary position embeddings (``core.hf.rope``).
+"""Convert YaRN scaling of rotary position embeddings (``core.hf.config_json.rope``).
 
 Latent attention and ordinary attention have it under different arguments, and with different
 defaults. transformers takes ``mscale`` and ``mscale_all_dim`` only together.

@@ -32,9 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
-from core.hf.family import Family
-from core.hf.values import count_of
-from core.hf.yarn import (
+from core.hf.config_json.yarn import (
     HINT,
     as_int,
     latent_yarn_arguments,
@@ -43,6 +41,8 @@ from core.hf.yarn import (
     plain_yarn_config,
     rope_number,
 )
+from core.hf.family import Family
+from core.hf.values import count_of
 
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
