@@ -30,6 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.support import dtensor_golden
+from tests.support.starship import write_starship
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS: Mapping[str, str] = {
@@ -138,6 +139,8 @@ def make_checkpoints(golden: Path, folder: Path, text: str | None = None) -> Non
         with tempfile.TemporaryDirectory() as unpacked:
             source = dtensor_golden.unpacked(Path(unpacked)) / "fsdp2_dp4"
             shutil.copytree(source, folder / RANK_FILES)
+    if named is None or "models/starship" in named:
+        write_starship(golden / CHECKPOINTS["models/llama"], folder)
     if named is None or "config.json" in named:
         (folder / "config.json").write_text(TITAN_CONFIG)
     if named is None or NEWER_ITERATION in named:
