@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForCTC,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
 from core.formats.trainer.parameter_order import families, named_numbers
 
@@ -103,3 +116,47 @@ def test_every_family_of_the_table_lists_a_module_once() -> None:
     for tree in families().values():
         for names in tree.values():
             assert len(set(names)) == len(names)
+
+
+def order_in_transformers(model_type: str) -> dict[str, tuple[int, ...]]:
+    """Return parameter → shape of a small model of transformers, in its order; tied ones once."""
+    config = AutoConfig.for_model(model_type)
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, 2)
+    with suppress(AttributeError):  # of some, it follows from the number of layers
+        config.layer_types = config.layer_types[:2]
+    auto = next(
+        kind
+        for kind in (
+            AutoModelForCausalLM,
+            AutoModelForMaskedLM,
+            AutoModelForSeq2SeqLM,
+            AutoModelForImageTextToText,
+            AutoModelForCTC,
+            AutoModelForImageClassification,
+            AutoModel,
+        )
+        if type(config) in kind._model_mapping
+    )
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=[] if name in ("llama", "gpt2", "bert") else pytest.mark.long)
+        for name in families()
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_table_has_the_order_of_transformers(model_type: str) -> None:
+    shapes = order_in_transformers(model_type)
+    alphabetical = dict(sorted(shapes.items()))
+    result = named_numbers(
+        alphabetical, [list(shapes.values())], is_ordered=False, model_type=model_type
+    )
+    assert result is not None
+    assert result.groups == (tuple(shapes),)
