@@ -19,7 +19,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
 from core.hf.choice import choose_family
 from core.hf.config_json.config import config_of, document
-from core.hf.config_json.origin import Origin, origin_of, parse_origin, restore
+from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, restore
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.packed import pack_experts
@@ -136,7 +136,7 @@ def to_hf(
 
 
 def _config_document(
-    origin: Origin | None,
+    origin: ConfigOrigin | None,
     config: Mapping[str, object],
     *,
     fields: Mapping[str, object],

@@ -35,7 +35,7 @@ _PER_FAMILY = ("architectures", "model_type", "auto_map", "transformers_version"
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ConfigOrigin:
     """The ``config.json`` that a model had: its text, and the values in it."""
 
     text: bytes
@@ -48,7 +48,7 @@ class Origin:
         return model_type if isinstance(model_type, str) else None
 
 
-def origin_of(fields: Mapping[str, object]) -> Origin | None:
+def origin_of(fields: Mapping[str, object]) -> ConfigOrigin | None:
     """Return the ``config.json`` that a Megatron checkpoint was converted from, if it has one.
 
     Args:
@@ -65,13 +65,13 @@ def origin_of(fields: Mapping[str, object]) -> Origin | None:
     return parse_origin(text.encode(), file=f"the argument {ARGUMENT}")
 
 
-def parse_origin(text: bytes, *, file: str) -> Origin:
+def parse_origin(text: bytes, *, file: str) -> ConfigOrigin:
     """Parse the content of a ``config.json``.
 
     Raises:
         CorruptError: it is not a JSON object.
     """
-    return Origin(text, parse_json_object(text, file=file))
+    return ConfigOrigin(text, parse_json_object(text, file=file))
 
 
 def text_of(config: Mapping[str, object], document: bytes | None) -> str:
@@ -86,7 +86,7 @@ def text_of(config: Mapping[str, object], document: bytes | None) -> str:
 
 
 def restore(
-    origin: Origin,
+    origin: ConfigOrigin,
     now: Mapping[str, object],
     *,
     fields: Mapping[str, object],
