@@ -480,7 +480,7 @@ class TransferOptions:
             "--family",
             metavar="FILE.toml",
             rich_help_panel=LAYOUT,
-            help="Names and configuration of a model family that ckpt does not know.",
+            help="Tensor names and configuration of an unsupported model family.",
         ),
     ] = None
     tokenizer: Annotated[

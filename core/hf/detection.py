@@ -99,7 +99,7 @@ def refused_types() -> Mapping[str, str]:
     }
 
 
-def _remoteness(family: Family, config: Mapping[str, object]) -> tuple[bool, bool, bool, int]:
+def _remoteness(family: Family, config: Mapping[str, object]) -> tuple[bool | int, ...]:
     """Return a key by which the likeliest of several families with the same tensors sorts first."""
     try:
         _arguments(config, family)
@@ -107,7 +107,9 @@ def _remoteness(family: Family, config: Mapping[str, object]) -> tuple[bool, boo
     except (CorruptError, UnsupportedError):
         is_contradicted = True
     has_builder = family.builder is not None
-    return is_contradicted, has_builder, not family.is_detected, len(family.settings)
+    # Among equals, Llama, from which most other families took their names.
+    is_other = family.model_type != "llama"
+    return is_contradicted, has_builder, not family.is_detected, len(family.settings), is_other
 
 
 def _arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:

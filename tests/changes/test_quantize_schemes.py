@@ -457,7 +457,12 @@ def test_a_scheme_that_nobody_knows_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize(
-    "example", [example for example, found in CAST.items() if "int8" not in found[0]]
+    "example",
+    [
+        example
+        for example, (scheme, *_) in CAST.items()
+        if "int8" not in scheme and scheme != "MXFP4"
+    ],
 )
 def test_what_cannot_be_dequantized_is_refused_by_its_scheme(example: str) -> None:
     scheme, method, spec = CAST[example]

@@ -70,7 +70,7 @@ def test_python_m_is_the_same_program() -> None:
         (["help", "convrt"], "did you mean convert?"),
         (["ls", "a"], "no such command: ls\n  hint: use ckpt inspect PATH"),
         (["check", "a"], "use ckpt validate PATH"),
-        (["merge", "a", "b"], "use ckpt reshard SRC DST --tp-new 1"),
+        (["merge", "a", "b"], "error: the computation is missing\n  hint: give one of: --average"),
         (["inspect", "--limit", "x"], "'x' is not a whole number of at least 0"),
         (["inspect", "--sort", "shape"], "'shape' is not one of: name, size"),
         (["convert", "a", "b", "c"], "unexpected extra argument"),

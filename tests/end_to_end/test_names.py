@@ -142,7 +142,7 @@ def test_a_config_that_is_not_needed_or_not_there_is_refused(golden: Path, tmp_p
             Job(
                 src=golden / GOLD / "tp1_pp1",
                 dst=tmp_path / "out",
-                to="hf",
+                to="torch_dist",
                 config=hf / "config.json",
                 fsync=False,
             )

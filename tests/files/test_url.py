@@ -113,6 +113,12 @@ def path_lines() -> list[list[str]]:
             for n in range(len(arguments))
         ]
         rest = ["validate", "x"] if registered.name == "launch" else ["x"] * len(arguments)
+        if registered.name == "merge":
+            lines = [
+                [*line, "x", "-o", "y", "--average"] if line[0] == "merge" else line
+                for line in lines
+            ]
+            rest = ["x", "x", "--average"]
         for param in params:
             if param.param_type_name == "option":
                 lines += [[registered.name, option, URL, *rest] for option in param.opts]

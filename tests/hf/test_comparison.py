@@ -200,12 +200,18 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name:
     import transformers
 
     quietly()
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_hidden_layers": 5,
         "num_attention_heads": 128,
         "hidden_size": 1280,
         "vocab_size": 9,
+        "pad_token_id": None,
     }
+    # Values without which transformers cannot build the model, though it has them as defaults.
+    if name == "nemotron":
+        sizes["num_key_value_heads"] = 128
+    if name == "ministral":
+        sizes["head_dim"] = 10
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(name, **sizes)
         metas, stated = state_of(transformers.AutoModelForCausalLM.from_config(config))
@@ -518,7 +524,7 @@ def test_families_that_are_not_known_raise_no_alarm(model_type: str) -> None:
     [
         ("gemma2", {"num_hidden_layers": 9, "layer_types": ["full_attention"] * 9}, "layers"),
         ("gpt_neox", {"num_hidden_layers": 7}, "layers"),
-        ("gemma2", {"vocab_size": 777}, None),
+        ("gpt_neox", {"vocab_size": 777}, None),
         ("gemma2", {"vocab_size": 777777}, "shape"),
         ("gpt_neox", {"hidden_size": 1234}, "shape"),
     ],

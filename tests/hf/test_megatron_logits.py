@@ -296,7 +296,8 @@ def folders(
     root = tmp_path_factory.mktemp("logits")
     cases = []
     found: dict[str, Path] = {}
-    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [getattr(item, "callspec", None) for item in items]
     names = {spec.params.get("name") for spec in chosen if spec is not None}
     for name in (name for name in RUN if name in names):
         folder = found[name] = saved(name, root / name, dtype=torch.float32)

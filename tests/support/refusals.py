@@ -18,7 +18,7 @@ FOUND_BUT_CONVERTED = {
     ".metadata does not name",
     **dict.fromkeys(
         (
-            "accelerate/*: short random states",
+            "accelerate/zero*: short random states",
             "accelerate/*: an empty scheduler",
             "trainer/*: short random states",
             "trainer/*: short weights",

@@ -128,12 +128,12 @@ def test_inspect_with_stats_has_the_values_of_each_tensor(
 ) -> None:
     table = report("inspect", golden / RANKS, "--stats").data["table"]
     assert isinstance(table, dict)
-    described = [values for row in table["rows"] for values in row[-1]]
+    described = [values for row in table["rows"] for values in row[-2]]
     assert len(described) == 31
     assert {"min", "max", "mean", "std", "NaN", "Inf", "zeros"} <= set(described[0])
     # The bins hold every finite value.
     for row in table["rows"]:
-        for values in row[-1]:
+        for values in row[-2]:
             _, zeros, negative, positive = values["bins"]
             assert zeros + sum(negative) + sum(positive) == math.prod(row[2])
 
