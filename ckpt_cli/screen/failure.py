@@ -15,7 +15,7 @@ one line that tells what remains::
  code    meaning
 ======  ===============================================================
  0       success
- 1       findings (``validate``, ``diff``)
+ 1       findings (``validate``, ``diff``); no valid iteration (``prune``)
  2       usage: invalid request
  3       the checkpoint is corrupt or incomplete
  4       unsupported format, layout or feature
