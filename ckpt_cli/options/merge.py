@@ -45,7 +45,7 @@ def parse_number(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions:
-    """What ``ckpt merge`` computes from which checkpoints."""
+    """The options of ``ckpt merge`` that name its sources and the computation."""
 
     paths: Annotated[
         list[Path],

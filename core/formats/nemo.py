@@ -28,9 +28,10 @@ from dataclasses import dataclass, replace
 from io import RawIOBase
 from typing import TYPE_CHECKING, cast
 
-from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.catalog import Catalog
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats.format import Format, no_folders
+from core.formats.torch.format import catalog_of_tree
 from core.formats.torch.tree import parse
 
 if TYPE_CHECKING:
@@ -102,19 +103,8 @@ def read(store: ReadStore) -> Catalog:
             f"the archive has no {WEIGHTS}", file=file, hint="copy the archive again"
         )
     tree = parse(store, file, start=weights.offset, n_bytes=weights.n_bytes)
-    catalog = catalog_of_arrays(
-        format="nemo",
-        version=tree.version,
-        arrays=tree.arrays,
-        objects=tree.objects,
-        hidden=tree.hidden,
-        skeleton=tree.value,
-    )
     return replace(
-        catalog,
-        aliases=tree.aliases,
-        unsupported=tree.unsupported,
-        notes=tree.notes,
+        catalog_of_tree(tree, format="nemo"),
         dropped=tuple(f"{name} (other files of the archive)" for name in files if name != WEIGHTS),
     )
 

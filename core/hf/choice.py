@@ -25,7 +25,7 @@ _N_NEAREST = 3
 
 @dataclass(frozen=True, slots=True)
 class _FamilyFit:
-    """How well a model fits a family: ``misfits`` are texts, one per argument that does not."""
+    """A family and, as texts, the arguments of a model that it cannot have (``misfits``)."""
 
     family: Family
     misfits: tuple[str, ...]

@@ -55,7 +55,7 @@ class NameRow:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What ``config.json`` calls the settings of experts; ``hf/tables/llama.toml`` explains them.
+    """The names of the settings of experts in ``config.json`` (``hf/tables/llama.toml``).
 
     Args:
         dense: names that say which layers have no experts.

@@ -77,7 +77,7 @@ class Pair:
 
     @property
     def strips(self) -> list[Strip]:
-        """Which rows of ``tensors`` are which rows of Megatron's tensor."""
+        """The strips that map rows of ``tensors`` to rows of Megatron's tensor."""
         numbers = {tensor.names: number for number, tensor in enumerate(self.tensors)}
         strips = interleave_by_group([part.shape[0] for part in self.parts], self.n_groups)
         return [

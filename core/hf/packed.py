@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PackedExpert:
-    """Where the matrix of an expert stands in the tensor of all experts.
+    """The place of one expert's matrix in the tensor that holds those of all experts.
 
     Args:
         key: name of the tensor, whose first axis has one entry per expert.

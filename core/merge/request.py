@@ -1,4 +1,4 @@
-"""What ``ckpt merge`` computes from which checkpoints, as a plain value."""
+"""The request of ``ckpt merge``: a computation and its checkpoints, as a plain value."""
 
 from __future__ import annotations
 

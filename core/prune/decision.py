@@ -37,7 +37,7 @@ class KeepRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationState:
-    """What is known of an iteration before the decision.
+    """The state of an iteration before the decision.
 
     Args:
         number: the iteration.

@@ -40,7 +40,7 @@ _REMOVED = re.compile(re.escape(removed_name("NAME")).replace("NAME", "(.+)"), r
 
 @dataclass(frozen=True, slots=True)
 class TrainingRoot:
-    """What a training root contains.
+    """The iterations, trackers and links in a training root.
 
     Args:
         path: the root.

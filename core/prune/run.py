@@ -29,7 +29,7 @@ from core.validate.run import Validation, validate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneJob:
-    """What is to be pruned.
+    """A request to prune a training root.
 
     Args:
         root: training root, local or a URL.

@@ -117,22 +117,28 @@ def catalog_of(store: ReadStore, name: str) -> Catalog:
     tree = parse(store, name)
     root = as_mapping(tree.value) or {}
     iteration, args = root.get("iteration"), root.get("args")
+    return replace(
+        catalog_of_tree(tree, format="torch"),
+        iteration=iteration if type(iteration) is int else None,
+        args=args if attributes(args) is not None else None,
+    ).with_facet(TorchFileFacts(is_set_aside=tree.is_set_aside, shared=tree.shared))
+
+
+def catalog_of_tree(tree: TorchTree, *, format: str) -> Catalog:
+    """Return the catalog of a parsed ``torch.save`` stream.
+
+    Args:
+        format: name of the format whose file contains the stream.
+    """
     catalog = catalog_of_arrays(
-        format="torch",
+        format=format,
         version=tree.version,
         arrays=tree.arrays,
         objects=tree.objects,
         hidden=tree.hidden,
         skeleton=tree.value,
     )
-    return replace(
-        catalog,
-        iteration=iteration if type(iteration) is int else None,
-        args=args if attributes(args) is not None else None,
-        aliases=tree.aliases,
-        unsupported=tree.unsupported,
-        notes=tree.notes,
-    ).with_facet(TorchFileFacts(is_set_aside=tree.is_set_aside, shared=tree.shared))
+    return replace(catalog, aliases=tree.aliases, unsupported=tree.unsupported, notes=tree.notes)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:

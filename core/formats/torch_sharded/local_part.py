@@ -1,4 +1,4 @@
-"""What one rank's file holds of a distributed tensor, and the parsing that its classes share."""
+"""The part of a distributed tensor in one rank's file, and parsing that its classes share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HeldArray:
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What one rank's file holds of a distributed tensor.
+    """The part of a distributed tensor that is in the file of one rank.
 
     Args:
         kind: name of the class: ``DTensor`` or ``ShardedTensor``.

@@ -47,7 +47,7 @@ class FileFamily:
 
     @property
     def label(self) -> str:
-        """What the files hold according to their names: ``model``, ``optim`` …; maybe ""."""
+        """The kind of state in the file names, such as ``model`` or ``optim``; "" if none."""
         stem = "" if _DCP_LIKE.match(self.pattern) else self.pattern.rpartition(".")[0]
         return _RANK.sub("", _SIZE.sub("", stem)).replace("#", "").strip("_.-= ")
 

@@ -55,7 +55,7 @@ def names_distributed(store: ReadStore, file: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """What one rank's file holds, under the keys of the checkpoint.
+    """The tensors and values in the file of one rank, under the keys of the checkpoint.
 
     Args:
         file: name of the file.
