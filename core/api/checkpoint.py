@@ -28,7 +28,7 @@ from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError, UsageError
 from core.files.remote_path import location_of
-from core.hf import is_hf, to_hf, to_megatron
+from core.hf import is_hf, read_family, to_hf, to_megatron
 from core.inspect.summary import parallel_sizes
 from core.megatron.model.args import fields_of
 from core.megatron.reshard.reshard import load_rules
@@ -124,7 +124,13 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             self.args = {name: _plain(value) for name, value in fields_of(catalog.args).items()}
         self.notes = tuple(dict.fromkeys(notes))
 
-    def named(self, names: str, *, model_type: str | None = None) -> OpenCheckpoint:
+    def named(
+        self,
+        names: str,
+        *,
+        model_type: str | None = None,
+        family: str | os.PathLike[str] | None = None,
+    ) -> OpenCheckpoint:
         """Return the weights of the model under the names of Hugging Face or of Megatron.
 
         Fused tensors are taken apart, or joined, when they are read. The optimizer is not included.
@@ -134,10 +140,12 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             names: ``hf`` or ``megatron``.
             model_type: the Hugging Face family, such as ``llama``; None for the one that the
                 training arguments describe.
+            family: a TOML file that describes a model family of your own, as ``--family`` does, in
+                place of ``model_type``.
 
         Raises:
-            UsageError: ``names`` has another value, or the checkpoint was opened with
-                ``ranks="local"``.
+            UsageError: ``names`` has another value, the checkpoint was opened with
+                ``ranks="local"``, or the file of ``family`` is not such a table.
             UnsupportedError: the model is of no supported family.
             CheckpointingException: tensors are missing, or shapes contradict the arguments.
         """
@@ -149,15 +157,16 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
                 file=str(self.path),
                 hint="open the checkpoint without ranks='local'",
             )
+        table = None if family is None else read_family(Path(family))
         catalog = without_optimizer(self._catalog).catalog
         config = config_of_source(self._source)
         comes_from_hf = catalog.facet(MegatronModel) is None and is_hf(catalog, config)
         if names == "hf":
             if not comes_from_hf and catalog.facet(HuggingFaceModel) is None:
-                catalog = to_hf(catalog, model_type=model_type)
+                catalog = to_hf(catalog, model_type=model_type, family=table)
         elif comes_from_hf:
             assert config is not None, "is_hf() is true only with a config.json"
-            catalog = to_megatron(catalog, config)
+            catalog = to_megatron(catalog, config, family=table)
         elif catalog.facet(MegatronModel) is None:
             raise UnsupportedError(
                 "the tensors have neither Megatron's names nor Hugging Face's with a config.json",

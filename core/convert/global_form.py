@@ -163,7 +163,7 @@ def global_form(
         CheckpointingException: the source is damaged or incomplete, or an option contradicts the
             source or the destination.
     """
-    from core.hf import is_hf
+    from core.hf import is_hf, read_family
 
     # Read the objects, the layout rules and the configuration that describes the model.
     without_state = without_training_state(source.catalog, job, format)
@@ -183,7 +183,7 @@ def global_form(
         model_type=model_type,
         config=config,
         config_document=_config_document(catalog, source),
-        family=_read_family(job),
+        family=None if job.family is None else read_family(job.family),
         comes_from_hf=is_hf(catalog, config),
         is_restacked=format.is_mcore and job.stacking is not None,
         others=tuple(others),
@@ -608,21 +608,6 @@ def _is_origin(request: _FormRequest, catalog: Catalog) -> bool:
         and isinstance(config.get("model_type"), str)
         and (catalog.is_rank_local or is_megatron(catalog, request.rules))
     )
-
-
-def _read_family(job: Job) -> Family | None:
-    """Read the file of ``--family``.
-
-    Raises:
-        UsageError: it is not a table of a family.
-    """
-    if job.family is None:
-        return None
-    from core.hf import parse_family
-
-    with translate_os_errors(str(job.family), doing="read"):
-        data = job.family.read_bytes()
-    return parse_family(data, file=str(job.family))
 
 
 def _parse_names(job: Job) -> tuple[str | None, str | None]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.catalog.catalog import Catalog
-from core.hf.family import Family, families, parse_family
+from core.hf.family import Family, families, read_family
 from core.hf.name_tables import LAYERS
 from core.hf.proof.proof import check_model
 from core.hf.to_hf import to_hf
@@ -36,7 +36,7 @@ __all__ = [
     "check_model",
     "is_hf",
     "model_types",
-    "parse_family",
+    "read_family",
     "to_hf",
     "to_megatron",
 ]

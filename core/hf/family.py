@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from core.errors import UnsupportedError, UsageError, did_you_mean
+from core.files.store import translate_os_errors
 from core.hf.settings import Setting
 
 _FIELDS = frozenset(
@@ -159,6 +161,18 @@ def family_called(model_type: str) -> Family:
             name for family in families().values() for name in (family.model_type, *family.aliases)
         ]
         raise UsageError(err.message, hint=did_you_mean(model_type, names) or err.hint) from None
+
+
+def read_family(path: Path) -> Family:
+    """Read the file that describes a user's own family.
+
+    Raises:
+        UsageError: the file is not the table of a family.
+        CheckpointingException: the file cannot be read.
+    """
+    with translate_os_errors(str(path), doing="read"):
+        data = path.read_bytes()
+    return parse_family(data, file=str(path))
 
 
 def parse_family(data: bytes, *, file: str) -> Family:

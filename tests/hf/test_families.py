@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+import core
 from ckpt_cli.app import main
 from core.catalog.catalog import Catalog
 from core.convert.run import Job, run
-from core.errors import UnsupportedError, UsageError
+from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.store import LocalStore
-from core.hf import parse_family, to_hf, to_megatron
+from core.hf import to_hf, to_megatron
 from core.hf.detection import refused_types
-from core.hf.family import families
+from core.hf.family import families, parse_family
 from core.pickle.inert import make_namespace
 from tests.hf.models import arguments, assert_same, catalog_of, config_of, contents, saved, tensors
 
@@ -134,9 +136,29 @@ def test_a_users_own_family_goes_both_ways_through_the_command_line(
     assert (back / "config.json").read_bytes() == (model / "config.json").read_bytes()
 
 
+def test_a_users_own_family_names_the_tensors_of_an_opened_checkpoint(tmp_path: Path) -> None:
+    model = _starship(saved("phi3", tmp_path / "phi3"), tmp_path / "starship")
+    table = tmp_path / "starship.toml"
+    table.write_text(OWN)
+    truth = load_file(model / "model.safetensors")["model.layers.0.mlp.thrust.weight"]
+    with core.open(model) as checkpoint:
+        with pytest.raises(UnsupportedError, match="'starship' are not supported"):
+            checkpoint.named("megatron")
+        fused = checkpoint.named("megatron", family=table)
+        gate_up = fused["decoder.layers.0.mlp.linear_fc1.weight"]
+        assert gate_up.torch().equal(truth)
+        with pytest.raises(CheckpointingException, match="nowhere"):
+            checkpoint.named("megatron", family=tmp_path / "nowhere.toml")
+    ranks = tmp_path / "ranks"
+    core.convert(model, ranks, to="megatron", family=table)
+    with core.open(ranks) as checkpoint:
+        named = checkpoint.named("hf", family=table)
+        assert named["model.layers.0.mlp.thrust.weight"].torch().equal(truth)
+
+
 def _starship(phi3: Path, folder: Path) -> Path:
     """A model of a type of its own, with a fused matrix under another name."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     weights = load_file(phi3 / "model.safetensors")
     q, k, v = 32, 16, 16

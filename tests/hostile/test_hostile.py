@@ -128,7 +128,18 @@ def test_what_hostile_ones_are_made_of_is_read(
     assert found.code == 0, found.err + found.out
 
 
-@pytest.mark.parametrize("case", CASES)
+_LONG = {
+    f"pickle as {place}: {what}"
+    for place in ("metadata", "object")
+    for what in ("deep lists", "deep lists behind a mark", "many objects", "many records")
+}
+"""A million objects each; the same pickles as files of torch.save are read without ``--long``."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.long if name in _LONG else ()) for name in CASES],
+)
 def test_a_hostile_checkpoint_ends_every_command_in_order(
     case: str, server: Server, folder: Path
 ) -> None:
@@ -154,6 +165,7 @@ def test_a_hostile_checkpoint_ends_every_command_in_order(
 
 def test_there_are_more_than_a_hundred() -> None:
     assert len(CASES) > 300
+    assert set(CASES) >= _LONG
 
 
 _RUNNING = [
