@@ -336,7 +336,10 @@ def _load_all(rank: int, world: int, folder: str) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("backend", "most_ranks"), [("torch_dist", 8), ("zarr", 4)])
+@pytest.mark.parametrize(
+    ("backend", "most_ranks"),
+    [("torch_dist", 4), pytest.param("torch_dist", 8, marks=pytest.mark.long), ("zarr", 4)],
+)
 def test_what_was_saved_at_any_layout_is_loaded_at_any_other_and_as_a_whole(
     tmp_path, backend, most_ranks
 ):
