@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.hf.family import Family
+from core.megatron.model.hybrid import pattern_of
 
 _OFF = [
     "activation_func_clamp_value",
@@ -51,6 +52,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "softmax_type": ("vanilla", None),
     "softmax_scale": (None,),
     "glu_linear_offset": (0, 0.0, None),
+    "layernorm_epsilon": (1e-5,),
     **dict.fromkeys(_OFF, (False, None, 0, "")),
 }
 """Argument → values that it has in a model of any family whose table states nothing else."""
@@ -74,6 +76,8 @@ def misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[s
         Argument → the value that models of the family have.
     """
     stated = {*family.config, *family.settings, *family.switches}
+    if "hybrid_override_pattern" in stated:
+        stated |= {"hybrid_layer_pattern", *_without_effect(fields)}
     misfits: dict[str, object] = {}
     for name, neutral in _NEUTRAL.items():
         if name in stated or (name == "rotary_percent" and "partial" in family.rope):
@@ -90,3 +94,17 @@ def misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[s
         ):
             misfits[name] = allowed[0]
     return misfits
+
+
+def _without_effect(fields: Mapping[str, object]) -> frozenset[str]:
+    """Return the arguments that no layer of a hybrid model depends on."""
+    pattern = pattern_of(fields)
+    layers = "" if pattern is None else pattern.layers
+    names = set()
+    if "*" not in layers:
+        names |= {"position_embedding_type", "rotary_percent", "qk_layernorm"}
+    if "-" not in layers and "E" not in layers:
+        names |= {"swiglu", "squared_relu", "openai_gelu", "quick_geglu"}
+    if "E" not in layers:
+        names |= {"moe_router_score_function", "moe_latent_size"}
+    return frozenset(names)

@@ -156,7 +156,7 @@ def _sizes_alone(config: Mapping[str, object], family: Family) -> dict[str, obje
         name: value[0] if isinstance(value, list) else value
         for name, value in family.fixed_config.items()
     }
-    epsilon = dict.fromkeys(family.config["layernorm_epsilon"], 1e-5)
+    epsilon = dict.fromkeys(family.config.get("layernorm_epsilon", ()), 1e-5)
     return {**epsilon, **sizes, **fixed}
 
 

@@ -21,12 +21,23 @@ from core.hf.settings import Setting
 
 _FIELDS = frozenset(
     (
-        *("model_type", "aliases", "architecture", "rows_of", "without", "requires", "allows"),
+        *(
+            "model_type",
+            "aliases",
+            "architecture",
+            "body",
+            "rows_of",
+            "without",
+            "requires",
+            "allows",
+        ),
         *("ignored", "absent", "rope", "detected", "implementation", "builder", "checked"),
         "config",
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
 )
+_LISTS = ("dense", "shared", "groups", "requires")
+"""Fields of ``[experts]`` that are lists of names."""
 EXPERT = "{expert}"
 """Stands for the number of the expert in the names of a row."""
 
@@ -67,6 +78,7 @@ class ExpertNames:
         groups: names of the number of groups, and of the number that a token may use.
         method: name that says how experts are chosen, where a family has several ways.
         ranked_by: number of experts whose scores rank a group.
+        requires: features of every model with experts, where models of the family may have none.
     """
 
     dense: tuple[str, ...] = ()
@@ -76,6 +88,7 @@ class ExpertNames:
     groups: tuple[str, ...] = ()
     method: str | None = None
     ranked_by: int = 2
+    requires: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,7 @@ class Family:
     model_type: str
     aliases: tuple[str, ...]
     architecture: str
+    body: str
     requires: frozenset[str]
     allows: frozenset[str]
     ignored: tuple[re.Pattern[str], ...]
@@ -112,7 +126,8 @@ class Family:
         Returns:
             [] if the model is of this family.
         """
-        return sorted((features - self.requires - self.allows) | (self.requires - features))
+        requires = self.requires | (set(self.experts.requires) if "moe" in features else set())
+        return sorted((features - requires - self.allows) | (requires - features))
 
 
 @cache
@@ -215,6 +230,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         model_type=table["model_type"],
         aliases=tuple(table.get("aliases", ())),
         architecture=table["architecture"],
+        body=table.get("body", "model."),
         requires=frozenset(table["requires"]),
         allows=frozenset(table["allows"]),
         ignored=tuple(map(re.compile, table.get("ignored", ()))),
@@ -243,7 +259,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
 
 def _parse_experts(table: Mapping[str, Any]) -> ExpertNames:
     """Build the names for experts from a table's section."""
-    lists = {name: _texts(table[name]) for name in ("dense", "shared", "groups") if name in table}
+    lists = {name: _texts(table[name]) for name in _LISTS if name in table}
     return ExpertNames(**{**table, **lists})
 
 

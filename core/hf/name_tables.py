@@ -19,6 +19,9 @@ from core.hf.traits import Model
 
 LAYERS = "decoder.layers."
 MTP = "mtp.layers."
+BODY = "model."
+"""Prefix of all names in a model of transformers except the head's, unless the family's table
+states another (``body``)."""
 _MTP_BODIES = ("transformer_layer.", "mtp_model_layer.")
 
 
@@ -94,7 +97,8 @@ class Pair:
 def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     """Yield every tensor of a model, in the order of Megatron's rank files."""
     sizes = model.sizes
-    mtp_layers = [f"model.layers.{model.n_layers + number}." for number in range(model.n_mtp)]
+    layers = f"{family.body}layers."
+    mtp_layers = [f"{layers}{model.n_layers + number}." for number in range(model.n_mtp)]
 
     def make_pair(
         row: NameRow, megatron: tuple[str, ...], hf: str, expert: int | None = None
@@ -112,7 +116,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             n_groups=model.n_groups if row.fuse == "qkv" else 1,
             stack=None
             if row.stacked is None or expert is None
-            else (hf + row.stacked, expert, model.n_experts),
+            else (BODY + (hf + row.stacked).removeprefix(family.body), expert, model.n_experts),
             packed=None
             if row.packed is None or expert is None
             else PackedExpert(hf + row.hf[0], expert, model.n_experts, row.packed),
@@ -134,9 +138,8 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
                         hint=f"sizes: {', '.join(sorted(sizes))}",
                     )
             shape = tuple(sizes[size] for size in names_of_sizes)
-            yield FamilyPart(
-                tuple(hf + _numbered(each, expert) for each in names), shape, rows.get(name, 0)
-            )
+            full = tuple(hf + _numbered(each, expert) for each in names)
+            yield FamilyPart((*full, *_with_other_body(full, family)), shape, rows.get(name, 0))
             rows[name] = rows.get(name, 0) + shape[0]
 
     def layer_pairs(kind: str, megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
@@ -155,9 +158,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         if row.when <= model.traits:
             yield make_pair(row, ("",), "")
     for number in range(model.n_layers):
-        yield from layer_pairs(
-            model.kind_of(number), (f"{LAYERS}{number}.",), f"model.layers.{number}."
-        )
+        yield from layer_pairs(model.kind_of(number), (f"{LAYERS}{number}.",), f"{layers}{number}.")
     # The final norm; the layers of multi-token prediction, whose last rule is their own norm; and
     # the output layer, which Megatron saves after them.
     yield from (make_pair(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
@@ -171,6 +172,15 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         for row in family.mtp[-1:]:
             yield make_pair(row, (start,), hf)
     yield from (make_pair(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
+
+
+def _with_other_body(names: tuple[str, ...], family: Family) -> tuple[str, ...]:
+    """Return the names that transformers 5 reads for names that begin with the family's body."""
+    if family.body == BODY:
+        return ()
+    return tuple(
+        BODY + name.removeprefix(family.body) for name in names if name.startswith(family.body)
+    )
 
 
 def _numbered(name: str, expert: int | None) -> str:

@@ -16,6 +16,9 @@ way                     config.json                  argument
 ``rotated_layers``      ``no_rope_layers``, 1 for a  ``no_rope_freq``, the other way round
                         layer that rotates
 ``inverse_root``        x                            ``softmax_scale`` 1 / √x
+``flag``                the same                     true or false
+``pattern``             ``layers_block_type`` or     ``hybrid_override_pattern``, one symbol per
+                        ``num_hidden_layers``        layer (``core.hf.config_json.hybrid``)
 ======================  ===========================  ===============================================
 
 Source: transformers 5.23.0 ``masking_utils.py``, ``configuration_utils.py``; megatron-core 0.16.1
@@ -39,6 +42,8 @@ WAYS = (
     "positions",
     "rotated_layers",
     "inverse_root",
+    "flag",
+    "pattern",
 )
 _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
@@ -82,8 +87,12 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
     if setting.way == "rotated_layers":
         rotated = _rotated_layers(setting, config, n_layers)
         return None if all(rotated) else [1 - rotates for rotates in rotated]
+    if setting.way == "pattern":
+        return config["hybrid_override_pattern"]
     if value is None:
         return None
+    if setting.way == "flag":
+        return bool(value)
     if setting.way == "window":
         return (count_of(config, setting.name) - 1, 0)
     if setting.way == "text":
@@ -115,6 +124,8 @@ def setting_value(
     if setting.way == "rotated_layers":
         types = _layer_types(setting, argument, has_window=True, n_layers=n_layers)
         return [int(kind == "sliding_attention") for kind in types]
+    if setting.way == "flag":
+        return bool(argument)
     if argument is None:
         return None
     if setting.way == "window":

@@ -32,7 +32,7 @@ from core.hf.config_json.origin import ARGUMENT, text_of
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
-from core.hf.name_tables import Pair, pairs_of
+from core.hf.name_tables import BODY, Pair, pairs_of
 from core.hf.packed import unpack_expert
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
@@ -45,7 +45,7 @@ _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
-_LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj)\.weight$")
+_LINEAR = re.compile(r"(^|\.)(linear_\w+|in_proj|out_proj|output_layer|eh_proj)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +249,11 @@ def _extra_layers(catalog: Catalog, config: Mapping[str, object]) -> set[int]:
 
 def _dtype_of(catalog: Catalog, family: Family) -> str:
     """Return the dtype of the embedding, which becomes ``params_dtype``."""
-    key = family.first[0].hf[0]
-    if key not in catalog.tensors:
-        raise MissingShardError("the tensor is not in the checkpoint", key=key)
+    first = family.first[0].hf[0]
+    names = (first, BODY + first.removeprefix(family.body))
+    key = next((name for name in names if name in catalog.tensors), None)
+    if key is None:
+        raise MissingShardError("the tensor is not in the checkpoint", key=first)
     return catalog.tensors[key].dtype
 
 

@@ -19,15 +19,22 @@ q_lora, q_b    channels that queries are compressed to; channels of all query he
 kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
 kv_b           channels of all keys, without the rotated ones, and all values
 hidden2        twice ``hidden``
+moe_in         channels that an expert sees: ``hidden``, or those that they are compressed to
+mamba_heads    heads of a Mamba-2 layer
+mamba_inner    channels of all these heads
+mamba_conv     channels that its convolution sees: ``mamba_inner``, and B and C of all groups
+mamba_in       rows of its input projection: z, x, B, C and dt
+mamba_kernel   positions that its convolution sees, always 4
 =============  ====================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.megatron.model.hybrid import pattern_of
 
 FEATURES: Mapping[str, str] = {
     "tied": "untie_embeddings_and_output_weights",
@@ -44,9 +51,15 @@ FEATURES: Mapping[str, str] = {
     "pre_softmax": "moe_router_pre_softmax",
     "topk_scaling": "moe_router_topk_scaling_factor",
     "router_groups": "moe_router_num_groups",
+    "moe_latent": "moe_latent_size",
     "mtp": "mtp_num_layers",
+    "hybrid": "hybrid_override_pattern",
+    "hybrid_attention": "hybrid_override_pattern",
+    "hybrid_mlp": "hybrid_override_pattern",
 }
 """Feature that a family may have → the argument that enables it."""
+_KINDS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Symbol of a layer in the pattern of a hybrid model → kind of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,8 @@ class Model:
         traits: conditions under which tensors exist, except ``dense`` and ``moe``, which depend on
             the layer.
         is_local: parameters have the names of the local implementation, not Transformer Engine's.
+        kinds: kind of each layer of a hybrid model: mamba, attention, mlp or moe; None for other
+            models.
     """
 
     n_layers: int
@@ -75,9 +90,12 @@ class Model:
     features: frozenset[str]
     traits: frozenset[str]
     is_local: bool
+    kinds: tuple[str, ...] | None = None
 
     def kind_of(self, layer: int) -> str:
-        """Return the kind of a layer, ``dense`` or ``moe``."""
+        """Return the kind of a layer: ``dense`` or ``moe``, or one of those of a hybrid model."""
+        if self.kinds is not None:
+            return self.kinds[layer]
         return "dense" if self.dense is None or layer in self.dense else "moe"
 
 
@@ -108,13 +126,22 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         )
     n_experts = size_of(fields, "num_experts", default=0)
     n_mtp = size_of(fields, "mtp_num_layers", default=0)
-    dense = _dense_layers(fields, n_layers) if n_experts else None
+    pattern = pattern_of(fields)
+    kinds = None if pattern is None else kinds_of(pattern.layers)
+    if kinds is not None:
+        dense = dense_kinds(kinds)
+        n_experts = 0 if dense is None else n_experts
+    else:
+        dense = _dense_layers(fields, n_layers) if n_experts else None
     features = _features(
-        fields, has_experts=n_experts > 0, has_dense_layers=bool(dense), has_mtp=n_mtp > 0
+        fields,
+        has_experts=n_experts > 0,
+        has_dense_layers=kinds is None and bool(dense),
+        has_mtp=n_mtp > 0,
     )
 
     # Derive the sizes of the layers that the model has.
-    ffn = size_of(fields, "ffn_hidden_size")
+    ffn = size_of(fields, "ffn_hidden_size", default=4 * hidden)
     sizes = {"one": 1, "vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
     sizes |= {"heads": heads, "head": head, "q": heads * head, "kv": groups * head}
     if "latent" in features:
@@ -124,7 +151,16 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
             "experts": n_experts,
             "moe_ffn2": 2 * size_of(fields, "moe_ffn_hidden_size", default=ffn),
             "moe_ffn": size_of(fields, "moe_ffn_hidden_size", default=ffn),
+            "moe_in": size_of(fields, "moe_latent_size", default=hidden),
         }
+    if kinds is not None:
+        features |= hybrid_features(kinds)
+        sizes |= mamba_sizes(
+            heads=size_of(fields, "mamba_num_heads"),
+            head_dim=size_of(fields, "mamba_head_dim"),
+            groups=size_of(fields, "mamba_num_groups"),
+            state=size_of(fields, "mamba_state_dim"),
+        )
     if "shared_expert" in features:
         sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
 
@@ -144,7 +180,57 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         features=features,
         traits=traits,
         is_local=fields.get("transformer_impl") == "local",
+        kinds=kinds,
     )
+
+
+def kinds_of(pattern: str) -> tuple[str, ...]:
+    """Return the kind of each layer of a hybrid model.
+
+    Args:
+        pattern: a symbol for each layer (``core.megatron.model.hybrid``).
+
+    Raises:
+        UnsupportedError: transformers has no such layers.
+    """
+    for symbol in pattern:
+        if symbol not in _KINDS:
+            raise UnsupportedError(
+                f"layers of the kind {symbol!r} in a hybrid model have no place under Hugging "
+                "Face's names",
+                hint=f"kinds that have: {' '.join(_KINDS)}",
+            )
+    return tuple(_KINDS[symbol] for symbol in pattern)
+
+
+def dense_kinds(kinds: Sequence[str]) -> frozenset[int] | None:
+    """Return the numbers of the layers without experts of a hybrid model; None if none has any."""
+    dense = frozenset(number for number, kind in enumerate(kinds) if kind != "moe")
+    return None if len(dense) == len(kinds) else dense
+
+
+def hybrid_features(kinds: Sequence[str]) -> frozenset[str]:
+    """Return the features of a hybrid model that follow from the kinds of its layers."""
+    others = {"attention": "hybrid_attention", "mlp": "hybrid_mlp"}
+    return frozenset({"hybrid", *(others[kind] for kind in others if kind in kinds)})
+
+
+def mamba_sizes(*, heads: int, head_dim: int, groups: int, state: int) -> dict[str, int]:
+    """Return the sizes of a Mamba-2 layer, see the module's table.
+
+    Args:
+        heads, head_dim: number of heads, and of channels of each.
+        groups: number of groups of heads that share B and C.
+        state: channels of B and of C of each group.
+    """
+    inner, conv = heads * head_dim, heads * head_dim + 2 * groups * state
+    return {
+        "mamba_heads": heads,
+        "mamba_inner": inner,
+        "mamba_conv": conv,
+        "mamba_in": inner + conv + heads,
+        "mamba_kernel": 4,
+    }
 
 
 def _features(
@@ -192,6 +278,7 @@ def _moe_features(fields: Mapping[str, object]) -> set[str]:
         "pre_softmax": not is_sigmoid and fields.get("moe_router_pre_softmax"),
         "topk_scaling": fields.get("moe_router_topk_scaling_factor") not in (None, 1, 1.0),
         "router_groups": fields.get("moe_router_num_groups") not in (None, 1),
+        "moe_latent": fields.get("moe_latent_size"),
     }
     return {name for name, condition in conditions.items() if condition}
 

@@ -128,6 +128,36 @@ PLAIN_YARN = {
     "beta_slow": 1.0,
 }
 
+# Its configuration has none of the numbers of attention and MLP.
+MAMBA2: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+            "intermediate_size",
+        ),
+        ...,
+    ),
+    "num_heads": 8,
+    "head_dim": 8,
+    "n_groups": 4,
+    "state_size": 6,
+}
+NEMOTRON_H = {
+    "num_hidden_layers": ...,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "ssm_state_size": 6,
+    "time_step_min": 1e-30,  # Megatron does not raise time steps to it
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+}
 PADDED = {"pad_token_id": 0}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 MINISTRAL_ROPE = {
@@ -251,12 +281,16 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**DEEPSEEK, "rope_parameters": {**YARN, "rope_theta": 1e4}},
     ),
     "kimi_k2": ("deepseek_v3", KIMI_K2),
+    "mamba2": ("mamba2", MAMBA2),
+    "mamba2_tied": ("mamba2", {**MAMBA2, "tie_word_embeddings": True, "residual_in_fp32": False}),
+    "nemotron_h": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M-*"}),
+    "nemotron_h_moe": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M*EM-E"}),
     "deepseek_v3_plain_query": (
         "deepseek_v3",
         {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0},
     ),
 }
-"""Name → (model type, what differs from ``COMMON``)."""
+"""Name → (model type, what differs from ``COMMON``; ``...`` for a value that it does not have)."""
 
 MOE = tuple(
     name
@@ -271,7 +305,8 @@ def built(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, changes = MODELS[name]
-    config = AutoConfig.for_model(model_type, **{**COMMON, **changes})
+    values = {name: value for name, value in {**COMMON, **changes}.items() if value is not ...}
+    config = AutoConfig.for_model(model_type, **values)
     torch.manual_seed(sum(name.encode()))
     model = AutoModelForCausalLM.from_config(config)
     for value in model.state_dict().values():

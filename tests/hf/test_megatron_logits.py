@@ -46,7 +46,7 @@ if (
 pytestmark = pytest.mark.slow
 
 SCRIPT = r"""
-import contextlib, dataclasses, json, math, sys, warnings
+import contextlib, dataclasses, json, math, sys, types, warnings
 warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
@@ -60,6 +60,78 @@ ones = torch.ones
 torch.ones = lambda *args, device=None, **kwargs: ones(*args, **kwargs)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
+
+def rearrange(x, pattern, **sizes):
+    # einops for single-letter axes, of which neighbours may be one axis: "l b (h p)".
+    def axes(text):
+        for group, letters in ((group, group.strip("()").split()) for group in groups(text)):
+            yield letters
+
+    def groups(text):
+        text = text.strip()
+        while text:
+            end = text.index(")") + 1 if text[0] == "(" else (text + " ").index(" ")
+            yield text[:end]
+            text = text[end:].strip()
+
+    before, after = (list(axes(text)) for text in pattern.split("->"))
+    for number, letters in reversed(list(enumerate(before))):
+        if len(letters) > 1:
+            x = x.unflatten(number, [sizes.get(letter, -1) for letter in letters])
+    flat = [letter for letters in before for letter in letters]
+    x = x.permute([flat.index(letter) for letters in after for letter in letters])
+    for number, letters in enumerate(after):
+        if len(letters) > 1:
+            x = x.flatten(number, number + len(letters) - 1)
+    return x
+
+
+def scan(x, dt, a, b, c, chunk_size, *, D, z, dt_bias, dt_softplus, **unused):
+    # The recurrence of Mamba-2, one position after the other; heads share b and c by group.
+    dt = torch.nn.functional.softplus(dt + dt_bias)
+    b, c = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (b, c))
+    state, rows = 0, []
+    for t in range(x.shape[1]):
+        step = dt[:, t, :, None, None]
+        state = state * torch.exp(step * a[:, None, None]) + (
+            step * x[:, t, :, :, None] * b[:, t, :, None]
+        )
+        rows.append((state * c[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(rows, 1)
+
+
+class GatedNorm(torch.nn.Module):
+    # The norm of mamba_ssm over the channels of each group, behind the gate.
+    def __init__(self, size, *, eps, group_size, norm_before_gate, **unused):
+        super().__init__()
+        assert not norm_before_gate
+        self.weight = torch.nn.Parameter(torch.ones(size))
+        self.eps, self.group = eps, group_size
+
+    def forward(self, x, z):
+        x = (x * torch.nn.functional.silu(z)).unflatten(-1, (-1, self.group))
+        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return x.flatten(-2) * self.weight
+
+
+for name, members in {
+    "einops": {"rearrange": rearrange, "repeat": None},
+    "mamba_ssm": {},
+    "mamba_ssm.ops": {},
+    "mamba_ssm.ops.triton": {},
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": GatedNorm},
+    "mamba_ssm.ops.triton.ssd_combined": {
+        "mamba_chunk_scan_combined": scan,
+        "mamba_split_conv1d_scan_combined": None,
+    },
+    "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": None},
+    "megatron.core.inference.contexts.attention_context.triton.tensor_ops": dict.fromkeys(
+        ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge", "tensor_swap")
+    ),
+}.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__dict__.update(members)
+
 from safetensors.torch import load_file, save_file
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -68,6 +140,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm import mamba_block
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -177,6 +252,80 @@ def tanh_gelu(x):
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
+def hybrid(args, config):
+    # mamba_layer_specs.py with the local modules.
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.models.mamba.mamba_model import MambaModel
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    mamba_block.TENorm = WrappedTorchNorm
+    mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=DotProductAttention,
+        linear_proj=RowParallelLinear,
+    )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    moe = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    add = get_bias_dropout_add
+    layers = {
+        "mamba_layer": (
+            MambaLayer,
+            MambaLayerSubmodules(
+                norm=WrappedTorchNorm, mixer=ModuleSpec(MambaMixer, submodules=mixer), mamba_bda=add
+            ),
+        ),
+        "attention_layer": (
+            TransformerLayer,
+            TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=ModuleSpec(
+                    SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention
+                ),
+                self_attn_bda=add,
+            ),
+        ),
+        "mlp_layer": (
+            MLPLayer,
+            TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm, mlp=ModuleSpec(MLP, submodules=mlp), mlp_bda=add
+            ),
+        ),
+        "moe_layer": (
+            MoETransformerLayer,
+            TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=moe, mlp_bda=add),
+        ),
+    }
+    specs = {name: ModuleSpec(module, submodules=parts) for name, (module, parts) in layers.items()}
+    return MambaModel(
+        config,
+        ModuleSpec(
+            mamba_block.MambaStack, submodules=mamba_block.MambaStackSubmodules(**specs)
+        ),
+        vocab_size=args["vocab_size"],
+        max_sequence_length=args["max_position_embeddings"],
+        hybrid_override_pattern=args["hybrid_override_pattern"],
+        position_embedding_type=args["position_embedding_type"],
+        share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+        parallel_output=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    ).eval()
+
+
 def built(args, family):
     is_latent = args["multi_latent_attention"]
     kind = MLATransformerConfig if is_latent else TransformerConfig
@@ -202,6 +351,8 @@ def built(args, family):
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
     }
+    if args.get("hybrid_override_pattern"):
+        return hybrid(args, kind(**fields, use_mamba_mem_eff_path=False))
     config = kind(**fields)
     if args["position_embedding_type"] == "yarn":  # training/argument_utils.py
         config.yarn_rotary_scaling_factor = args["rotary_scaling_factor"]

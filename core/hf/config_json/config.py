@@ -23,7 +23,8 @@ from collections.abc import Mapping
 
 from core.arrays.sharding import padded_vocab_size
 from core.errors import UnsupportedError
-from core.hf.config_json.experts import expert_arguments, expert_config
+from core.hf.config_json.experts import expert_arguments, expert_config, has_experts
+from core.hf.config_json.hybrid import PATTERN, completed, hybrid_config, layer_names
 from core.hf.config_json.rope import rope_arguments, rope_config
 from core.hf.family import Family
 from core.hf.settings import setting_argument, setting_value
@@ -31,6 +32,8 @@ from core.hf.traits import FEATURES, Model
 from core.hf.values import CONFIG, count_of, number_of
 from core.pickle.inert import Global
 
+_OF_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk")
+"""Arguments that a model without experts does not have, whatever its ``config.json`` states."""
 _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
 """Argument → its name in other versions of Megatron."""
 
@@ -130,12 +133,17 @@ def arguments_of(
         CorruptError: the configuration lacks a value, or contradicts itself.
         UnsupportedError: Megatron has no arguments for a value.
     """
-    config = {**family.defaults, **config}
+    config = completed(config, family)
     _check_fixed(config, family)
     # Start with fixed arguments and those that only have another name in config.json.
     args: dict[str, object] = dict(_INITIAL_ARGUMENTS)
     args |= family.fixed_args
-    args |= {name: _value(config, names) for name, names in family.config.items()}
+    has_moe = has_experts(config, family)
+    args |= {
+        name: _value(config, names)
+        for name, names in family.config.items()
+        if has_moe or name not in _OF_EXPERTS
+    }
     args |= {name: bool(config.get(switch)) for name, switch in family.switches.items()}
     n_layers = count_of(config, "num_hidden_layers")
     args |= {
@@ -146,7 +154,8 @@ def arguments_of(
     # the hidden size. Megatron's latent attention has no key groups, and its kv_channels is the
     # size of a value head.
     is_latent = "latent" in family.requires
-    heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
+    heads = number_of(config, family.config.get("num_attention_heads", ("num_attention_heads",)))
+    hidden = count_of(config, "hidden_size")
     groups = count_of(config, "num_key_value_heads", default=heads)
     n_rows = count_of(config, "vocab_size")
     head_dim = max(hidden // heads, 1)
@@ -173,7 +182,7 @@ def arguments_of(
     }
     # Add those of rotary embeddings, experts and latent attention.
     args |= rope_arguments(config, family)
-    if "moe" in family.requires:
+    if has_moe:
         args |= expert_arguments(config, family, n_layers=n_layers)
         # Only Transformer Engine's experts are grouped, and that decides their parameter names.
         args["moe_grouped_gemm"] = impl == "transformer_engine"
@@ -255,6 +264,7 @@ def config_of(
         UnsupportedError: transformers has no counterpart of an argument, or an argument is missing.
     """
     # Values of every family. transformers 4 reads torch_dtype, transformers 5 reads dtype.
+    has_moe = "moe" in model.features
     config: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -269,8 +279,13 @@ def config_of(
         **{name: _first(value) for name, value in family.fixed_config.items()},
         **rope_config(fields, family),
     }
-    # Values that only have another name.
+    # Values that only have another name. Heads of attention mean nothing to a model without it.
+    has_attention = model.kinds is None or "attention" in model.kinds
     for arg, names in family.config.items():
+        if arg in _OF_EXPERTS and not has_moe:
+            continue
+        if arg == "num_attention_heads" and not has_attention and names[0] in config:
+            continue
         value = fields.get(arg, fields.get(_ALIASES.get(arg, arg)))
         if value is None and arg == "moe_ffn_hidden_size":
             value = fields.get("ffn_hidden_size")
@@ -287,12 +302,18 @@ def config_of(
                 )
             config[names[0]] = fields.get("moe_ffn_hidden_size", config[names[0]])
     for arg, setting in family.settings.items():
+        if arg == PATTERN:
+            assert model.kinds is not None  # required by the family
+            is_number = setting.name == "num_hidden_layers"
+            config[setting.name] = model.n_layers if is_number else layer_names(model.kinds)
+            continue
         config[setting.name] = setting_value(
             setting, fields.get(arg), fields, n_layers=model.n_layers
         )
+    config |= hybrid_config(family, model)
     # Values that only some families have.
     if "latent" not in model.features:
-        config["head_dim"] = model.sizes["head"]
+        config.setdefault("head_dim", model.sizes["head"])
     if "linear_bias" in family.allows:
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), "linear_bias" in model.features)
     config |= {
@@ -300,7 +321,7 @@ def config_of(
         for feature, arg in FEATURES.items()
         if (name := family.switches.get(arg)) is not None
     }
-    if "moe" in family.requires:
+    if has_moe:
         config |= expert_config(fields, family, model)
     if "mtp" in family.allows:
         config["num_nextn_predict_layers"] = model.n_mtp

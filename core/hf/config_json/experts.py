@@ -65,7 +65,7 @@ def expert_arguments(
         args["moe_router_topk_scaling_factor"] = 1.0 if scaling is None else scaling
     if names.groups:
         args |= _group_arguments(config, family)
-    if "sigmoid" in family.requires:
+    if "sigmoid" in (*family.requires, *names.requires):
         args["moe_router_dtype"] = "fp32"
     return args
 
@@ -119,6 +119,21 @@ def _ranking_text(family: Family, *, n_groups: int, n_chosen: int, n_used: int) 
     )
 
 
+def has_experts(config: Mapping[str, object], family: Family) -> bool:
+    """Return whether a model has layers with experts.
+
+    Args:
+        config: configuration with the pattern of a hybrid model (``core.hf.config_json.hybrid``).
+    """
+    return "moe" in family.requires or "E" in _symbols(config, family)
+
+
+def _symbols(config: Mapping[str, object], family: Family) -> str:
+    """Return the pattern of a hybrid model; empty for other models."""
+    is_hybrid = "hybrid_override_pattern" in family.settings
+    return str(config["hybrid_override_pattern"]) if is_hybrid else ""
+
+
 def shared_size(config: Mapping[str, object], family: Family) -> int:
     """Return the number of inner channels of all shared experts together.
 
@@ -137,6 +152,8 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
     Raises:
         CorruptError: the configuration is malformed.
     """
+    if symbols := _symbols(config, family):
+        return frozenset(layer for layer in range(n_layers) if symbols[layer : layer + 1] != "E")
     names = family.experts.dense
     kinds = config.get("mlp_layer_types") if "mlp_layer_types" in names else None
     if kinds is not None:

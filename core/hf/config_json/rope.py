@@ -14,6 +14,8 @@ rope_type     arguments
 A family's table lists the types that its models may have (``rope``), and whether they may rotate
 only a part of each head's channels (``partial``: ``rotary_percent``).
 
+``none``: a family without position embeddings.
+
 Where layers with a window rotate differently from the others, ``rotary_base`` is the pair of both
 bases, layers with a window first, as in Megatron-Bridge.
 
@@ -63,6 +65,8 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     """
     if "windows" in family.rope:
         return _arguments_by_window(config, family)
+    if "none" in family.rope:
+        return {"position_embedding_type": "none", "use_rotary_position_embeddings": False}
     # Read the parameters under the names of both versions of transformers. Older files call the
     # type "type" and keep rope_theta next to the scaling.
     parameters = _shared_parameters(config)
@@ -197,6 +201,8 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     """
     if "windows" in family.rope:
         return _config_by_window(fields)
+    if "none" in family.rope:
+        return {}
     base = float(rope_number(fields, "rotary_base", default=10000))
     scaling: dict[str, object] | None = None
     factor = fields.get("rotary_seq_len_interpolation_factor")

@@ -28,10 +28,11 @@ from core.catalog.catalog import TensorMeta
 from core.changes.quantize import is_float8
 from core.errors import CorruptError
 from core.hf.config_json.experts import dense_layers
+from core.hf.config_json.hybrid import completed
 from core.hf.family import Family
+from core.hf.name_tables import BODY
 from core.hf.proof.any_family import find_problems
 from core.hf.proof.expected import (
-    BODY,
     HEAD,
     Described,
     Expected,
@@ -56,10 +57,10 @@ from core.hf.values import CONFIG, count_of
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")
 _STACKED = re.compile(
-    r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj|down_proj)(_blocks)?"
+    r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj|up_proj|down_proj)(_blocks)?"
 )
-_ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|block_sparse_moe)\.gate\.weight")
-_BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
+_ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|mixer|block_sparse_moe)\.gate\.weight")
+_BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.", "embeddings.", "norm_f.")
 _BODY_OF_ANSWERS = "transformer."
 """The prefix of most question-answering models in place of ``model.``."""
 
@@ -143,6 +144,7 @@ def _prepare_case(
         CorruptError: the configuration lacks a size.
     """
     # Give all models the names of a language model, and count their parts.
+    config = completed(config, model.family)
     body, scheme = _body_of(tensors, model), scheme_of(config)
     stored = {_as_language_model(key, body): meta for key, meta in tensors.items()}
     counts = _count_parts(stored, config, model.family)
@@ -379,16 +381,19 @@ def _find_unexpected(case: _Case) -> Iterator[Problem]:
 
 def _body_of(tensors: Mapping[str, TensorMeta], model: Described) -> str:
     """Return the prefix of the body's tensors; empty for models that were saved without a head."""
-    bodies = (BODY, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (BODY, "")
+    own = tuple(dict.fromkeys((model.family.body, BODY)))
+    bodies = (*own, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (*own, "")
     return next(
         (body for body in bodies if any(key.startswith(_body_prefixes(body)) for key in tensors)),
-        BODY,
+        own[0],
     )
 
 
 def _body_prefixes(body: str) -> tuple[str, ...]:
     """Return the prefixes by which names of a model's body are recognised."""
-    return (body,) if body == BODY else tuple(body + part for part in _BODY_PARTS)
+    if body not in ("", _BODY_OF_ANSWERS):
+        return (body,)
+    return tuple(body + part for part in _BODY_PARTS)
 
 
 def _as_language_model(key: str, body: str) -> str:

@@ -18,15 +18,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
-from core.hf.config_json.experts import dense_layers, shared_size
+from core.hf.config_json.experts import dense_layers, has_experts, shared_size
+from core.hf.config_json.hybrid import PATTERN, completed
 from core.hf.family import Family, families
-from core.hf.name_tables import pairs_of
-from core.hf.traits import FEATURES, Model
+from core.hf.name_tables import BODY, pairs_of
+from core.hf.traits import FEATURES, Model, hybrid_features, kinds_of, mamba_sizes
 from core.hf.values import count_of, number_of
 
 HEAD = "lm_head.weight"
-BODY = "model."
-"""Prefix of all tensor names except the head's, in models with a head."""
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
     "ForTokenClassification": {
@@ -151,12 +150,15 @@ def is_tied(config: Mapping[str, object], family: Family) -> bool:
 
 
 def stated_experts(config: Mapping[str, object], family: Family) -> int:
-    """Return the number of experts per layer; 0 in a family without experts.
+    """Return the number of experts per layer; 0 in a model without experts.
+
+    Args:
+        config: ``config.json`` with the family's defaults (``core.hf.config_json.hybrid``).
 
     Raises:
         CorruptError: the configuration does not contain it.
     """
-    return number_of(config, family.config["num_experts"]) if "moe" in family.requires else 0
+    return number_of(config, family.config["num_experts"]) if has_experts(config, family) else 0
 
 
 def expected_tensors(
@@ -169,6 +171,8 @@ def expected_tensors(
     n_mtp: int,
 ) -> Iterator[Expected]:
     """Yield every tensor of a model, including the head of an untied one.
+
+    The names begin with ``model.``, even if the family has another prefix.
 
     Args:
         config: parsed ``config.json``.
@@ -197,9 +201,15 @@ def expected_tensors(
             continue
         stack = None if pair.stack is None else (pair.stack[0], (pair.stack[2], *pair.shape))
         for tensor in pair.tensors:
-            yield Expected(tensor.names, tensor.shape, stack)
+            names = dict.fromkeys(_with_body(name, family) for name in tensor.names)
+            yield Expected(tuple(names), tensor.shape, stack)
         for name in (*pair.copies, *pair.twins):
             yield Expected((name,), pair.shape, is_optional=True)
+
+
+def _with_body(name: str, family: Family) -> str:
+    """Return a name with the prefix ``model.`` in place of the family's."""
+    return BODY + name.removeprefix(family.body) if name.startswith(family.body) else name
 
 
 def _derive_model(
@@ -219,16 +229,18 @@ def _derive_model(
         CorruptError: the configuration lacks a size.
     """
     # Sizes of every family. Missing optional values have transformers' defaults.
-    config = {**family.defaults, **config}
-    heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
+    config = completed(config, family)
+    heads = number_of(config, family.config.get("num_attention_heads", ("num_attention_heads",)))
+    hidden = count_of(config, "hidden_size")
     groups = count_of(config, "num_key_value_heads", default=heads)
     head = count_of(config, "head_dim", default=max(hidden // heads, 1))
+    default_ffn = 4 * hidden if PATTERN in family.settings else None
     sizes = {
         "one": 1,
         "vocab": count_of(config, "vocab_size"),
         "hidden": hidden,
         "hidden2": 2 * hidden,
-        "ffn": count_of(config, "intermediate_size"),
+        "ffn": count_of(config, "intermediate_size", default=default_ffn),
         "heads": heads,
         "head": head,
         "q": heads * head,
@@ -255,22 +267,37 @@ def _derive_model(
         else:
             traits.add("q_lora")
             sizes["q_lora"] = count_of(config, "q_lora_rank")
-    if "moe" in family.requires:
+    kinds = kinds_of(str(config[PATTERN]))[:n_layers] if PATTERN in family.settings else None
+    if kinds is not None:
+        traits |= hybrid_features(kinds)
+        names = family.config
+        sizes |= mamba_sizes(
+            heads=number_of(config, names["mamba_num_heads"]),
+            head_dim=number_of(config, names["mamba_head_dim"]),
+            groups=number_of(config, names["mamba_num_groups"]),
+            state=number_of(config, names["mamba_state_dim"]),
+        )
+    has_moe = has_experts(config, family)
+    if has_moe:
+        latent = config.get("moe_latent_size")
+        traits |= set() if latent is None else {"moe_latent"}
         sizes |= {
             "experts": n_rows_router,
+            "moe_in": hidden if latent is None else count_of(config, "moe_latent_size"),
             "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"]),
             "moe_ffn2": 2 * number_of(config, family.config["moe_ffn_hidden_size"]),
         }
-        if "shared_expert" in family.requires:
+        if "shared_expert" in (*family.requires, *family.experts.requires):
             sizes["shared_ffn"] = shared_size(config, family)
     return Model(
         n_layers=n_layers,
         n_mtp=n_mtp,
         n_experts=n_experts,
         n_groups=groups,
-        dense=dense_layers(config, family, n_layers=n_layers) if "moe" in family.requires else None,
+        dense=dense_layers(config, family, n_layers=n_layers) if has_moe else None,
         sizes=sizes,
         features=frozenset(),
         traits=frozenset(traits - {"moe"}),
         is_local=True,
+        kinds=kinds,
     )

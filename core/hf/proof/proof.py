@@ -17,7 +17,7 @@ from core.errors import (
     UnsupportedError,
 )
 from core.hf.proof.comparison import find_differences
-from core.hf.proof.expected import BODY, describe_model, unchecked_text
+from core.hf.proof.expected import describe_model, unchecked_text
 from core.hf.proof.problem import Kind, Problem, more_text
 from core.hf.values import CONFIG
 
@@ -165,7 +165,7 @@ def fitting_prefix(
     if model is None or _names_fit(problems):
         return None
     (embedding,) = model.family.first[0].hf
-    names = (embedding, embedding.removeprefix(BODY))
+    names = (embedding, embedding.removeprefix(model.family.body))
     prefixes = dict.fromkeys(
         key.removesuffix(name) for name in names for key in tensors if key.endswith("." + name)
     )
