@@ -11,9 +11,10 @@ from core.changes.select import is_optimizer_key
 from core.megatron.optimizer.form import role_of
 
 _ALGORITHMS = (
+    ({"momentum_buffer", "exp_avg", "exp_avg_sq"}, "Muon with Adam"),
     ({"exp_avg", "exp_avg_sq"}, "Adam"),
     ({"exp_avg", "exp_inf"}, "Adamax"),
-    ({"momentum_buffer"}, "SGD with momentum"),
+    ({"momentum_buffer"}, "SGD with momentum, or Muon"),
 )
 """States that an algorithm has, and its name; the first row whose states all exist decides."""
 

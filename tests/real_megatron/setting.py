@@ -87,12 +87,14 @@ class Optimizer:
             (``fully_reshardable``), or fails to save (``dp_reshardable``): the tests save such ones
             as rank files.
         adam: ``fused``, which counts steps like Apex and Transformer Engine, or ``torch``.
+        name: ``--optimizer``: ``adam``, ``sgd``, ``muon`` or ``dist_muon``.
     """
 
     kind: str = "float16"
     adam: str = "fused"
     overlap: bool = False
     bucket_size: int | None = None
+    name: str = "adam"
 
     @property
     def is_bf16(self) -> bool:
@@ -190,7 +192,8 @@ def arguments(run: Run) -> Namespace:
         # optimizer
         bf16=optimizer.is_bf16,
         fp16=False,
-        optimizer="adam",
+        optimizer=optimizer.name,
+        sgd_momentum=0.9,
         lr=LR,
         min_lr=LR / 10,
         weight_decay=0.1,

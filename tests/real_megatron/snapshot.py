@@ -19,6 +19,7 @@ Piece = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 """Key, global shape, offset in it (both in elements), values."""
 
 STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
+MOMENTS = (*STATES[1:], "momentum_buffer")
 
 
 def pieces(training: Any) -> list[Piece]:
@@ -84,7 +85,7 @@ def held(optimizer: Any, parameter: torch.Tensor) -> dict[str, tuple[torch.Tenso
         own = getattr(parameter, "main_param", parameter)
         if any(own is one for one in part.get_parameters()):
             state = part.optimizer.state[own]  # empty until the first step
-            tensors = {name: state[name] for name in STATES[1:] if name in state}
+            tensors = {name: state[name] for name in MOMENTS if name in state}
             tensors |= {} if own is parameter else {STATES[0]: own.data}
             return {
                 name: (tensor.view(-1), 0, parameter.numel()) for name, tensor in tensors.items()

@@ -234,3 +234,45 @@ def test_training_goes_on_with_the_distributed_optimizer_by_parameters(
     worker: Megatron, tmp_path: Path
 ) -> None:
     _check(worker, FLAT["buckets_tp2_to_pp2"], tmp_path, BY_BUCKET, BY_PARAMETER)
+
+
+MUON, MUON_TORCH = Optimizer(name="muon"), Optimizer(name="muon", adam="torch")
+MUON_FP32, LAYER_WISE = Optimizer(name="muon", kind="fp32"), Optimizer(name="dist_muon")
+SGD = Optimizer(name="sgd")
+
+OTHERS: dict[str, tuple[Model, Optimizer, Layout, Layout, Form, Form]] = {
+    "muon_tp2_to_pp2": (DENSE, MUON, TP2, PP2, RANK_FILES, RANK_FILES),
+    "sgd_tp2_to_pp2": (DENSE, SGD, TP2, PP2, RANK_FILES, RANK_FILES),
+    "muon_moe_ep1_to_ep2": (MOE, MUON, ONE, EP2, RANK_FILES, GLOBAL),
+    "muon_moe_ep2_to_ep1": (MOE, MUON, EP2, ONE, GLOBAL, RANK_FILES),
+    "muon_moe_ep2_to_pp2": (MOE, MUON, EP2, PP2, RANK_FILES, RANK_FILES),
+    "muon_grouped_ep1_to_ep2": (GROUPED, MUON, ONE, EP2, RANK_FILES, RANK_FILES),
+    "muon_tied_pp2_to_one": (TIED, MUON, PP2, ONE, RANK_FILES, GLOBAL),
+    "muon_tied_one_to_pp2": (TIED, MUON_TORCH, ONE, PP2, GLOBAL, RANK_FILES),
+    "muon_gelu_one_to_tp2pp2": (GELU, MUON_TORCH, ONE, Layout(tp=2, pp=2), RANK_FILES, RANK_FILES),
+    "muon_fp32_one_to_pp2": (DENSE, MUON_FP32, ONE, PP2, RANK_FILES, GLOBAL),
+    "muon_vpp2_to_tp2": (DENSE, MUON, VPP2, TP2, GLOBAL, GLOBAL),
+    "layer_wise_dp2_to_tp2": (DENSE, LAYER_WISE, DP2, TP2, GLOBAL, GLOBAL),
+    "layer_wise_ep2_to_pp2": (MOE, LAYER_WISE, EP2, PP2, GLOBAL, GLOBAL),
+    "sgd_moe_ep2_to_one": (MOE, SGD, EP2, ONE, RANK_FILES, RANK_FILES),
+    "sgd_fp32_tied_pp2_to_tp2": (
+        TIED,
+        Optimizer(name="sgd", kind="fp32"),
+        PP2,
+        TP2,
+        RANK_FILES,
+        RANK_FILES,
+    ),
+}
+"""Muon with Adam, by DP rank or whole, and SGD with momentum; forms before and after."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if n < 2 else pytest.mark.long) for n, name in enumerate(OTHERS)],
+)
+def test_training_goes_on_with_an_optimizer_other_than_adam(
+    worker: Megatron, tmp_path: Path, name: str
+) -> None:
+    *case, source_form, target_form = OTHERS[name]
+    _check(worker, tuple(case), tmp_path, source_form, target_form)

@@ -69,7 +69,7 @@ def started(run: Run) -> Training:
     config = _config(run)
     models = [_model(run, config, vp_stage=stage) for stage in range(layout.vpp or 1)]
     chunks = _wrapped(run, config, models)
-    optimizer = called(get_megatron_optimizer, _optimizer_config(run), chunks)
+    optimizer = _optimizer(run, chunks)
     return Training(run, config, chunks, models, optimizer, _scheduler(optimizer))
 
 
@@ -204,9 +204,24 @@ def _wrapped(run: Run, config: Any, models: list[Any]) -> list[Any]:
     ]
 
 
+def _optimizer(run: Run, chunks: list[Any]) -> Any:
+    config = _optimizer_config(run)
+    if not run.optimizer.name.endswith("muon"):
+        return called(get_megatron_optimizer, config, chunks)
+    from tests.real_megatron.muon import use
+
+    use()
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    is_layer_wise = run.optimizer.name == "dist_muon"
+    return get_megatron_muon_optimizer(
+        config, chunks, layer_wise_distributed_optimizer=is_layer_wise
+    )
+
+
 def _optimizer_config(run: Run) -> OptimizerConfig:
     return OptimizerConfig(
-        optimizer="adam",
+        optimizer="sgd" if run.optimizer.name == "sgd" else "adam",
         lr=LR,
         min_lr=LR / 10,
         weight_decay=0.1,

@@ -10,7 +10,8 @@ In megatron-core's common state (torch_dist, zarr)::
     ├── grad_scaler                fp16 only
     └── param_state_sharding_type  distributed optimizer: ``fully_reshardable`` …
 
-    optimizer: {0: …, 1: …}        chained optimizers: of dense parameters, and of experts
+    optimizer: {0: …, 1: …}        chained optimizers: of dense parameters, and of experts; Muon's
+                                   precede Adam's
 
 The parameters of a group are not listed: Megatron matches a stored group with the run's group that
 has the same ``wd_mult``, ``lr_mult``, ``is_expert_parallel`` and ``is_decoupled_lr``.
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 
 from core.catalog.optimizer_keys import KINDS, MASTER, STEP, Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
+from core.megatron.optimizer.groups import is_muon, member_of
 from core.pickle.inert import TensorLeaf, as_mapping, walk
 
 SHARDING = "param_state_sharding_type"
@@ -214,29 +216,35 @@ def _read_own_form(entry: Mapping[object, object], moments: tuple[str, ...]) -> 
     return ReadEntries(optimizer, (step.key,) if isinstance(step, TensorLeaf) else ())
 
 
-def common_entry(optimizer: Optimizer, *, sharding: str) -> object:
+def common_entry(optimizer: Optimizer, *, sharding: str, is_layer_wise: bool = False) -> object:
     """Return the entry of megatron-core's common state.
 
     Args:
         sharding: ``param_state_sharding_type`` of a distributed optimizer.
+        is_layer_wise: as for ``core.megatron.optimizer.groups.member_of``.
     """
-    # Megatron chains the experts' optimizer after that of all other parameters.
-    dense = [group for group in optimizer.groups if not group.is_expert]
-    expert = [group for group in optimizer.groups if group.is_expert]
-    if dense and expert:
+    # Megatron chains Muon before Adam, and the experts' optimizer after that of the others.
+    members: dict[tuple[bool, bool], list[ParamGroup]] = {}
+    for group in optimizer.groups:
+        member = member_of(group.settings, is_layer_wise=is_layer_wise)
+        members.setdefault(member, []).append(group)
+    if len(members) > 1:
         return {
-            number: _member_entry(optimizer, part, sharding)
-            for number, part in enumerate((dense, expert))
+            number: _member_entry(optimizer, members[member], sharding)
+            for number, member in enumerate(sorted(members))
         }
     return _member_entry(optimizer, optimizer.groups, sharding)
 
 
 def _member_entry(
-    optimizer: Optimizer, groups: Iterable[ParamGroup], sharding: str
+    optimizer: Optimizer, groups: Sequence[ParamGroup], sharding: str
 ) -> dict[object, object]:
     """Return the entry of one optimizer of a chain, in megatron-core's form."""
     inner: dict[object, object] = {}
-    if optimizer.step is not None and optimizer.kind != "distributed":
+    counts_steps = optimizer.kind != "distributed" and not any(
+        is_muon(group.settings) for group in groups
+    )
+    if optimizer.step is not None and counts_steps:
         inner["state"] = {"common_step": optimizer.step}
     inner["param_groups"] = [dict(group.settings) for group in groups]
     if optimizer.kind == "fp32":

@@ -3,7 +3,7 @@
 ============================= ====================================================================
  name                          what is stored
 ============================= ====================================================================
- ``megatron_float16``          rank files: fp32 master weights and Adam state of each parameter, by
+ ``megatron_float16``          rank files: fp32 master weights and moments of each parameter, by
                                number, per TP/PP rank
  ``megatron_distributed``      rank files: ``distrib_optim.pt``, flat buffers of all parameters of
                                a TP/PP rank
@@ -32,10 +32,10 @@ from core.changes.select import is_optimizer_key
 
 TITLES = {
     "megatron_float16": (
-        "fp32 master weights and Adam moments, numbered, per TP/PP rank (Float16Optimizer)"
+        "fp32 master weights and moments, numbered, per TP/PP rank (Float16Optimizer)"
     ),
     "megatron_distributed": "distributed optimizer, flat buffers in distrib_optim.pt",
-    "per_parameter": "fp32 master weights and Adam moments by parameter",
+    "per_parameter": "fp32 master weights and moments by parameter",
     "fully_reshardable": "distributed optimizer, fully_reshardable",
     "fully_sharded_model_space": (
         "distributed optimizer, fully_sharded_model_space (flattened ranges)"

@@ -8,7 +8,8 @@ Neither rank files nor torch_dist store the names of a group's parameters. Known
 * Settings: ``wd_mult`` 0 marks biases and vectors; ``is_expert_parallel`` experts that expert
   parallelism distributes; another learning rate embedding and output layer, or with MuP the
   matrices between them. A ``Policy`` decides which vectors are exempt from weight decay; the
-  training arguments name the policy of the run.
+  training arguments name the policy of the run. Settings without ``betas`` are Muon's, which trains
+  the matrices except embedding and output layer; Adam trains the rest.
 * Sizes: the number of parameters in a group, and their shapes.
 
 ``assign`` searches for the assignment that fits all of these, and compares master weights with
@@ -16,7 +17,8 @@ weights if it can. The position of a group in the list is no evidence: before me
 every pipeline stage may have another order.
 
 Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
-``_get_param_groups``, ``get_standard_config_overrides``.
+``_get_param_groups``, ``get_standard_config_overrides``; 0.16.1 ``core/optimizer/muon.py``;
+Megatron-LM d98e8a64 ``core/optimizer/emerging_optimizers.py``.
 """
 
 from __future__ import annotations
@@ -52,11 +54,13 @@ class Traits:
         is_exempt: the parameter is exempt from weight decay.
         is_expert: the parameter belongs to an expert that expert parallelism distributes.
         has_own_lr: the learning rate of the parameter differs from that of most parameters.
+        is_muon: Muon trains the parameter, if the run has it.
     """
 
     is_exempt: bool
     is_expert: bool
     has_own_lr: bool
+    is_muon: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ class Policy:
             has_own_lr = name.endswith(_ENDS)
         else:
             has_own_lr = n_axes > 1 and "embedding" not in name
-        return Traits(is_exempt, is_expert, has_own_lr)
+        is_muon = n_axes == 2 and not name.endswith(_ENDS)
+        return Traits(is_exempt, is_expert, has_own_lr, is_muon)
 
 
 def policies_of(args: Mapping[str, object]) -> Iterator[Policy]:
@@ -123,7 +128,40 @@ def traits_of(settings: Mapping[str, object]) -> Traits:
     # megatron-core also accepts these settings under the names pre_wd_mult and pre_lr_mult.
     decay = settings.get("wd_mult", settings.get("pre_wd_mult", settings.get("weight_decay")))
     has_own_lr = bool(settings.get("is_decoupled_lr")) or settings.get("default_config") is False
-    return Traits(decay == 0, bool(settings.get(EXPERT)), has_own_lr)
+    return Traits(decay == 0, bool(settings.get(EXPERT)), has_own_lr, is_muon(settings))
+
+
+def is_muon(settings: Mapping[str, object]) -> bool:
+    """Return whether a group is trained by Muon, whose states have no number of steps.
+
+    Adam has ``betas``, and torch's SGD a ``dampening``; Muon's momentum is called ``momentum_beta``
+    by emerging-optimizers 0.1, and ``momentum`` by later versions and by torch.
+    """
+    return not {"momentum", "momentum_beta"}.isdisjoint(settings) and {
+        "betas",
+        "dampening",
+    }.isdisjoint(settings)
+
+
+def member_of(settings: Mapping[str, object], *, is_layer_wise: bool = False) -> tuple[bool, bool]:
+    """Return the chained optimizer that a group belongs to; its values sort as Megatron chains.
+
+    Megatron chains Muon before Adam, and each has one optimizer of dense parameters and one of
+    experts that expert parallelism distributes.
+
+    Args:
+        is_layer_wise: Muon is distributed by layers, and has one optimizer of both.
+    """
+    muon = is_muon(settings)
+    return not muon, bool(settings.get(EXPERT)) and not (muon and is_layer_wise)
+
+
+def is_layer_wise(args: Mapping[str, object]) -> bool:
+    """Return whether training arguments distribute Muon by layers (``dist_muon``)."""
+    optimizer = args.get("optimizer")
+    return bool(args.get("use_layer_wise_distributed_optimizer")) or (
+        isinstance(optimizer, str) and optimizer.startswith("dist_")
+    )
 
 
 def identity(
@@ -138,7 +176,7 @@ def identity(
     names = (*_IDENTITY, *(() if has_mult else ("weight_decay",)))
     values = [settings.get(name, settings.get(f"pre_{name}")) for name in names]
     values[2] = bool(values[2]) if is_expert is None else is_expert
-    return tuple(values)
+    return (*values, is_muon(settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +289,7 @@ def without_unused_traits(traits: Traits, group_traits: Sequence[Traits]) -> Tra
         traits.is_exempt and any(group.is_exempt for group in group_traits),
         traits.is_expert and any(group.is_expert for group in group_traits),
         traits.has_own_lr and any(group.has_own_lr for group in group_traits),
+        traits.is_muon and any(group.is_muon for group in group_traits),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from core.catalog.optimizer_keys import ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import renamed_leaves, same
-from core.megatron.optimizer.groups import identity
+from core.megatron.optimizer.groups import identity, member_of
 from core.pickle.inert import TensorLeaf
 
 
@@ -137,11 +137,11 @@ class MergedGroups:
             group.settings, group.rank, group.is_empty = settings, rank, False
 
     def groups(self) -> tuple[ParamGroup, ...]:
-        """Return the groups in order of appearance, dense ones first."""
+        """Return the groups in the order of chained optimizers, then of appearance."""
         groups = [
             ParamGroup(group.settings, tuple(group.params)) for group in self._groups.values()
         ]
-        return tuple(sorted(groups, key=lambda group: group.is_expert))
+        return tuple(sorted(groups, key=lambda group: member_of(group.settings)))
 
     @property
     def omits_empty(self) -> bool | None:

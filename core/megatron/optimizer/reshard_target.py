@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import Optimizer
+from core.megatron.model.args import fields_of
 from core.megatron.model.cut import Cut
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import MegatronVersion
+from core.megatron.optimizer.groups import is_layer_wise, is_muon
 from core.megatron.rules.rules import Rules
 
 
@@ -42,3 +44,9 @@ class ReshardTarget:
     def args(self) -> object:
         """The source's training arguments."""
         return self.catalog.args
+
+    @property
+    def is_layer_wise(self) -> bool:
+        """True if the optimizer is a Muon that is distributed by layers (``dist_muon``)."""
+        has_muon = any(is_muon(group.settings) for group in self.optimizer.groups)
+        return has_muon and is_layer_wise(fields_of(self.args))

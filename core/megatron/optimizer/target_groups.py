@@ -23,6 +23,7 @@ from core.megatron.optimizer.groups import (
     EXPERT,
     Policy,
     identity,
+    member_of,
     policies_of,
     traits_of,
     without_unused_traits,
@@ -35,7 +36,7 @@ class TargetGroups:
     """The groups at a destination.
 
     Args:
-        settings: settings of each group, dense ones first.
+        settings: settings of each group, in the order of chained optimizers.
         group_of: global parameter → number of its group.
         is_sorted: ranks list groups in that order; otherwise in the order of their parameters.
         omits_empty: ranks do not list groups of which they have no parameter.
@@ -56,6 +57,13 @@ class TargetGroups:
         if not self.omits_empty:
             numbers |= dict.fromkeys(range(len(self.settings)))  # empty groups come last …
         return sorted(numbers) if self.is_sorted else list(numbers)  # … unless all are sorted
+
+    def by_member(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Return the numbers of groups, by the chained optimizer that they belong to."""
+        members: dict[tuple[bool, bool], list[int]] = {}
+        for number in numbers:
+            members.setdefault(member_of(self.settings[number]), []).append(number)
+        return [members[member] for member in sorted(members)]
 
     def is_expert(self, number: int) -> bool:
         """Return whether a group belongs to the optimizer of experts."""
@@ -105,12 +113,16 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
             settings = {**settings, EXPERT: is_expert}
         _check_same(groups.setdefault(group_id, settings), settings)
 
-    # Dense groups come first, each kind in the order of the source.
+    # Chained optimizers follow each other, their groups in the order of the source.
     base = [identity(group.settings, is_expert=False) for group in source_groups]
     groups = dict(
         sorted(
             groups.items(),
-            key=lambda item: (bool(item[0][2]), base.index((*item[0][:2], False, *item[0][3:]))),
+            key=lambda item: (
+                member_of(item[1]),
+                bool(item[0][2]),
+                base.index((*item[0][:2], False, *item[0][3:])),
+            ),
         )
     )
     is_sorted = all(_USUAL_RATE in group.settings for group in source_groups)
@@ -151,7 +163,7 @@ def _groups_of_version(
     if is_sorted or not version.sorts_groups:
         return described
     place = {
-        group_id: (bool(group_id[2]), traits_of(settings).is_exempt)
+        group_id: (*member_of(settings), bool(group_id[2]), traits_of(settings).is_exempt)
         for group_id, settings in described.items()
     }
     if len(set(place.values())) < len(place):

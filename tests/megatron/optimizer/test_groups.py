@@ -25,6 +25,7 @@ from core.megatron.optimizer.groups import (
     policies_of,
 )
 from core.megatron.optimizer.merged_groups import MergedGroups
+from core.megatron.optimizer.numbered.write import NumberedFiles
 from core.megatron.optimizer.target_groups import TargetGroups, target_groups
 from core.pickle.inert import make_namespace
 from tests.megatron.support import groups_oracle
@@ -157,6 +158,41 @@ def test_the_policy_of_the_arguments_is_the_first() -> None:
     )
     assert next(policies_of({"use_mup": True})) == Policy("vectors", "matrices", "all")
     assert len(set(policies_of({}))) == 12
+
+
+ADAM = {"betas": (0.9, 0.95)}
+MUON = {"momentum_beta": 0.95}
+
+
+def test_muon_has_the_matrices_other_than_embedding_and_output() -> None:
+    groups = [
+        slots({**WD, **MUON}, (1,)),
+        slots({**EXPERTS, **MUON}, (4,)),
+        slots({**WD, **ADAM}, (0, 6)),
+        slots({**NO_WD, **ADAM}, (2, 3, 5)),
+    ]
+    assert by_policy(PARAMS, groups, Policy()) == ((1,), (4,), (0, 6), (2, 3, 5))
+
+
+def test_muon_precedes_adam_and_its_experts_have_an_optimizer_with_expert_parallelism_only() -> (
+    None
+):
+    router, embedding = (
+        ParamGroup({**WD, **MUON}, ("router", EXPERT)),
+        ParamGroup({**WD, **ADAM}, ("e",)),
+    )
+    found = at(Topology(), Topology(ep=2), embedding, router)
+    assert found.group_of == {"router": 0, EXPERT: 1, "e": 2}
+    assert found.by_member([2, 1, 0]) == [[0], [1], [2]]
+    found = at(Topology(), Topology(), embedding, router)
+    assert found.by_member(range(2)) == [[0], [1]]
+
+
+def test_rank_files_of_a_muon_distributed_by_layers_are_refused() -> None:
+    args = {**MOE.args(Topology()), "optimizer": "dist_muon"}
+    muon = Optimizer("float16", (ParamGroup({**WD, **MUON}, ("a",)),))
+    with pytest.raises(UnsupportedError, match=r"layer_wise_optimizer_N.pt.* cannot be written"):
+        NumberedFiles(target_of(muon, args, topology=Topology()))
 
 
 def test_adapters_alone_may_be_trained() -> None:

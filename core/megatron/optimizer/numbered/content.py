@@ -6,16 +6,19 @@
                        "param_groups": [{…, "params": [id …]}]}
     Float16Optimizer  {"optimizer": {as FP32Optimizer}, ["grad_scaler": …,]
                        "fp32_from_fp16_params": [[master weights …] of each group]}
-    ChainedOptimizer  the entry of its only optimizer, or a list: [dense, experts]
+    ChainedOptimizer  the entry of its only optimizer, or a list: [dense, experts];
+                      with Muon, whose only state is ``momentum_buffer``:
+                      [Muon, Muon of experts, Adam, Adam of experts], those that exist
 
 Ids number the parameters of all groups of one optimizer. Only fp16 and bf16 parameters have master
 weights. Older files have the names ``optimizer_state_dict`` and ``fp32_from_fp16``, which Megatron
 still reads.
 
-Source: megatron-core 0.16.1 ``core/optimizer/optimizer.py``; Megatron-LM d98e8a64, pinned in
+Source: megatron-core 0.16.1 ``core/optimizer/{optimizer,muon}.py``; Megatron-LM d98e8a64, pinned in
 tests/golden (``mcore_legacy/dense_gqa/*_optim``).
 
-Not supported: chains of other optimizers (Muon and Adam).
+Not supported: chains of other optimizers; the files ``layer_wise_optimizer_N.pt`` of a Muon that is
+distributed by layers (``dist_muon``).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, Report, UnsupportedError, raising
-from core.megatron.optimizer.groups import EXPERT
+from core.megatron.optimizer.groups import member_of
 from core.pickle.inert import TensorLeaf, as_mapping
 
 INNER = ("optimizer", "optimizer_state_dict")
@@ -74,22 +77,21 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
 
     Raises:
         MissingShardError: the rank has no optimizer, or its master weights are missing.
-        UnsupportedError: the chained optimizers are not of the two known kinds, or there are
-            entries that are not resharded.
+        UnsupportedError: the chained optimizers are not of the known kinds, or there are entries
+            that are not resharded.
         CorruptError: the entry differs from the module's description.
     """
     members = [_read_member(item, report, rank=rank) for item in _split_chain(value, rank=rank)]
     if len({member.has_masters for member in members}) > 1:
         raise CorruptError("only some of the chained optimizers have master weights", rank=rank)
     if len(members) > 1:
-        # Megatron chains one optimizer for dense parameters and one for experts.
-        kinds = [
-            {bool(group.settings.get(EXPERT)) for group in member.groups} for member in members
-        ]
-        if kinds != [{False}, {True}]:
+        # Muon precedes Adam; each has one optimizer for dense parameters and one for experts.
+        kinds = [{member_of(group.settings) for group in member.groups} for member in members]
+        order = [kind for of_member in kinds for kind in of_member]
+        if len(order) != len(members) or order != sorted(set(order)):
             raise UnsupportedError(
-                f"the rank has {len(members)} chained optimizers, not one for dense parameters and "
-                "one for experts",
+                f"the rank has {len(members)} chained optimizers, which are not those of Muon and "
+                "Adam, each for dense parameters or for experts",
                 rank=rank,
                 hint="drop the optimizer with --no-optim",
             )

@@ -32,6 +32,7 @@ from core.megatron.optimizer.groups import (
     Slots,
     Trained,
     assign,
+    is_muon,
     masters_of,
     policies_of,
 )
@@ -216,9 +217,10 @@ class _CollectedStates:
         catalog: the rank catalog.
         has_masters: the optimizers have master weights; and the first rank.
         states: states of all parameters.
-        names: names of the first parameter's states; and that parameter, for messages.
+        names: whether Muon trains a parameter → names of the first such parameter's states; and
+            that parameter, for messages.
         steps: arrays that hold the number of steps.
-        step: the first parameter's number of steps; and its rank.
+        step: the first parameter's number of steps; and its rank. Muon counts none.
         entries: entries other than groups and states; and the first rank.
         copies: key of a tensor among entries or settings → its copies.
     """
@@ -226,7 +228,7 @@ class _CollectedStates:
     catalog: Catalog
     has_masters: tuple[bool, str] | None = None
     states: list[ParamState] = field(default_factory=list)
-    names: tuple[tuple[str, ...], str] | None = None
+    names: dict[bool, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     steps: list[StoredArray] = field(default_factory=list)
     step: tuple[object, str] | None = None
     entries: tuple[Mapping[str, object], str] | None = None
@@ -268,20 +270,21 @@ class _CollectedStates:
                 self.states.append(ParamState(members[i], MASTER, _array(self.catalog, master.key)))
         for param, states in zip(members, group.states, strict=True):
             try:
-                self._add_param(param, states, rank=rank)
+                self._add_param(param, states, rank=rank, by_muon=is_muon(group.settings))
             except CheckpointingException as err:
                 report(err.breaking("optim.states"))
 
-    def _add_param(self, param: Param, states: Mapping[str, object], *, rank: str) -> None:
-        """Add the states of one parameter."""
+    def _add_param(
+        self, param: Param, states: Mapping[str, object], *, rank: str, by_muon: bool
+    ) -> None:
+        """Add the states of one parameter, which Muon trains or another optimizer."""
         # Every parameter must have the same states as the first one.
         names = tuple(name for name in states if name != STEP_NAME)
-        if self.names is None:
-            self.names = (names, f"{param.name} of {rank}")
-        if set(names) != set(self.names[0]):
+        first_names, first = self.names.setdefault(by_muon, (names, f"{param.name} of {rank}"))
+        if set(names) != set(first_names):
             raise MissingShardError(
                 f"the parameter has the optimizer states {', '.join(names) or 'none'}, but "
-                f"{self.names[1]} has {', '.join(self.names[0]) or 'none'}",
+                f"{first} has {', '.join(first_names) or 'none'}",
                 key=param.name,
                 rank=rank,
                 hint="drop the optimizer with --no-optim",
@@ -303,7 +306,8 @@ class _CollectedStates:
                     rule="optim.shape",
                 )
             self.states.append(ParamState(param, name, _array(self.catalog, leaf.key)))
-        self._add_step(states.get(STEP_NAME), param.name, rank=rank)
+        if not by_muon or STEP_NAME in states:
+            self._add_step(states.get(STEP_NAME), param.name, rank=rank)
 
     def _add_step(self, step: object, name: str, *, rank: str) -> None:
         """Add a parameter's number of steps, which must equal that of the other parameters.
@@ -372,7 +376,9 @@ class _CollectedStates:
             Optimizer(
                 kind="float16" if self.has_masters is not None and self.has_masters[0] else "fp32",
                 groups=merged.groups(),
-                states=() if self.names is None else self.names[0],
+                states=tuple(
+                    dict.fromkeys(name for names, _ in self.names.values() for name in names)
+                ),
                 step=TensorLeaf(STEP) if self.steps else step,
                 entries={} if self.entries is None else self.entries[0],
                 omits_empty=merged.omits_empty,

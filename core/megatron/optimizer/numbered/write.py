@@ -14,7 +14,7 @@ from core.catalog.stored import Coords, PlannedArray
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.model.cut import param_array
 from core.megatron.model.topology import Rank
-from core.megatron.optimizer.groups import HALF
+from core.megatron.optimizer.groups import HALF, is_muon
 from core.megatron.optimizer.numbered.content import INNER, MASTERS, STEP_NAME
 from core.megatron.optimizer.rank_state import HeldParam
 from core.megatron.optimizer.reshard_target import ReshardTarget
@@ -28,6 +28,7 @@ class NumberedFiles:
 
     Raises:
         MissingShardError: a parameter lacks states.
+        UnsupportedError: Muon is distributed by layers.
         UnsupportedError, CorruptError: as for ``target_groups``.
     """
 
@@ -41,6 +42,12 @@ class NumberedFiles:
         self.beside = self._planned.beside
         self._moments = [name for name in target.optimizer.states if name != MASTER]
         self._has_masters = target.optimizer.kind != "fp32"
+        if target.is_layer_wise:
+            raise UnsupportedError(
+                "the source's arguments distribute Muon by layers (dist_muon), whose rank files "
+                "(layer_wise_optimizer_N.pt) cannot be written",
+                hint="write torch_dist, or drop the optimizer with --no-optim",
+            )
 
         # Without parameters in the groups, the states tell which parameters the optimizer has.
         params = trained(target.catalog.tensors)
@@ -50,12 +57,29 @@ class NumberedFiles:
             tensors = target.catalog.tensors
             params = {key: len(meta.shape) for key, meta in tensors.items() if key in named}
         self._groups = target_groups(target, params)
+        self._moments_by_muon = self._find_moments(params)
         self._check_states(params)
+
+    def _find_moments(self, params: Mapping[str, int]) -> dict[bool, list[str]]:
+        """Return the states, other than master weights, of Muon's parameters and of all others."""
+        tensors = self._target.catalog.tensors
+        by_muon: dict[bool, list[str]] = {False: [], True: []}
+        for state in self._moments:
+            owners = {
+                self._is_by_muon(name) for name in params if state_key(state, name) in tensors
+            }
+            for owner in owners or {False}:
+                by_muon[owner].append(state)
+        return by_muon
+
+    def _is_by_muon(self, name: str) -> bool:
+        return is_muon(self._groups.settings[self._groups.group_of[name]])
 
     def _check_states(self, params: Mapping[str, int]) -> None:
         """Raise unless every parameter has all states, and only 16-bit ones master weights."""
         tensors = self._target.catalog.tensors
         for name in params:
+            moments = self._moments_by_muon[self._is_by_muon(name)]
             masters = [MASTER] if self._has_master(name) else []
             if self._has_masters and not masters and state_key(MASTER, name) in tensors:
                 raise UnsupportedError(
@@ -64,7 +88,7 @@ class NumberedFiles:
                     key=name,
                     hint="omit the cast, or drop the optimizer with --no-optim",
                 )
-            for state in (*masters, *self._moments):
+            for state in (*masters, *moments):
                 if state_key(state, name) not in tensors:
                     raise MissingShardError(
                         f"the optimizer has no {state} of this parameter", key=name
@@ -84,17 +108,15 @@ class NumberedFiles:
         listed = self._groups.order(keys_of)
         self._note_order(listed, keys_of)
 
-        # Experts have an optimizer of their own, chained after that of the dense parameters.
-        members = [[number for number in listed if not self._groups.is_expert(number)]]
-        experts = [number for number in listed if self._groups.is_expert(number)]
-        if experts:
-            members.append(experts)
+        # Muon and Adam, and dense parameters and experts, have chained optimizers of their own.
+        members = self._groups.by_member(listed) or [[]]
         place = f"{folder}:optimizer"
-        optimizers = [
-            self._member(rank, place if not experts else f"{place}.{i}", coords, groups, keys_of)
+        if len(members) == 1:
+            return self._member(rank, place, coords, members[0], keys_of)
+        return [
+            self._member(rank, f"{place}.{i}", coords, groups, keys_of)
             for i, groups in enumerate(members)
         ]
-        return optimizers if experts else optimizers[0]
 
     def _note_order(self, listed: Sequence[int], keys: Iterable[str]) -> None:
         """Note the order and the empty groups that only some versions of megatron-core load.
@@ -174,7 +196,8 @@ class NumberedFiles:
             place: prefix of the states' array names.
         """
         states: dict[object, object] = {}
-        step = self._target.optimizer.step
+        by_muon = self._is_by_muon(names[0])
+        step = None if by_muon else self._target.optimizer.step
         if isinstance(step, TensorLeaf):
             meta = self._target.catalog.meta(step.key)
             array = PlannedArray(f"{place}.{STEP_NAME}", meta.dtype, meta.shape, coords=coords)
@@ -182,7 +205,7 @@ class NumberedFiles:
             states[STEP_NAME] = TensorLeaf(array.name)
         elif step is not None:
             states[STEP_NAME] = step
-        for state in self._moments:
+        for state in self._moments_by_muon[by_muon]:
             states[state] = self._leaf(state, names, f"{place}.{state}", rank, coords)
         return states
 

@@ -106,9 +106,16 @@ class StackedOptimizer:
 
         # The entry of the common state, and the content_metadata by which Megatron loads it.
         content = as_mapping(common_of(target.catalog).get(CONTENT)) or {}
-        self.common[OPTIMIZER] = common_entry(self._optimizer, sharding=self._sharding)
+        self.common[OPTIMIZER] = common_entry(
+            self._optimizer, sharding=self._sharding, is_layer_wise=target.is_layer_wise
+        )
         if format == "torch_dist" or content:
             self.common[CONTENT] = self._content(content)
+        if any("dampening" in group.settings for group in self._optimizer.groups):
+            self.notes.append(
+                "optimizer: megatron-core 0.16 saves SGD in torch_dist, but fails to load it "
+                "(start Megatron with --no-load-optim, or write rank files)"
+            )
         if self._is_distributed and content.get(_CONTENT_SHARDING) != self._sharding:
             self._note_form(target.catalog)
 
