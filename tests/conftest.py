@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 FRAMEWORKS_ARCHIVE = GOLDEN_ARCHIVE.with_name("frameworks.tar.xz")
+LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +70,15 @@ def frameworks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if made_anew:
         return Path(made_anew)
     return _unpacked(FRAMEWORKS_ARCHIVE, "frameworks", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def lightning_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the checkpoints of Lightning, as ``frameworks``."""
+    made_anew = os.environ.get("CKPT_LIGHTNING")
+    if made_anew:
+        return Path(made_anew)
+    return _unpacked(LIGHTNING_ARCHIVE, "lightning", tmp_path_factory)
 
 
 def _unpacked(archive_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

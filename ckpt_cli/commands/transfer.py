@@ -56,6 +56,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
@@ -136,6 +137,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         if options.megatron_version is None
         else parse_version(options.megatron_version),
         experts=options.experts,
+        param_order=options.param_order,
         dequantize=options.dequantize,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),
@@ -195,6 +197,8 @@ def _check_conflicts(options: TransferOptions) -> None:
     check_file(options.rules, option="--rules")
     check_file(options.config, option="--config")
     check_file(options.family, option="--family")
+    if options.param_order not in (None, "model"):
+        check_file(Path(options.param_order), option="--param-order")
     if options.dst is not None and options.output not in (None, options.dst):
         raise UsageError(
             f"two destinations: {options.dst} and -o {options.output}", hint="give only one"

@@ -49,7 +49,7 @@ TARGETS = (
 CONTENT_OPTIONS = (
     *("max_shard_size", "metadata_only", "transformer_impl", "no_optim"),
     *("include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
-    *("stack_layers", "unstack_layers", "dtype", "quantize", "dequantize"),
+    *("param_order", "stack_layers", "unstack_layers", "dtype", "quantize", "dequantize"),
 )
 """Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
 
@@ -608,6 +608,16 @@ class TransferOptions:
             metavar="OLD=KEY",
             rich_help_panel=CONTENT,
             help="Drop OLD after checking that it is identical to KEY (tied weights).",
+        ),
+    ] = None
+    param_order: Annotated[
+        str | None,
+        Option(
+            "--param-order",
+            metavar="model|FILE",
+            rich_help_panel=CONTENT,
+            help="Name the parameters that an optimizer numbers: in the order of the checkpoint's "
+            "model, or by a file with a name per line. Shapes must agree.",
         ),
     ] = None
     stack_layers: Annotated[

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from core.catalog.catalog import Catalog
@@ -46,6 +47,8 @@ from core.files.store import translate_os_errors
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_document_of
 from core.formats.torch.format import load_object, refuse_unsupported
+from core.formats.trainer.proven_names import MODEL, ParameterOrder, parse_order
+from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
 from core.megatron.extras.random_states import with_rng
 from core.megatron.model.args import facts_of, with_vocab_size
 from core.megatron.model.checks import check_complete
@@ -57,6 +60,7 @@ from core.megatron.reshard.reshard import Rules, is_megatron, load_rules, unshar
 from core.megatron.rules.experts import OPTION as EXPERTS
 from core.merge.forms import FormOptions
 from core.merge.sources import merge_others
+from core.opening.numbered_optimizers import with_parameter_names
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source, documents_above, unread_files
@@ -170,6 +174,12 @@ def global_form(
     catalog = with_documents(
         loaded(without_state.catalog, source.store, load_object), documents_above(source)
     )
+    if job.param_order is not None:
+        if job.optim == "drop":
+            raise UsageError(
+                f"{PARAM_ORDER} has no effect: the optimizer is left out", hint="omit it"
+            )
+        catalog = with_parameter_names(catalog, source.store, _read_order(job.param_order))
     rules = load_rules(job.rules, unknown=job.unknown)
     names, model_type = _parse_names(job)
     check_source_sizes(job, catalog)
@@ -205,6 +215,20 @@ def global_form(
         form = build(request, step)
     files = (*without_state.dropped, *([unread_entries(unread)] if unread else []))
     return replace(form, dropped=(*files, *form.dropped))
+
+
+def _read_order(option: str) -> ParameterOrder | None:
+    """Read the file of ``--param-order``; None for the order of the model.
+
+    Raises:
+        UsageError: it is not a list of names.
+        StorageError: the file cannot be read.
+    """
+    if option == MODEL:
+        return None
+    with translate_os_errors(option, doing="read"):
+        data = Path(option).read_bytes()
+    return parse_order(data, label=option)
 
 
 def _check_request(request: _FormRequest, catalog: Catalog) -> None:

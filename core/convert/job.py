@@ -87,6 +87,9 @@ class Job:
             optimizer's groups as the source has them.
         experts: the kind of experts to write (``core.megatron.placement.expert_kind``); None keeps
             it.
+        param_order: order of the parameters that an optimizer numbers: ``model`` for that of the
+            checkpoint's own model, or the path of a file with their names
+            (``core.opening.numbered_optimizers``); None keeps the numbers.
         dequantize: dtype that quantized tensors are dequantized to; None keeps them. This and the
             options up to ``quantize`` are applied by ``core.convert.apply_changes``, in its order.
             Each matches the names that the changes before it produced, the first those that
@@ -151,6 +154,7 @@ class Job:
     transformer_impl: str | None = None
     megatron_version: MegatronVersion | None = None
     experts: str | None = None
+    param_order: str | None = None
     dequantize: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

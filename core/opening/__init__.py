@@ -4,7 +4,7 @@ Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a
 ``absent`` which path was meant; ``source_files`` lists the files without tensors; ``canonical``
 builds the form that does not depend on format and layout; ``target`` divides a catalog into the
 arrays of a destination.
-Imports: arrays, catalog, errors, files, files.ranges, formats, formats.deepspeed,
-formats.huggingface, formats.safetensors, formats.torch, formats.zarr, megatron.extras,
-megatron.optimizer, megatron.reshard, pickle, plan.
+Imports: arrays, catalog, changes, errors, files, files.ranges, formats, formats.deepspeed,
+formats.huggingface, formats.safetensors, formats.torch, formats.trainer, formats.zarr,
+megatron.extras, megatron.optimizer, megatron.reshard, pickle, plan.
 """

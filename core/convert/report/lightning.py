@@ -5,7 +5,8 @@ In a file, or in DCP with ``meta.pt``::
     {"epoch": 3, "global_step": 120, "pytorch-lightning_version": "2.4.0",
      "state_dict": {"model.embed.weight": …}, "optimizer_states": […], "callbacks": {…}, …}
 
-The module's parameters are below ``state_dict``, usually in one submodule (``model``).
+The module's parameters are below ``state_dict``, usually in one submodule (``model``); in the
+directories of FSDPStrategy they are below ``model``.
 
 Source: Lightning 2.6.6 ``pytorch/trainer/connectors/checkpoint_connector.py``.
 """
@@ -17,7 +18,7 @@ import shlex
 from core.catalog.catalog import AnyCatalog
 
 _VERSION = "pytorch-lightning_version"
-_STATE_DICT = "state_dict."
+_STATE_DICTS = ("state_dict.", "model.")
 
 
 def model_options(catalog: AnyCatalog, *, takes_submodule: bool = False) -> str | None:
@@ -30,11 +31,15 @@ def model_options(catalog: AnyCatalog, *, takes_submodule: bool = False) -> str 
     Returns:
         None if the checkpoint is not Lightning's, or the keys have changed.
     """
-    names = [key for key in catalog.tensors if key.startswith(_STATE_DICT)]
-    if not names or _VERSION not in catalog.objects:
+    prefix = next(
+        (text for text in _STATE_DICTS if any(key.startswith(text) for key in catalog.tensors)),
+        None,
+    )
+    if prefix is None or _VERSION not in catalog.objects:
         return None
-    prefix = _STATE_DICT
-    modules = {name.removeprefix(_STATE_DICT).partition(".")[0] for name in names}
+    names = [key for key in catalog.tensors if key.startswith(prefix)]
+    include = f"{prefix}*"
+    modules = {name.removeprefix(prefix).partition(".")[0] for name in names}
     if takes_submodule and len(modules) == 1:
         prefix += f"{modules.pop()}."
-    return f"--include {shlex.quote(f'{_STATE_DICT}*')} --strip-prefix {shlex.quote(prefix)}"
+    return f"--include {shlex.quote(include)} --strip-prefix {shlex.quote(prefix)}"

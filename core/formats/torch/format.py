@@ -13,7 +13,8 @@ listed in ``objects`` too. Tensors inside other objects are ``hidden``.
 
 ``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``unsupported``
 are not plain dense ones: they are objects of the skeleton and cannot be written. ``iteration`` and
-``args`` are the root's. Facet: ``TorchFileFacts``.
+``args`` are the root's; in a file of Lightning's Trainer, ``global_step`` is the iteration.
+Facet: ``TorchFileFacts``.
 
 On disk: one file with any name. In a directory, only ``checkpoint.pt`` is read, which is also the
 name that is written.
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 FILE_NAME = "checkpoint.pt"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 PREFIX = "archive"
+_LIGHTNING = "pytorch-lightning_version"
+"""An entry of Lightning's Trainer, which calls the iteration ``global_step``."""
 _SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})\.(?:bin|pt|pth)$")
 """The name of a file of sharded weights, such as ``pytorch_model-00001-of-00002.bin``."""
 
@@ -116,7 +119,8 @@ def catalog_of(store: ReadStore, name: str) -> Catalog:
     """Read the catalog of one file of a store; raises the errors of ``read``."""
     tree = parse(store, name)
     root = as_mapping(tree.value) or {}
-    iteration, args = root.get("iteration"), root.get("args")
+    step = "global_step" if _LIGHTNING in root else "iteration"
+    iteration, args = root.get(step), root.get("args")
     return replace(
         catalog_of_tree(tree, format="torch"),
         iteration=iteration if type(iteration) is int else None,

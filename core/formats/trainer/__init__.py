@@ -2,5 +2,5 @@
 
 Start at ``state``. ``files`` knows the names of the files, ``optimizer`` gives the numbered
 parameters of an optimizer their names, in an order that ``parameter_order`` finds.
-Imports: arrays, catalog, errors, files, formats.torch, pickle.
+Imports: arrays, catalog, errors, files, formats.torch, megatron.optimizer, pickle.
 """

@@ -20,15 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.catalog.optimizer_keys import MOMENTS
 from core.formats.trainer.parameter_order import NamedNumbers, named_numbers
 from core.pickle.inert import TensorLeaf, as_mapping, rebuild
-
-if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
 
 _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
 
@@ -73,18 +69,35 @@ def is_state_dict(value: object) -> bool:
     )
 
 
-def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) -> NamedOptimizer:
+def numbers_of(value: object) -> list[list[object]]:
+    """Return the numbers (or names) of the parameters of each group of a state dict."""
+    groups = _list((as_mapping(value) or {})[_GROUPS])
+    return [_list((as_mapping(group) or {})[_PARAMS]) for group in groups]
+
+
+def state_shapes(value: object, shape_of: Mapping[str, Shape]) -> dict[object, Shape | None]:
+    """Return the shape of each parameter that has states; None where they do not show it.
+
+    Args:
+        value: an optimizer's state dict.
+        shape_of: shapes of its tensors, by the keys of their leaves.
+    """
+    states = as_mapping((as_mapping(value) or {})[_STATE]) or {}
+    return {number: _shape_of(state, shape_of) for number, state in states.items()}
+
+
+def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> NamedOptimizer:
     """Replace the numbers of parameters by their names.
 
     Args:
         value: an optimizer's state dict.
-        arrays: its tensors, by the keys of their leaves.
+        shape_of: shapes of its tensors, by the keys of their leaves.
         weights: the model's weights.
     """
     root = as_mapping(value) or {}
     states = as_mapping(root[_STATE]) or {}
     groups = [as_mapping(group) or {} for group in _list(root[_GROUPS])]
-    numbers = [_list(group[_PARAMS]) for group in groups]
+    numbers = numbers_of(value)
     flat = [number for group in numbers for number in group]
     # Names, as FSDP saves them, stay.
     if not flat or not all(type(number) is int for number in flat):
@@ -94,7 +107,7 @@ def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) ->
         return NamedOptimizer(value, unnamed.format("the groups do not list each number once"))
 
     # The shape of a parameter is that of its moments.
-    shapes = [[_shape_of(states.get(number), arrays) for number in group] for group in numbers]
+    shapes = [[_shape_of(states.get(number), shape_of) for number in group] for group in numbers]
     recorded = [group.get(_NAMES) for group in groups]
     is_shown = all(
         shape is not None or number not in states
@@ -118,22 +131,35 @@ def named(value: object, arrays: Mapping[str, StoredArray], weights: Weights) ->
             )
         return NamedOptimizer(value, unnamed.format(reason))
 
-    name_of = dict(zip(flat, (name for group in result.groups for name in group), strict=True))
+    return NamedOptimizer(
+        with_names(value, result.groups),
+        f"numbers its parameters; they are named in the order of {result.source}, and all shapes "
+        "agree",
+    )
+
+
+def with_names(value: object, name_groups: Sequence[Sequence[str]]) -> object:
+    """Return an optimizer's state dict with these names in place of its numbers.
+
+    Args:
+        value: the state dict; each of its states is of a parameter in a group.
+        name_groups: names of the parameters of each group, in order.
+    """
+    root = as_mapping(value) or {}
+    numbers = [number for group in numbers_of(value) for number in group]
+    name_of = dict(zip(numbers, (name for group in name_groups for name in group), strict=True))
     new_groups: list[object] = []
-    for item, group, names in zip(_list(root[_GROUPS]), groups, result.groups, strict=True):
-        entries: dict[object, object] = {**group, _PARAMS: list(names)}
+    for item, names in zip(_list(root[_GROUPS]), name_groups, strict=True):
+        entries: dict[object, object] = {**(as_mapping(item) or {}), _PARAMS: list(names)}
         new_groups.append(rebuild(item, entries))
+    states = as_mapping(root[_STATE]) or {}
     new_states: dict[object, object] = {name_of[number]: state for number, state in states.items()}
     new_root: dict[object, object] = {
         **root,
         _STATE: rebuild(root[_STATE], new_states),
         _GROUPS: new_groups,
     }
-    return NamedOptimizer(
-        rebuild(value, new_root),
-        f"numbers its parameters; they are named in the order of {result.source}, and all shapes "
-        "agree",
-    )
+    return rebuild(value, new_root)
 
 
 def _list(value: object) -> list[object]:
@@ -142,12 +168,12 @@ def _list(value: object) -> list[object]:
     return value
 
 
-def _shape_of(state: object, arrays: Mapping[str, StoredArray]) -> Shape | None:
+def _shape_of(state: object, shape_of: Mapping[str, Shape]) -> Shape | None:
     """Return the shape of a parameter according to its states, or None if none shows it."""
     shapes = {
-        name: arrays[leaf.key].shape
+        name: shape_of[leaf.key]
         for name, leaf in (as_mapping(state) or {}).items()
-        if isinstance(leaf, TensorLeaf) and leaf.key in arrays
+        if isinstance(leaf, TensorLeaf) and leaf.key in shape_of
     }
     for name, shape in shapes.items():
         if name in MOMENTS:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
 """Last parts of the names of buffers that state dicts contain and optimizers do not."""
 
 
@@ -142,7 +142,8 @@ def _optimizer_part(
         raise
     if not is_state_dict(tree.value):
         return None
-    optimizer = named(tree.value, tree.arrays, weights)
+    shapes = {key: array.shape for key, array in tree.arrays.items()}
+    optimizer = named(tree.value, shapes, weights)
     note = () if optimizer.note is None else (f"{file} {optimizer.note}",)
     return _keyed(entry, optimizer.value, tree, notes=(*tree.notes, *note))
 
@@ -218,7 +219,7 @@ def _weights(catalog: Catalog, store: ReadStore, *, is_ordered: bool) -> Weights
         for key, meta in catalog.tensors.items()
         if key not in catalog.aliases
         and dtype_of(meta.dtype).kind == "float"
-        and key.rpartition(".")[2] not in _BUFFERS
+        and key.rpartition(".")[2] not in BUFFERS
     }
     model_type: object = None
     if store.exists(_CONFIG):
