@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 FRAMEWORKS_ARCHIVE = GOLDEN_ARCHIVE.with_name("frameworks.tar.xz")
 LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
+DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +80,12 @@ def lightning_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if made_anew:
         return Path(made_anew)
     return _unpacked(LIGHTNING_ARCHIVE, "lightning", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of DeepSpeed's checkpoints with experts, as ``golden``."""
+    return _unpacked(DEEPSPEED_ARCHIVE, "deepspeed_parallel", tmp_path_factory)
 
 
 def _unpacked(archive_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

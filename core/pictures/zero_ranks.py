@@ -4,8 +4,8 @@ ZeRO-1, 2 and 3 write an optimizer file per rank, ZeRO-3 a model file per rank a
 file of ZeRO-1 and 2 is written by rank 0. The names are enough for the grid, so that a checkpoint
 of which ranks are missing, and which therefore cannot be opened, has one.
 
-Not supported: model-parallel ranks, pipeline stages and experts, which are not read; universal
-checkpoints, which have no ranks.
+Not supported: model-parallel ranks and pipeline stages, which are not read; files of single
+experts, which are not those of a rank; universal checkpoints, which have no ranks.
 
 Source: ``core.formats.deepspeed.files``.
 """

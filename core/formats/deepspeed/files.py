@@ -6,13 +6,15 @@
     zero_pp_rank_R_mp_rank_00_model_states.pt     ZeRO-3: one per data-parallel rank R
     [bf16_|fp16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
                                                   ZeRO-1, 2, 3: one per data-parallel rank R
+    [layer_L_]expert_E_mp_rank_00_model_states.pt one per expert E of an MoE layer
+    expp_rank_R_mp_rank_00_optim_states.pt        ZeRO-0 with experts: one per expert-parallel rank
 
 ``pp_rank`` is DeepSpeed's word for the data-parallel rank here. Versions before 0.3.8 omitted the
 underscore before ``optim_states``.
 
-Refused by name: more than one model-parallel rank, files of pipeline stages, experts and AutoEP,
-states that were offloaded to NVMe, and a mixture of files with and without ``bf16_``, which comes
-from two runs.
+Refused by name: more than one model-parallel rank, files of pipeline stages, AutoEP, states that
+were offloaded to NVMe, and a mixture of files with and without ``bf16_``, which comes from two
+runs.
 
 Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``,
 ``_get_expert_ckpt_name``).
@@ -39,8 +41,11 @@ _OPTIM = re.compile(
     r"_mp_rank_(?P<mp_rank>\d{2,6})(?P<suffix>_?optim_states\.pt)$"
 )
 _EXPERT = re.compile(
-    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$"
-    r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
+    r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_mp_rank_(?P<mp_rank>\d{2,6})"
+    r"_model_states\.pt$"
+)
+_EXPERT_OPTIM = re.compile(
+    r"expp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp_rank>\d{2,6})_optim_states\.pt$"
 )
 _LAYER = re.compile(r"layer_\d+-.*model_states\.pt$")
 _OFFLOADED = "offloaded_tensors"
@@ -58,13 +63,10 @@ _SAVE_AGAIN = (
 SAVE_AGAIN_HINT = (
     f"DeepSpeed's ds_to_universal.py does not convert such a checkpoint: {_SAVE_AGAIN}"
 )
-EXPERTS_HINT = (
-    f"DeepSpeed's ds_to_universal.py converts the experts of AutoEP only; others: {_SAVE_AGAIN}"
-)
-"""The hints for checkpoints without ZeRO's optimizer files or with states on NVMe, and for experts.
+"""The hint for checkpoints without ZeRO's optimizer files or with states on NVMe.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``: ``main`` reads the stage from the
-optimizer files, merges experts only by AutoEP's metadata, and opens no ``offloaded_tensors``.
+optimizer files and opens no ``offloaded_tensors``.
 """
 
 
@@ -76,16 +78,27 @@ class ZeroRankFiles:
         model: the only model file of ZeRO-0, 1 and 2; None if there is none.
         zero_model: the model files of ZeRO-3; () if there are none.
         optim: the optimizer files; () if there are none.
+        experts: the files of single experts; () if there are none.
+        expert_optim: the optimizer files of ZeRO-0 by expert-parallel rank; () if there are none.
     """
 
     model: str | None
     zero_model: tuple[str, ...]
     optim: tuple[str, ...]
+    experts: tuple[str, ...] = ()
+    expert_optim: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All files."""
+        model = () if self.model is None else (self.model,)
+        return (*self.optim, *self.zero_model, *model, *self.experts, *self.expert_optim)
 
 
 def is_rank_file(name: str) -> bool:
     """Return whether a name is that of one of DeepSpeed's rank files."""
-    return any(pattern.match(name) for pattern in (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _LAYER))
+    patterns = (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _EXPERT_OPTIM, _LAYER)
+    return any(pattern.match(name) for pattern in patterns)
 
 
 def kind_and_rank(name: str) -> tuple[str, int] | None:
@@ -130,14 +143,26 @@ def rank_files(store: ReadStore) -> ZeroRankFiles:
             file=store.label,
             hint="remove the older files (compare their modification times)",
         )
+    experts = [match for name in names if (match := _EXPERT.match(name))]
+    experts.sort(key=lambda match: (int(match["layer"] or -1), int(match["expert"])))
+    expert_optim = {
+        int(match["rank"]): name for name in names if (match := _EXPERT_OPTIM.match(name))
+    }
     # Without model files, the flat groups cannot be divided into parameters.
-    if optim and model is None and not zero_models:
+    if (optim or experts or expert_optim) and model is None and not zero_models:
         raise MissingShardError(
-            "*_model_states.pt, which names the parameters, is missing; only optimizer files exist",
+            "*_model_states.pt, which names the parameters, is missing; there are only files of "
+            "the optimizer or of experts",
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )
-    return ZeroRankFiles(model, _complete(zero_models), _complete(optim))
+    return ZeroRankFiles(
+        model,
+        _complete(zero_models),
+        _complete(optim),
+        tuple(match[0] for match in experts),
+        _complete(expert_optim),
+    )
 
 
 def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
@@ -154,7 +179,7 @@ def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
 
 def name_of_rank(like: str, rank: int) -> str:
     """Return the name of a rank's file, given that of another rank."""
-    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", like)
+    return re.sub(r"(zero_pp|expp)_rank_\d+", rf"\g<1>_rank_{rank}", like)
 
 
 def missing_rank(like: str, rank: int) -> MissingShardError:
@@ -164,7 +189,8 @@ def missing_rank(like: str, rank: int) -> MissingShardError:
         like: name of another rank's file.
     """
     return MissingShardError(
-        f"the file of data-parallel rank {rank} is missing",
+        f"the file of {'expert' if like.startswith('expp') else 'data'}-parallel rank {rank} is "
+        "missing",
         file=name_of_rank(like, rank),
         hint="copy the checkpoint again, with all its files; or the rank did not finish saving",
     )
@@ -181,12 +207,6 @@ def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
     Raises:
         UnsupportedError: names the first such file.
     """
-    # Experts first: their hint differs, as most of them cannot be converted.
-    for name in names:
-        if _EXPERT.match(name):
-            raise UnsupportedError(
-                "files of single experts (MoE) are not supported", file=name, hint=EXPERTS_HINT
-            )
     # The model decides how shards of other kinds of model parallelism are joined.
     hint = way_out(has_zero_files=any(map(_OPTIM.match, names)))
     for name in names:
@@ -194,7 +214,8 @@ def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
             raise UnsupportedError(
                 "files of pipeline stages are not supported", file=name, hint=hint
             )
-        match = _MODEL.match(name) or _ZERO_MODEL.match(name) or _OPTIM.match(name)
+        patterns = (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _EXPERT_OPTIM)
+        match = next((match for pattern in patterns if (match := pattern.match(name))), None)
         if match is not None and int(match["mp_rank"]) != 0:
             raise UnsupportedError(
                 f"files of model-parallel rank {int(match['mp_rank'])} are not supported: how "

@@ -9,9 +9,11 @@ On disk::
     ├── zero_pp_rank_R_mp_rank_00_model_states.pt
     │                                         ZeRO-3: the same without weights, one per
     │                                         data-parallel rank R
-    └── [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
-                                              ZeRO-1 to 3: flat parts of the fp32 master weights
-                                              and of the moments
+    ├── [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
+    │                                         ZeRO-1 to 3: flat parts of the fp32 master weights
+    │                                         and of the moments
+    └── layer_L_expert_E_mp_rank_00_model_states.pt …
+                                              experts, see ``core.formats.deepspeed.experts``
 
 Every file is a torch zip. The catalog contains what ``zero_to_fp32.py`` writes, under the same
 names and bit for bit: the fp32 master weights, buffers as float32, frozen parameters as stored,
@@ -21,7 +23,7 @@ flat parts to parameters see ``core.formats.deepspeed.partition``; ``param_slice
 file has them, must agree with it.
 
 ZeRO-0 stores the weights as they were trained (16-bit), and numbers the parameters of its
-optimizer; the numbers are kept.
+optimizer; the numbers are kept. With experts, it stores an optimizer for each expert-parallel rank.
 
 Facet: ``ZeroFacts``.
 
@@ -38,7 +40,7 @@ Versions: 0.3.17 and later, including elastic ZeRO-1 checkpoints and ``BF16_Opti
 Not supported, refused by name: see ``core.formats.deepspeed.files``.
 
 Source: DeepSpeed 0.19.8; checkpoints that it wrote, pinned in tests/golden (``deepspeed``,
-``oracle/deepspeed``).
+``oracle/deepspeed``, and deepspeed_parallel.tar.xz).
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError
+from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import is_rank_file, missing_rank, rank_files
 from core.formats.deepspeed.model_states import iteration_of, parse_model_states, version_of
 from core.formats.deepspeed.moments import states_by_parameter
 from core.formats.deepspeed.optim_states import parse_optim_states
-from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
+from core.formats.deepspeed.partition import CutGroups, cut_parameters
 from core.formats.deepspeed.runs import tensor_in_groups, tensor_of_array
 from core.formats.deepspeed.state_file import read_state_file
 from core.formats.deepspeed.tree import OPTIMIZER, assemble_catalog, group_trees, spread, tree_of
@@ -66,7 +69,7 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.files import ZeroRankFiles
     from core.formats.deepspeed.model_states import ModelStates
     from core.formats.deepspeed.optim_states import OptimStates
-    from core.formats.deepspeed.partition import Partition
+    from core.formats.deepspeed.partition import CutParameters
 
 _UNIVERSAL = "zero"
 
@@ -92,8 +95,7 @@ def read(store: ReadStore) -> Catalog:
         UnsafeError: a pickle is hostile.
     """
     files = rank_files(store)
-    names = (*files.optim, *files.zero_model, files.model)
-    store.expect_headers(name for name in names if name is not None)
+    store.expect_headers(files.names)
     optim = [parse_optim_states(read_state_file(store, name)) for name in files.optim]
     if not optim:
         return _read_unpartitioned(store, files)
@@ -110,9 +112,18 @@ def read(store: ReadStore) -> Catalog:
             file="mp_rank_00_model_states.pt",
             hint="copy the checkpoint again, with all its files",
         )
-    return _read_partitioned(
-        store, [parse_model_states(read_state_file(store, files.model))], optim
-    )
+    model = parse_model_states(read_state_file(store, files.model))
+    return _read_partitioned(store, [_with_experts(store, model, files)], optim)
+
+
+def _with_experts(store: ReadStore, model: ModelStates, files: ZeroRankFiles) -> ModelStates:
+    """Return the model file with the weights of single experts.
+
+    Raises:
+        MissingShardError: the file of an expert is missing.
+        CorruptError: a file is malformed.
+    """
+    return with_experts(model, [read_state_file(store, name) for name in files.experts])
 
 
 def _check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
@@ -182,11 +193,11 @@ def _read_partitioned(
     for other in models[1:]:
         if other.groups != model.groups or other.frozen != model.frozen:
             raise other.state.corrupt(f"param_shapes differ from those of {model.state.file}")
-    partition = _partition(model, optim)
+    partition = _partition(store, model, optim)
 
     # The weights: master weights in the flat groups, and those that only model files contain. An
     # entry that comes later takes precedence.
-    shapes = {name: shape for group in model.groups for name, shape in group.items()}
+    shapes = partition.shapes
     weights = buffers(model) | frozen(models, head.stage)
     flat = [rank_optim.fp32 for rank_optim in optim]
     weights |= {
@@ -205,6 +216,10 @@ def _read_partitioned(
     # groups; the numbers in the settings are then kept, as they are no groups of parameters.
     by_parameter = states_by_parameter(store, partition, shapes, optim)
     names_of = {number: list(group) for number, group in enumerate(model.groups)}
+    if isinstance(partition, CutGroups):
+        names_of = {group.number: [] for group in partition.groups}
+        for group in partition.groups:
+            names_of[group.number] += group.shapes
     tree = tree_of(
         weights=weights,
         states=by_parameter.states,
@@ -226,23 +241,25 @@ def _read_partitioned(
     ).with_facet(ZeroFacts(head.stage, len(optim)))
 
 
-def _partition(model: ModelStates, optim: Sequence[OptimStates]) -> Partition:
+def _partition(
+    store: ReadStore, model: ModelStates, optim: Sequence[OptimStates]
+) -> CutGroups | CutParameters:
     """Return the positions of the parameters in the flat groups, checked against the files.
 
     Raises:
         CorruptError: shapes, sizes and recorded positions contradict each other.
     """
     assert model.groups is not None
-    sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
     try:
         if optim[0].stage == 3:
+            sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
             return cut_parameters(model.groups, sizes)
         if len(model.groups) != len(optim[0].fp32):
             raise model.state.corrupt(
                 f"param_shapes has {len(model.groups)} groups, but the optimizer files have "
                 f"{len(optim[0].fp32)}"
             )
-        partition = cut_groups(model.groups, sizes, alignment=optim[0].alignment)
+        partition = cut_with_experts(store, model, optim)
         _check_slices(partition, optim)
     except CorruptError as err:
         err.file = err.file or model.state.file  # the partition knows no files
@@ -258,8 +275,12 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
     """
     if any(rank_optim.slices is None for rank_optim in optim):
         return
+    # The files have the numbers that experts have on their ranks.
+    local = local_names(cut)
     expected = {
-        (run.rank, run.group, name): (run.at, run.n) for name in cut.first for run in cut.runs(name)
+        (run.rank, run.group, local.get(name, name)): (run.at, run.n)
+        for name in cut.first
+        for run in cut.runs(name)
     }
     for rank, rank_optim in enumerate(optim):
         for group, slices in enumerate(rank_optim.slices or ()):
@@ -300,6 +321,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
         )  # fmt: skip
     if files.model is None:
         raise model.state.corrupt("param_shapes is missing, which ZeRO-3 needs")
+    model = _with_experts(store, model, files)
     # The wrapped optimizer's own state dict is stored in the model file.
     weights = {key: tensor_of_array(array) for key, array in model.module.items()}
     weights, aliases = with_shared(model, weights)
@@ -308,7 +330,19 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
     )
     optimizer = model.state.root.get(OPTIMIZER)
     notes = []
-    if optimizer is not None:
+    expert_optim = [read_state_file(store, name) for name in files.expert_optim]
+    if expert_optim:
+        # Every expert-parallel rank has a file with the state dict of its optimizer, in which the
+        # parameters that belong to no expert are the same.
+        tree[OPTIMIZER] = {
+            f"expert_parallel_rank_{rank}": spread(file.root.get(OPTIMIZER), file)
+            for rank, file in enumerate(expert_optim)
+        }
+        notes.append(
+            "ZeRO-0 stores an optimizer for each expert-parallel rank, with numbers instead of "
+            "names for its parameters; all of them are kept"
+        )
+    elif optimizer is not None:
         tree[OPTIMIZER] = spread(optimizer, model.state)
         notes.append(
             "ZeRO-0 stores numbers instead of names for the optimizer's parameters; the state "
@@ -316,7 +350,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
         )
     dp = model.state.root.get("dp_world_size")
     catalog = assemble_catalog(
-        tree, format="deepspeed", version=version_of(model), files=[model.state]
+        tree, format="deepspeed", version=version_of(model), files=[model.state, *expert_optim]
     )
     return replace(
         catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes)

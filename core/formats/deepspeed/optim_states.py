@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, UnsupportedError
-from core.formats.deepspeed.files import EXPERTS_HINT
+from core.formats.deepspeed.files import UNIVERSAL_HINT
 from core.formats.deepspeed.state_file import mapping_or_empty, read_state_file, shown, type_of
 from core.pickle.inert import Inert, TensorLeaf, attributes
 
@@ -49,6 +49,8 @@ class OptimStates:
         state: the file.
         stage: ZeRO stage, 1 to 3.
         n_ranks: number of such files that this one records.
+        counts: per group, the number of ranks among which it is partitioned; groups of experts
+            have fewer than ``n_ranks``. Empty if all groups have ``n_ranks``.
         fp32: this rank's part of the master weights, one flat array per group.
         states: per flat group, state name → tensor or value; {} for a group that was never stepped.
         param_groups: the settings of the optimizer's groups, as stored.
@@ -62,6 +64,7 @@ class OptimStates:
     state: StateFile
     stage: int
     n_ranks: int
+    counts: Sequence[int]
     fp32: Sequence[StoredArray]
     states: Sequence[Mapping[str, object]]
     param_groups: Sequence[Mapping[object, object]]
@@ -123,10 +126,16 @@ def parse_optim_states(state: StateFile) -> OptimStates:
     groups = state.items(root[flat_name], flat_name)
     fp32 = [state.flat(group, f"{flat_name}[{number}]") for number, group in enumerate(groups)]
     states, param_groups = _base_state(state, root.get(base_name), base_name, len(fp32))
+    counts = _partition_counts(state, root, stage)
+    if len(set(counts)) > 1 and len(counts) != len(fp32):
+        raise state.corrupt(
+            f"partition_count has {len(counts)} groups, but there are {len(fp32)} flat groups"
+        )
     return OptimStates(
         state=state,
         stage=stage,
-        n_ranks=_n_ranks(state, root),
+        n_ranks=max(counts),
+        counts=counts if len(set(counts)) > 1 else (),
         fp32=fp32,
         states=states,
         param_groups=param_groups,
@@ -145,16 +154,19 @@ def enum_number(value: object) -> int | None:
     return value if type(value) is int else None
 
 
-def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
-    """Return the number of ranks among which the groups are partitioned.
+def _partition_counts(state: StateFile, root: Mapping[object, object], stage: int) -> list[int]:
+    """Return the numbers of ranks among which the groups are partitioned.
+
+    Returns:
+        One number per group, or a single one that holds for all groups.
 
     Raises:
         CorruptError: the number is missing or malformed.
-        UnsupportedError: the number differs between groups.
+        UnsupportedError: the number differs between the groups of ZeRO-3.
     """
     if "partition_count" not in root:
         raise state.corrupt(f"{OPTIMIZER_STATE}.partition_count is missing")
-    # One number, or one per group; ds_zero_partition_groups may record it as well.
+    # One number, or one per group; ZeRO-3 may record it as well in ds_zero_partition_groups.
     stored = root["partition_count"]
     counts = [
         state.number(count, "partition_count")
@@ -166,15 +178,16 @@ def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
         counts += [count] if isinstance(count, int) else []
     if not counts:
         raise state.corrupt("partition_count is an empty list")
-    # Groups of experts are partitioned among fewer ranks than the others.
-    if len(set(counts)) > 1:
+    # Groups of experts are partitioned among fewer ranks than the others. In ZeRO-3, only AutoEP
+    # has them.
+    if len(set(counts)) > 1 and stage == 3:
         raise UnsupportedError(
             f"the groups are partitioned among different numbers of ranks ({sorted(set(counts))}), "
-            "as with experts",
+            "as with experts in ZeRO-3 (AutoEP)",
             file=state.file,
-            hint=EXPERTS_HINT,
+            hint=UNIVERSAL_HINT,
         )
-    return counts[0]
+    return counts
 
 
 def _base_state(

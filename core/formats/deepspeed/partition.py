@@ -6,6 +6,9 @@ which are padded::
     parameters   │ embed (888)    │ w1 (1752)          │ w2 (1752)      …│ padding
     ranks        │ rank 0 (4392)                │ rank 1 (4392)           │
 
+A group of experts is concatenated and cut so once per expert-parallel rank, among the ranks that
+have the same experts; all of them store it under one number (``FlatGroup``).
+
 ZeRO-3. Every parameter is cut separately into parts of ``ceil(n / ranks)`` elements, the last of
 which is padded. A rank concatenates its parts of all parameters, through all groups::
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import Protocol
@@ -62,43 +65,74 @@ class Partition(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """Parameters that ZeRO-1 and 2 concatenate and cut among some ranks.
+
+    Args:
+        number: the group's number in the files of these ranks.
+        shapes: shapes of its parameters.
+        ranks: data-parallel ranks that have a part, in the order of the parts.
+        stored_names: name → name in the files; {} if these are the same.
+    """
+
+    number: int
+    shapes: Shapes
+    ranks: Sequence[int]
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+
+
+def plain_groups(groups: Sequence[Shapes], n_ranks: int) -> list[FlatGroup]:
+    """Return groups of which every rank has a part."""
+    return [FlatGroup(number, shapes, range(n_ranks)) for number, shapes in enumerate(groups)]
+
+
+@dataclass(frozen=True, slots=True)
 class CutGroups:
     """The partition of ZeRO-1 and 2, as returned by ``cut_groups``.
 
     Args:
-        groups: shapes of the parameters of each group.
-        first: name → (group, first element in the group).
+        groups: the groups that were cut.
+        first: name → (index of its group in ``groups``, first element in the group).
         starts: per group, the element at which the part of each rank begins, and the end.
     """
 
-    groups: Sequence[Shapes]
+    groups: Sequence[FlatGroup]
     first: Mapping[str, tuple[int, int]]
     starts: Sequence[Sequence[int]]
 
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of the parameters of all groups."""
+        return {name: shape for group in self.groups for name, shape in group.shapes.items()}
+
     def runs(self, name: str) -> Iterator[PartitionRun]:
         """Yield the runs of a parameter, in the order of its elements."""
-        group, first_element = self.first[name]
-        end = first_element + prod(self.groups[group][name])
-        starts = self.starts[group]
-        # Begin at the rank that contains the first element; ranks may be empty.
-        rank = max(bisect_right(starts, first_element) - 1, 0)
+        index, first_element = self.first[name]
+        group, starts = self.groups[index], self.starts[index]
+        end = first_element + prod(group.shapes[name])
+        # Begin at the part that contains the first element; parts may be empty.
+        part = max(bisect_right(starts, first_element) - 1, 0)
         position = first_element
         while position < end:
-            stop = min(end, starts[rank + 1])
+            stop = min(end, starts[part + 1])
             if stop > position:
                 yield PartitionRun(
-                    rank, group, position - starts[rank], position - first_element, stop - position
+                    group.ranks[part],
+                    group.number,
+                    position - starts[part],
+                    position - first_element,
+                    stop - position,
                 )
                 position = stop
-            rank += 1
+            part += 1
 
     def groups_of(self, name: str) -> Sequence[int]:
         """Return the flat group that contains a parameter."""
-        return (self.first[name][0],)
+        return (self.groups[self.first[name][0]].number,)
 
 
 def cut_groups(
-    groups: Sequence[Shapes],
+    groups: Sequence[FlatGroup],
     sizes: Sequence[Sequence[int]],
     *,
     alignment: Sequence[Sequence[int]] | None,
@@ -106,45 +140,47 @@ def cut_groups(
     """Return the partition of ZeRO-1 and 2.
 
     Args:
-        groups: shapes of the parameters of each group.
-        sizes: per rank, the number of elements of its part of each group, with or without the
-            padding at the end.
-        alignment: per group, the padding after each parameter, in elements; None for none.
+        sizes: rank → number of a group → elements of the rank's part, with or without the padding
+            at the end.
+        alignment: number of a group → the padding after each parameter, in elements; None for
+            none.
 
     Raises:
         CorruptError: the sizes do not match the shapes, or a parameter is in two groups.
     """
-    n_ranks = len(sizes)
     first: dict[str, tuple[int, int]] = {}
     starts = []
-    for group, shapes in enumerate(groups):
+    for index, group in enumerate(groups):
         offset = 0
-        gaps = [0] * len(shapes) if alignment is None else alignment[group]
-        if len(gaps) != len(shapes):
+        gaps = [0] * len(group.shapes) if alignment is None else alignment[group.number]
+        if len(gaps) != len(group.shapes):
             raise CorruptError(
-                f"group {group} has {len(shapes)} parameters, but {len(gaps)} alignment paddings"
+                f"group {group.number} has {len(group.shapes)} parameters, but {len(gaps)} "
+                "alignment paddings"
             )
         # Parameters follow each other, with paddings between them; ``last`` is the end of the last
         # parameter, without its padding.
         last = offset
-        for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        for (name, shape), gap in zip(group.shapes.items(), gaps, strict=True):
             if name in first:
                 raise CorruptError(
-                    f"the parameter is in groups {first[name][0]} and {group}", key=name
+                    f"the parameter is in groups {groups[first[name][0]].number} and "
+                    f"{group.number}",
+                    key=name,
                 )
-            first[name] = (group, offset)
+            first[name] = (index, offset)
             offset += prod(shape)
             last = offset
             offset += gap
         # The parts of all ranks must add up to the group. DeepSpeed pads it to a multiple of
         # 2 × ranks, and strips some of the padding, in ways that depend on its version.
-        rank_starts = [0, *accumulate(rank[group] for rank in sizes)]
+        rank_starts = [0, *accumulate(sizes[rank][group.number] for rank in group.ranks)]
         starts.append(rank_starts)
-        step = 2 * n_ranks
+        step = 2 * len(group.ranks)
         if rank_starts[-1] < last or -(-offset // step) != -(-rank_starts[-1] // step):
             raise CorruptError(
-                f"the {len(shapes)} parameters of group {group} need {offset} elements, but its "
-                f"parts on {n_ranks} ranks have {rank_starts[-1]}",
+                f"the {len(group.shapes)} parameters of group {group.number} need {offset} "
+                f"elements, but its parts on {len(group.ranks)} ranks have {rank_starts[-1]}",
                 hint="files of different checkpoints were mixed, or one belongs to another run",
             )
     return CutGroups(groups, first, starts)

@@ -1,0 +1,282 @@
+"""Experts of DeepSpeed's ``MoE`` layers, joined under their global numbers.
+
+On disk, beside the files of the other parameters::
+
+    layer_L_expert_E_mp_rank_00_model_states.pt   weights of expert E in the L-th MoE layer
+    expert_E_mp_rank_00_model_states.pt           the same for all layers: old versions
+    expp_rank_R_mp_rank_00_optim_states.pt        ZeRO-0: optimizer of expert-parallel rank R
+
+The names in the files of weights have the global number of the expert. ``param_shapes`` and the
+optimizer files have the number that it has on its rank::
+
+    4 experts, ep_size 2           expert-parallel rank 0    expert-parallel rank 1
+    deepspeed_experts.0            expert 0                  expert 2
+    deepspeed_experts.1            expert 1                  expert 3
+
+A flat group of experts is cut among the ranks that have the same experts: ranks k, k + ep_size …,
+or, with ``use_data_before_expert_parallelism``, as many consecutive ranks. The weights in the files
+of single experts are the rounded master weights, which proves the assignment: it is checked.
+
+Versions: 0.3.17 and later. Not supported: experts with tensor parallelism, AutoEP.
+
+Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_save_moe_checkpoint``), ``utils/groups.py``
+(``_create_expert_and_data_parallel``), ``runtime/zero/stage_1_and_2.py``; checkpoints that it
+wrote, pinned in tests/golden/deepspeed_parallel.tar.xz.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.arrays.dtypes import itemsize
+from core.errors import CorruptError, MissingShardError
+from core.formats.deepspeed.partition import CutGroups, FlatGroup, cut_groups
+from core.formats.deepspeed.state_file import mapping_or_empty
+
+if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
+    from core.files.store import ReadStore
+    from core.formats.deepspeed.model_states import ModelStates
+    from core.formats.deepspeed.optim_states import OptimStates
+    from core.formats.deepspeed.state_file import StateFile
+
+_FILE = re.compile(r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_")
+_NAME = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<number>\d+)\.")
+_DATA_FIRST = "use_data_before_expert_parallelism"
+_SAMPLE_ELEMENTS = 256
+
+
+def expert_of(name: str) -> tuple[str, int] | None:
+    """Return the layer (the name before the number) and the number of a parameter's expert.
+
+    Returns:
+        None for parameters that do not belong to an expert.
+    """
+    match = _NAME.match(name)
+    return None if match is None else (match["layer"], int(match["number"]))
+
+
+def numbered(name: str, number: int) -> str:
+    """Return the name that a parameter of an expert has in an expert of another number."""
+    match = _NAME.match(name)
+    assert match is not None
+    return f"{match['layer']}{number}{name[match.end('number') :]}"
+
+
+def with_experts(model: ModelStates, files: Sequence[StateFile]) -> ModelStates:
+    """Return the model file with the weights of all experts, under their global numbers.
+
+    Args:
+        files: the files of single experts.
+
+    Raises:
+        MissingShardError: the file of an expert is missing.
+        CorruptError: an expert is in the file of another one, or in two files.
+    """
+    _check_complete(model, [file.file for file in files])
+    module = dict(model.module)
+    for file in files:
+        match = _FILE.match(file.file)
+        assert match is not None
+        for key, value in file.root.items():
+            name = file.name(key, "the file")
+            expert = expert_of(name)
+            if expert is None or expert[1] != int(match["expert"]):
+                raise file.corrupt(
+                    f"the parameter does not belong to expert {int(match['expert'])}", key=name
+                )
+            if name in module:
+                raise file.corrupt("another file contains the parameter as well", key=name)
+            module[name] = file.tensor(value, name)
+    # Frozen parameters are listed under the numbers that experts have on rank 0; the files above
+    # contain those of all ranks.
+    frozen = {name: shape for name, shape in model.frozen.items() if expert_of(name) is None}
+    return replace(model, module=module, frozen=frozen)
+
+
+def _check_complete(model: ModelStates, files: Sequence[str]) -> None:
+    """Check that there is a file for each expert that the model file counts.
+
+    Raises:
+        MissingShardError: names the first missing file.
+    """
+    # One number per MoE layer; old versions record a single one, and have no files per layer.
+    recorded = model.other_entries.get("num_experts")
+    if isinstance(recorded, (list, tuple)):
+        expected = [
+            f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+            for layer, count in enumerate(recorded)
+            for expert in range(model.state.number(count, f"num_experts[{layer}]"))
+        ]
+    else:
+        count = model.state.number(0 if recorded is None else recorded, "num_experts")
+        expected = [f"expert_{expert}_mp_rank_00_model_states.pt" for expert in range(count)]
+    for name in expected:
+        if name not in files:
+            raise MissingShardError(
+                "the file of an expert is missing",
+                file=name,
+                hint="copy the checkpoint again, with all its files",
+            )
+
+
+def cut_with_experts(
+    store: ReadStore, model: ModelStates, optim: Sequence[OptimStates]
+) -> CutGroups:
+    """Return the partition of ZeRO-1 and 2 with groups of experts.
+
+    Args:
+        model: result of ``with_experts``.
+        optim: the optimizer files by rank.
+
+    Raises:
+        CorruptError: shapes, sizes and weights contradict each other.
+    """
+    sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
+    # The order of the ranks is a setting; without it, the weights tell which one was used.
+    config = mapping_or_empty(model.other_entries.get("ds_config"))
+    recorded = config.get(_DATA_FIRST, False) if config else None
+    orders = [recorded] if isinstance(recorded, bool) else [False, True]
+    problem: CorruptError | None = None
+    for is_data_first in orders:
+        groups = _groups(model, optim[0], is_data_first=is_data_first)
+        try:
+            partition = cut_groups(groups, sizes, alignment=optim[0].alignment)
+            _check_weights(store, partition, model, optim)
+        except CorruptError as err:
+            problem = problem or err
+        else:
+            return partition
+    assert problem is not None
+    raise problem
+
+
+def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> list[FlatGroup]:
+    """Return the groups of all parameters, those of experts once per expert-parallel rank.
+
+    Args:
+        head: the optimizer file of rank 0.
+        is_data_first: consecutive ranks have the same experts.
+
+    Raises:
+        CorruptError: a group of experts contains other parameters, or experts without weights.
+    """
+    assert model.groups is not None
+    experts: dict[str, set[int]] = {}
+    for name in model.module:
+        expert = expert_of(name)
+        if expert is not None:
+            experts.setdefault(expert[0], set()).add(expert[1])
+    groups = []
+    for number, shapes in enumerate(model.groups):
+        count = head.counts[number] if head.counts else head.n_ranks
+        if count == head.n_ranks:
+            groups.append(FlatGroup(number, shapes, range(count)))
+            continue
+        if count == 0 or head.n_ranks % count:
+            raise head.state.corrupt(
+                f"group {number} is partitioned among {count} of {head.n_ranks} ranks"
+            )
+        ep_size = head.n_ranks // count
+        for ep_rank in range(ep_size):
+            ranks = (
+                range(ep_rank * count, (ep_rank + 1) * count)
+                if is_data_first
+                else range(ep_rank, head.n_ranks, ep_size)
+            )
+            names = {}
+            for name in shapes:
+                expert = expert_of(name)
+                if expert is None or expert[0] not in experts:
+                    raise model.state.corrupt(
+                        f"group {number} is partitioned among {count} of {head.n_ranks} ranks, but "
+                        "the parameter belongs to no expert that has a file",
+                        key=name,
+                    )
+                layer, local = expert
+                n_local, rest = divmod(len(experts[layer]), ep_size)
+                if rest or local >= n_local:
+                    raise model.state.corrupt(
+                        f"{len(experts[layer])} experts are not divided among {ep_size} "
+                        "expert-parallel ranks",
+                        key=name,
+                    )
+                names[numbered(name, ep_rank * n_local + local)] = name
+            groups.append(
+                FlatGroup(number, {new: shapes[old] for new, old in names.items()}, ranks, names)
+            )
+    return groups
+
+
+def _check_weights(
+    store: ReadStore, partition: CutGroups, model: ModelStates, optim: Sequence[OptimStates]
+) -> None:
+    """Check that the weights of experts are their rounded master weights.
+
+    One parameter per group and expert-parallel rank is compared, in its first elements.
+
+    Raises:
+        CorruptError: names a parameter whose weights have another shape or are not those.
+    """
+    for group in partition.groups:
+        if not group.stored_names:
+            continue
+        for name, shape in group.shapes.items():
+            weights = model.module.get(name)
+            if weights is None or weights.shape != shape:
+                raise model.state.corrupt(
+                    f"param_shapes give {shape}, but the file of the expert has "
+                    f"{None if weights is None else weights.shape}",
+                    key=name,
+                )
+        # The largest parameter: biases are often zero.
+        name = max(group.shapes, key=lambda key: prod(group.shapes[key]))
+        for run in islice(partition.runs(name), 1):
+            weights, masters = model.module[name], optim[run.rank].fp32[run.group]
+            n = min(run.n, _SAMPLE_ELEMENTS)
+            rounded = _rounded(_elements(store, masters, run.at, n), masters, weights)
+            if rounded != _elements(store, weights, run.start, n):
+                raise model.state.corrupt(
+                    "the expert's weights are not the rounded master weights that the optimizer "
+                    "files have for it",
+                    key=name,
+                )
+
+
+def _elements(store: ReadStore, array: StoredArray, first: int, n: int) -> bytes:
+    """Read elements of an array without gaps."""
+    size = itemsize(array.dtype)
+    return store.read(array.extent.file, array.extent.offset + first * size, n * size)
+
+
+def _rounded(data: bytes, masters: StoredArray, weights: StoredArray) -> bytes:
+    """Return master weights in the precision of the weights, as torch rounds them.
+
+    Raises:
+        CorruptError: the dtypes are not those of a run with master weights.
+    """
+    if masters.dtype == weights.dtype:
+        return data
+    import numpy as np
+
+    if masters.dtype == "float32" and weights.dtype == "float16":
+        with np.errstate(over="ignore"):
+            return bytes(np.frombuffer(data, "<f4").astype("<f2").data)
+    if masters.dtype == "float32" and weights.dtype == "bfloat16":
+        bits = np.frombuffer(data, "<u4")
+        # To the nearest, ties to even. numpy has no bfloat16.
+        return bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").data)
+    raise CorruptError(
+        f"the weights are {weights.dtype}, but their masters {masters.dtype}",
+        file=weights.extent.file,
+    )
+
+
+def local_names(partition: CutGroups) -> Mapping[str, str]:
+    """Return the names in the optimizer files of parameters that have another one there."""
+    return {name: old for group in partition.groups for name, old in group.stored_names.items()}
