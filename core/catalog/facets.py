@@ -37,6 +37,7 @@ class WriteOptions:
         shard_bytes: size of zarr 3's shards; None for the format's default.
         recorded_ranks: torch_dist records what each of so many ranks writes; the first coordinate
             of every array and object is its rank. 0 to record nothing.
+        is_step: the destination is a step directory of Orbax's CheckpointManager.
     """
 
     max_file_bytes: int | None = None
@@ -47,6 +48,7 @@ class WriteOptions:
     files_per_rank: int = 1
     shard_bytes: int | None = None
     recorded_ranks: int = 0
+    is_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)

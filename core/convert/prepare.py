@@ -352,6 +352,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         max_file_bytes=job.max_file_bytes,
         is_file=is_file,
         is_release=source.is_release,
+        is_step=dst.name.isascii() and dst.name.isdigit(),
     )
     target = replace(target, write=write)
     images = _lay_out_files(target, source, format, dst)

@@ -16,6 +16,8 @@ SAMPLES = {
     "deepspeed_universal": Sample(
         {key: spec for key, spec in SAMPLE.tensors.items() if spec[0] == "float32"}, {}
     ),
+    # Orbax stores numbers as arrays without axes, so they come back as tensors.
+    "orbax": Sample(SAMPLE.tensors, {"name": "run é", "none": None, "nothing": {}, "list": []}),
 }
 """For formats that hold less than the usual things."""
 WRITTEN = [format for format in FORMATS if format.partition != "ranks"]

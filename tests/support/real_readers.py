@@ -106,6 +106,22 @@ def read_zarr3(path: Path) -> Tensors:
     return _read_tensorstore(path, "zarr3", "zarr.json")
 
 
+def read_orbax(path: Path) -> Tensors:
+    import tensorstore as ts
+
+    found: Tensors = {}
+    tree = json.loads((path / "_METADATA").read_text())["tree_metadata"]
+    for leaf in tree.values():
+        if leaf["value_metadata"]["value_type"] != "np.ndarray":
+            continue  # numbers and strings, which were no tensors
+        name = ".".join(step["key"] for step in leaf["key_metadata"])
+        store = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/"}
+        opened = ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
+        data = np.ascontiguousarray(opened.read().result())
+        found[name] = opened.dtype.name, tuple(opened.shape), data.tobytes()
+    return found
+
+
 def read_universal(path: Path) -> Tensors:
     found: Tensors = {}
     zero = next(iter(path.rglob("zero")))
@@ -126,6 +142,7 @@ READERS: dict[str, Callable[[Path], Tensors]] = {
     "safetensors": read_safetensors,
     "zarr": read_zarr,
     "zarr3": read_zarr3,
+    "orbax": read_orbax,
     "deepspeed_universal": read_universal,
 }
 """Format → torch, safetensors or tensorstore reading it."""

@@ -11,12 +11,13 @@
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``, ``training/checkpointing.py``
 (``load_checkpoint``); transformers 5.23, huggingface_hub 2.4, safetensors 0.8, torch 2.13,
-zarr-python 3.1.6, tensorstore 0.1.86, DeepSpeed 0.19.8.
+zarr-python 3.1.6, tensorstore 0.1.86, orbax-checkpoint 0.12.8, DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,15 @@ def _library_call(result: WrittenResult) -> str:
         return f"dcp.load(state_dict, checkpoint_id={folder})"
     if name == "deepspeed_universal":
         return f'engine.load_checkpoint({dst})  # config: "checkpoint": {{"load_universal": true}}'
+    if name == "orbax":
+        # Orbax wants absolute paths.
+        parent = _quoted(Path(os.path.abspath(result.dst.parent)))
+        if result.target.write.is_step:
+            step = int(result.dst.name)
+            return (
+                f"ocp.CheckpointManager({parent}).restore({step}, args=ocp.args.StandardRestore())"
+            )
+        return f"ocp.StandardCheckpointer().restore({_quoted(Path(os.path.abspath(result.dst)))})"
     if name == "zarr3":
         dtypes = [meta.dtype for meta in result.target.tensors.values()]
         if not any(dtype.startswith(_NOT_IN_ZARR_PYTHON) for dtype in dtypes):

@@ -18,15 +18,17 @@ which is Orbax's own name for it; with several items the item's name comes first
 Chunks in ``d/`` that are not compressed are copied byte for byte. Values in the nodes of the tree
 (up to 1 KiB) and compressed chunks are decoded chunk by chunk.
 
-``Catalog.iteration`` is set from an integer scalar with a name such as ``step``; ``notes`` list
-what is not read.
+``Catalog.iteration`` is set from an integer scalar with a name such as ``step``, else from the
+custom metadata of ``_CHECKPOINT_METADATA`` that this project writes; ``notes`` list what is not
+read. What is written is described in ``core.formats.ocdbt.write``.
 
 Versions: Orbax 0.12 with and without OCDBT, zarr 2 and zarr 3; older ones that write the same
     files.
 
-Not supported: writing; values in the msgpack file ``checkpoint`` of old versions (the arrays are
+Not supported: values in the msgpack file ``checkpoint`` of old versions (the arrays are
 read, under flat keys); items of other kinds, such as JSON; checkpoints that were not merged
-(``ocdbt.process_0`` without a manifest next to it).
+(``ocdbt.process_0`` without a manifest next to it); on writing, objects that are not plain values,
+    which are listed as not carried, and dtypes that zarr lacks.
 
 Source: checkpoints written by orbax-checkpoint 0.12.8 with tensorstore 0.1.86.
 """
@@ -45,7 +47,9 @@ from core.errors import CheckpointingException, CorruptError, MissingShardError,
 from core.formats.format import Format
 from core.formats.ocdbt.arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt.entries import MANIFEST
-from core.formats.ocdbt.tree import TREE, leaves_of
+from core.formats.ocdbt.leaves import storable
+from core.formats.ocdbt.tree import CHECKPOINT, TREE, leaves_of, recorded_iteration
+from core.formats.ocdbt.write import lay_out
 from core.formats.zarr.facets import ZarrFacts
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import Path, nest_leaves
@@ -53,7 +57,6 @@ from core.pickle.nesting import Path, nest_leaves
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
-CHECKPOINT = "_CHECKPOINT_METADATA"
 _AGGREGATE = "checkpoint"
 _PROCESS = re.compile(r"ocdbt\.process_\w+")
 _USUAL_ITEMS = ("default", "state", "params")
@@ -265,7 +268,7 @@ def _iteration(catalog: Catalog, store: ReadStore) -> tuple[int | None, list[str
         number = int.from_bytes(data, "little", signed=dtype_of(meta.dtype).kind == "int")
         if 0 <= number < _MAX_ITERATION:
             return number, notes
-    return None, notes
+    return recorded_iteration(store), notes
 
 
 FORMAT = Format(
@@ -273,6 +276,8 @@ FORMAT = Format(
     title="Orbax (OCDBT)",
     sniff=sniff,
     read=read,
-    lay_out=None,
+    lay_out=lay_out,
     aliases=("ocdbt",),
+    splits_files=True,
+    adapt=storable,
 )

@@ -28,6 +28,7 @@ from core.pickle.nesting import ListIndex, Path
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
+CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
 STRINGS = "_strings.json"
 _MAX_JSON_BYTES = 256 << 20
@@ -40,8 +41,8 @@ _EMPTY: Mapping[str, object] = {
     "Tuple": (),
     "NamedTuple": None,
 }
-_TEXT = "string"
-_INDEX, _NAME = 1, 2
+STRING = "string"
+LIST_INDEX_KEY, NAME_KEY = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class OrbaxLeaf:
     @property
     def is_array(self) -> bool:
         """True if the value is stored as an array."""
-        return self.kind != _TEXT and self.kind not in _EMPTY
+        return self.kind != STRING and self.kind not in _EMPTY
 
 
 def leaves_of(store: ReadStore, root: str) -> dict[str, OrbaxLeaf]:
@@ -98,7 +99,7 @@ def leaves_of(store: ReadStore, root: str) -> dict[str, OrbaxLeaf]:
                 f"{TREE} has a duplicate of this leaf, or lacks its type", file=file, key=name
             )
         value = _EMPTY.get(kind)
-        if kind == _TEXT:
+        if kind == STRING:
             value = texts.get(name)
             if not isinstance(value, str):
                 raise MissingShardError(
@@ -117,14 +118,27 @@ def _parse_path(steps: Any) -> Path:
     path: list[object] = []
     for step in steps:
         name, kind = step["key"], step["key_type"]
-        if type(name) is not str or kind not in (_INDEX, _NAME):
+        if type(name) is not str or kind not in (LIST_INDEX_KEY, NAME_KEY):
             raise ValueError(f"invalid key {name!r:.40} of type {kind!r:.40}")
-        if kind == _INDEX and not (name.isascii() and name.isdigit() and len(name) < 10):
+        if kind == LIST_INDEX_KEY and not (name.isascii() and name.isdigit() and len(name) < 10):
             raise ValueError(f"invalid index {name!r:.40}")
-        path.append(ListIndex(name) if kind == _INDEX else name)
+        path.append(ListIndex(name) if kind == LIST_INDEX_KEY else name)
     if not path:
         raise ValueError("empty path")
     return tuple(path)
+
+
+def recorded_iteration(store: ReadStore) -> int | None:
+    """Return the iteration in ``_CHECKPOINT_METADATA``, which this project writes; None without.
+
+    Raises:
+        CorruptError: the file is malformed.
+    """
+    if not store.exists(CHECKPOINT):
+        return None
+    metadata = _read_json(store, CHECKPOINT).get("custom_metadata")
+    iteration = metadata.get("iteration") if isinstance(metadata, dict) else None
+    return iteration if type(iteration) is int and iteration >= 0 else None
 
 
 def _read_json(store: ReadStore, file: str) -> dict[str, object]:

@@ -330,8 +330,11 @@ def fragments_of_chunks(
         location, box = chunks.place_of(index, number), grid.box(index)
         if array.sharding is None:
             extent = _chunk_extent(coding, location, strides)
+            # Padding at the end of a plain chunk is not part of the array: it need not be read.
+            is_prefix = extent.encoding is None and strides is None
+            shape = box.shape if is_prefix and _is_dense_prefix(box.shape, coding.shape) else None
             fragments.append(
-                _fragment(key, box, coding.dtype, coding.shape, extent, is_only=is_only)
+                _fragment(key, box, coding.dtype, shape or coding.shape, extent, is_only=is_only)
             )
         else:
             try:
@@ -347,6 +350,12 @@ def fragments_of_chunks(
             whole_fragment(key, StoredArray(key, array.dtype, grid.shape, Extent(file, 0)))
         )
     return fragments
+
+
+def _is_dense_prefix(shape: Shape, chunk_shape: Shape) -> bool:
+    """Return whether a chunk, clipped to a shape, is one run at its beginning in C order."""
+    axis = next((axis for axis, extent in enumerate(chunk_shape) if extent > 1), len(shape))
+    return shape[axis + 1 :] == chunk_shape[axis + 1 :]
 
 
 def _filled_fragments(key: str, array: ZarrArray, chunks: Chunks, file: str) -> Iterator[Fragment]:

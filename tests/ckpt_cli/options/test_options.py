@@ -239,8 +239,8 @@ def test_a_format_that_is_only_read_is_unsupported(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = str(golden / "torch_dcp/tp2_only")
-    assert main(["convert", source, str(tmp_path / "out"), "--to", "orbax"]) == 4
-    assert "orbax is read-only" in capsys.readouterr().err
+    assert main(["convert", source, str(tmp_path / "out"), "--to", "nemo"]) == 4
+    assert "nemo is read-only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
