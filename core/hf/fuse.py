@@ -6,6 +6,8 @@ Rows of a fused tensor of H heads in G groups, each of which shares one key and 
                                                       one value head
     gated   [ gate rows ][ up rows ]
 
+    gate    [ q0 … | g0 … | k0 | v0 ] …     as qkv, where q_proj holds q and g of each head
+
 Both are lists of ``Strip``, which map rows of a part to rows of the fused tensor and work in both
 directions. Every strip is a box: the order of the elements within a row does not change.
 """
@@ -58,6 +60,28 @@ def interleave_by_group(extents: Sequence[int], n_groups: int) -> list[Strip]:
             strips.append(Strip(part, group * share, row, share))
             row += share
     return strips
+
+
+def chain_strips(
+    strips: Iterable[Strip], stored: Sequence[Sequence[Strip]], tensor_of: Sequence[int]
+) -> list[Strip]:
+    """Return strips of stored tensors, given those of parts that alternate in these tensors.
+
+    Args:
+        strips: strips that map rows of a part to rows of the fused tensor.
+        stored: for each part, the strips that map its rows to rows of the tensor that stores it.
+        tensor_of: for each part, the number of that tensor.
+    """
+    result = []
+    for strip in strips:
+        for piece in stored[strip.part]:
+            start = max(strip.part_row, piece.part_row)
+            stop = min(strip.part_row + strip.n_rows, piece.part_row + piece.n_rows)
+            if start < stop:
+                row = piece.row + start - piece.part_row
+                to = strip.row + start - strip.part_row
+                result.append(Strip(tensor_of[strip.part], row, to, stop - start))
+    return result
 
 
 def fuse_parts(

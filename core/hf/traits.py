@@ -19,6 +19,11 @@ q_lora, q_b    channels that queries are compressed to; channels of all query he
 kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
 kv_b           channels of all keys, without the rotated ones, and all values
 hidden2        twice ``hidden``
+lin_k, lin_v   channels of all key heads, and of all value heads, of linear attention
+lin_conv       channels of its convolution: queries, keys and values
+lin_kernel     positions that the convolution covers
+lin_head       channels of one of its value heads
+lin_heads      number of its value heads; ``lin_groups`` of its key heads
 =============  ====================================================================================
 """
 
@@ -28,6 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.megatron.model.args import linear_layers
 
 FEATURES: Mapping[str, str] = {
     "tied": "untie_embeddings_and_output_weights",
@@ -45,6 +51,8 @@ FEATURES: Mapping[str, str] = {
     "topk_scaling": "moe_router_topk_scaling_factor",
     "router_groups": "moe_router_num_groups",
     "mtp": "mtp_num_layers",
+    "linear_attention": "linear_attention_freq",
+    "output_gate": "attention_output_gate",
 }
 """Feature that a family may have → the argument that enables it."""
 
@@ -59,10 +67,10 @@ class Model:
         n_experts: number of experts in a layer with experts.
         n_groups: number of query groups.
         dense: numbers of the layers without experts; None if no layer has experts.
+        linear: numbers of the layers with linear attention; None if no layer has it.
         sizes: extents by name, see the module's table.
         features: names of ``FEATURES`` that the model has; they distinguish families.
-        traits: conditions under which tensors exist, except ``dense`` and ``moe``, which depend on
-            the layer.
+        traits: conditions under which tensors exist, except the kinds of layers (``kinds_of``).
         is_local: parameters have the names of the local implementation, not Transformer Engine's.
     """
 
@@ -75,10 +83,13 @@ class Model:
     features: frozenset[str]
     traits: frozenset[str]
     is_local: bool
+    linear: frozenset[int] | None = None
 
-    def kind_of(self, layer: int) -> str:
-        """Return the kind of a layer, ``dense`` or ``moe``."""
-        return "dense" if self.dense is None or layer in self.dense else "moe"
+    def kinds_of(self, layer: int) -> frozenset[str]:
+        """Return the kinds of a layer: ``dense`` or ``moe``; ``linear`` or ``full`` attention."""
+        mlp = "dense" if self.dense is None or layer in self.dense else "moe"
+        is_linear = self.linear is not None and layer in self.linear
+        return frozenset((mlp, "linear" if is_linear else "full"))
 
 
 def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Model:
@@ -127,6 +138,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         }
     if "shared_expert" in features:
         sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
+    if "linear_attention" in features:
+        sizes |= linear_sizes(fields)
 
     # Derive the traits: the features, and the conditions that follow from them.
     traits = features - {"moe"} | {"tied" if "tied" in features else "untied"}
@@ -144,6 +157,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         features=features,
         traits=traits,
         is_local=fields.get("transformer_impl") == "local",
+        linear=linear_layers(fields, n_layers) if "linear_attention" in features else None,
     )
 
 
@@ -160,6 +174,8 @@ def _features(
         "moe": has_experts,
         "dense_layers": has_dense_layers,
         "mtp": has_mtp,
+        "linear_attention": fields.get("linear_attention_freq"),
+        "output_gate": fields.get("attention_output_gate"),
     }
     features = {name for name, condition in conditions.items() if condition}
     return frozenset(features | _moe_features(fields) if has_experts else features)
@@ -179,6 +195,35 @@ def _latent_sizes(fields: Mapping[str, object], heads: int) -> dict[str, int]:
     if fields.get("q_lora_rank") is not None:
         sizes["q_lora"] = size_of(fields, "q_lora_rank")
     return sizes
+
+
+def linear_sizes(fields: Mapping[str, object]) -> dict[str, int]:
+    """Return the sizes of linear attention.
+
+    Args:
+        fields: training arguments, or a ``config.json``, which has the same names for them.
+
+    Raises:
+        UnsupportedError: an argument is missing.
+        CorruptError: an argument is invalid, or the heads do not divide.
+    """
+    groups, heads = (
+        size_of(fields, "linear_num_key_heads"),
+        size_of(fields, "linear_num_value_heads"),
+    )
+    if heads % groups:
+        raise CorruptError(f"{heads} linear value heads do not divide into {groups} key heads")
+    head = size_of(fields, "linear_value_head_dim")
+    key, value = groups * size_of(fields, "linear_key_head_dim"), heads * head
+    return {
+        "lin_k": key,
+        "lin_v": value,
+        "lin_conv": 2 * key + value,
+        "lin_kernel": size_of(fields, "linear_conv_kernel_dim"),
+        "lin_head": head,
+        "lin_heads": heads,
+        "lin_groups": groups,
+    }
 
 
 def _moe_features(fields: Mapping[str, object]) -> set[str]:

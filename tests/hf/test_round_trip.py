@@ -86,6 +86,8 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
         untold |= {"rope_parameters"}
     if name == "qwen3_moe_sparse":
         untold |= {"decoder_sparse_step", "mlp_only_layers"}  # the same in other words
+    if name == "qwen3_5_moe":
+        untold |= {"intermediate_size"}  # not a value of its own: such a model has no dense MLP
     if name == "minimax_m2":
         untold |= {"rotary_dim"}  # partial_rotary_factor in other words
     differing = {
@@ -148,7 +150,7 @@ def test_both_implementations_names_are_written_and_read(
     if MODELS[name][0] not in ("exaone4", "olmo2"):  # without a norm before the linear modules
         assert is_fused == any("layer_norm_weight" in key for key in middle.tensors)
     assert is_fused == (impl == "transformer_engine")
-    assert ("decoder.layers.0.self_attention.linear_proj._extra_state" in middle.objects) == (
+    assert any(".self_attention.linear_proj._extra_state" in key for key in middle.objects) == (
         impl == "local"
     )
     assert_same(contents(to_hf(middle), store), tensors(folder))

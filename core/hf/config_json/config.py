@@ -134,7 +134,7 @@ def arguments_of(
     _check_fixed(config, family)
     # Start with fixed arguments and those that only have another name in config.json.
     args: dict[str, object] = dict(_INITIAL_ARGUMENTS)
-    args |= family.fixed_args
+    args |= {name: _first(value) for name, value in family.fixed_args.items()}
     args |= {name: _value(config, names) for name, names in family.config.items()}
     args |= {name: bool(config.get(switch)) for name, switch in family.switches.items()}
     n_layers = count_of(config, "num_hidden_layers")
@@ -303,7 +303,7 @@ def config_of(
     if "moe" in family.requires:
         config |= expert_config(fields, family, model)
     if "mtp" in family.allows:
-        config["num_nextn_predict_layers"] = model.n_mtp
+        config[family.mtp_names.count] = model.n_mtp
     if "latent" in model.features:
         config["q_lora_rank"] = model.sizes.get("q_lora")
     return config

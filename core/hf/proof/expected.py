@@ -21,8 +21,9 @@ from core.arrays.box import Shape
 from core.hf.config_json.experts import dense_layers, shared_size
 from core.hf.family import Family, families
 from core.hf.name_tables import pairs_of
-from core.hf.traits import FEATURES, Model
+from core.hf.traits import FEATURES, Model, linear_sizes
 from core.hf.values import count_of, number_of
+from core.megatron.model.args import linear_layers
 
 HEAD = "lm_head.weight"
 BODY = "model."
@@ -228,7 +229,7 @@ def _derive_model(
         "vocab": count_of(config, "vocab_size"),
         "hidden": hidden,
         "hidden2": 2 * hidden,
-        "ffn": count_of(config, "intermediate_size"),
+        "ffn": number_of(config, family.config["ffn_hidden_size"]),
         "heads": heads,
         "head": head,
         "q": heads * head,
@@ -263,6 +264,17 @@ def _derive_model(
         }
         if "shared_expert" in family.requires:
             sizes["shared_ffn"] = shared_size(config, family)
+    linear = None
+    if "linear_attention" in family.requires:
+        sizes |= linear_sizes(config)
+        # A pattern of another length than the number of layers is not this comparison's problem.
+        types = config.get("layer_types")
+        if isinstance(types, list) and len(types) >= n_layers:
+            linear = frozenset(n for n in range(n_layers) if types[n] == "linear_attention")
+        else:
+            every = family.settings["linear_attention_freq"].every
+            interval = count_of(config, "full_attention_interval", default=every)
+            linear = linear_layers({"linear_attention_freq": interval}, n_layers)
     return Model(
         n_layers=n_layers,
         n_mtp=n_mtp,
@@ -273,4 +285,5 @@ def _derive_model(
         features=frozenset(),
         traits=frozenset(traits - {"moe"}),
         is_local=True,
+        linear=linear,
     )
