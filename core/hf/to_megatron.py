@@ -35,6 +35,7 @@ from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.packed import unpack_expert
 from core.hf.shifted import SHIFT_NOTE, shifted_fragments
+from core.hf.text_model import is_composite, towers_text
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.model.topology import Topology
@@ -100,6 +101,12 @@ def to_megatron(
         )
     _refuse_quantized(catalog, config)
     note = None
+    if family is None and is_composite(config):
+        raise UnsupportedError(
+            f"models of type {str(config.get('model_type'))[:80]!r} are a text model with other "
+            f"parts ({towers_text(catalog, config)}), which Megatron's GPT models do not have",
+            hint="convert the text model alone with --text-model",
+        )
     if family is None:
         family, note = detect_family(catalog.tensors, config)
 
