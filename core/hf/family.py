@@ -44,6 +44,7 @@ class NameRow:
     fuse: str | None
     alternate: str | None
     shift: int | None
+    swap: bool
     when: frozenset[str]
     tied: str | None
     twin: str | None
@@ -326,6 +327,7 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         fuse=row.get("fuse"),
         alternate=row.get("alternate"),
         shift=row.get("shift"),
+        swap=row.get("swap", False),
         when=frozenset(row.get("when", ())),
         tied=row.get("tied"),
         twin=row.get("twin"),

@@ -139,6 +139,27 @@ def take_from_stack(key: str, fragments: Iterable[Fragment], index: int) -> Iter
             yield replace(moved, box=Box(moved.box.offset[1:], moved.box.shape[1:]))
 
 
+def swap_halves(fragments: Iterable[Fragment], n_columns: int) -> list[Fragment]:
+    """Return the fragments of a matrix with the halves of its columns exchanged.
+
+    Args:
+        fragments: the fragments of the matrix.
+        n_columns: number of its columns, an even number.
+    """
+    half = n_columns // 2
+    result = []
+    for fragment in fragments:
+        (row, column), (n_rows, _) = fragment.box.offset, fragment.box.shape
+        for start, to in ((0, half), (half, 0)):
+            first, stop = max(start, column), min(start + half, fragment.box.end[1])
+            if first < stop:
+                box = Box((row, first - start + to), (n_rows, stop - first))
+                # Array and fragment are aligned at the last axis.
+                at = (*fragment.at[:-1], fragment.at[-1] + first - column) if fragment.at else ()
+                result.append(Fragment(fragment.key, box, fragment.array, at))
+    return result
+
+
 def _moved(fragment: Fragment, key: str, *, start: int, n_rows: int, to: int) -> Fragment | None:
     """Cut rows ``[start, start + n_rows)`` out of a fragment and move them to row ``to``.
 

@@ -46,6 +46,8 @@ class Pair:
             (``core.hf.fuse.interleave_by_group``).
         n_alternations: number of groups by which parts with the same name are interleaved in their
             tensor.
+        is_swapped: the halves of its columns follow each other the other way round in the Hugging
+            Face tensor.
         shift: what the Hugging Face tensor's numbers exceed Megatron's by (``core.hf.shifted``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
             first axis; or None.
@@ -59,6 +61,7 @@ class Pair:
     n_groups: int = 1
     n_alternations: int = 1
     shift: int | None = None
+    is_swapped: bool = False
     stack: tuple[str, int, int] | None = None
     packed: PackedExpert | None = None
     copies: tuple[str, ...] = ()
@@ -128,6 +131,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             n_groups=model.n_groups if row.fuse == "qkv" else 1,
             n_alternations=1 if row.alternate is None else size_of_row(row.hf[0], row.alternate),
             shift=row.shift,
+            is_swapped=row.swap,
             stack=None
             if row.stacked is None or expert is None
             else (hf + row.stacked, expert, model.n_experts),

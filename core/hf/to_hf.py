@@ -195,6 +195,8 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
 
     def true_fragments() -> Sequence[Fragment]:
         fragments = catalog.fragments(name)
+        if pair.is_swapped:
+            fragments = fuse.swap_halves(fragments, pair.shape[1])
         return fuse.first_rows(name, fragments, pair.shape[0]) if is_padded else fragments
 
     if (shift := pair.shift) is not None:

@@ -327,6 +327,8 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
 
     def fragments() -> list[Fragment]:
         fused = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
+        if pair.is_swapped:
+            fused = fuse.swap_halves(fused, pair.shape[1])
         return fused + [
             replace(fragment, key=name) for key in copies for fragment in catalog.fragments(key)
         ]
