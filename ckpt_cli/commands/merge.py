@@ -41,6 +41,7 @@ def merge(options: TransferOptions, merge_options: MergeOptions) -> int:
         add_delta=merge_options.add_delta or (),
         scale=merge_options.scale,
         lora=merge_options.lora,
+        replace=merge_options.replace,
         keep_first=merge_options.keep_first,
     )
     if options.output is None:

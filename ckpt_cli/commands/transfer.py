@@ -131,6 +131,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         names=options.names,
         config=options.config,
         family=options.family,
+        text_model=options.text_model,
         tokenizer=options.tokenizer,
         transformer_impl=options.transformer_impl,
         megatron_version=None

@@ -133,6 +133,14 @@ class MergeOptions:
             help="Fold a LoRA adapter of peft into its base.",
         ),
     ] = None
+    replace: Annotated[
+        bool,
+        Flag(
+            "--replace",
+            rich_help_panel=MERGE,
+            help="The second source's tensors, all others of the first.",
+        ),
+    ] = False
     keep_first: Annotated[
         bool,
         Flag(

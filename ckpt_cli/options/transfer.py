@@ -483,6 +483,14 @@ class TransferOptions:
             help="Tensor names and configuration of an unsupported model family.",
         ),
     ] = None
+    text_model: Annotated[
+        bool,
+        Option(
+            "--text-model",
+            rich_help_panel=CONTENT,
+            help="Take only the text model of a vision-language model.",
+        ),
+    ] = False
     tokenizer: Annotated[
         Path | None,
         Option(

@@ -63,6 +63,7 @@ def convert(
     names: str | None = None,
     config: AnyPath | None = None,
     family: AnyPath | None = None,
+    text_model: bool = False,
     tokenizer: AnyPath | None = None,
     dtype: str | None = None,
     include: Sequence[str] = (),
@@ -86,6 +87,7 @@ def convert(
         names: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``: whose tensor names to write.
         config: a ``config.json``, for a source without one, or for what Megatron's arguments lack.
         family: a TOML file that describes a model family of your own, as ``--family`` does.
+        text_model: take the text model out of a vision-language model and leave out all else.
         tokenizer: a directory whose tokenizer files are copied into a Hugging Face directory.
         dtype: cast all floating-point tensors of the model.
         include, exclude: globs of the keys to write, or to skip.
@@ -113,6 +115,7 @@ def convert(
         names=names,
         config=None if config is None else Path(config),
         family=None if family is None else Path(family),
+        text_model=text_model,
         tokenizer=None if tokenizer is None else Path(tokenizer),
         dtype=() if dtype is None else ((None, dtype),),
         include=tuple(include),
@@ -191,6 +194,7 @@ def merge(
     add_delta: Sequence[AnyPath] = (),
     scale: float | None = None,
     lora: AnyPath | None = None,
+    replace: bool = False,
     keep_first: bool = False,
     to: str | None = None,
     names: str | None = None,
@@ -204,7 +208,7 @@ def merge(
 
     Args:
         sources: the checkpoints, in any formats and layouts; the result has the configuration of
-            the first. Exactly one of the following seven says what to compute.
+            the first. Exactly one of the following eight says what to compute.
         dst: the directory or file to write.
         average: the mean of all sources.
         weights: a weighted sum, one number per source, which sum to 1.
@@ -213,6 +217,7 @@ def merge(
         delta: the first of two sources minus the second.
         add_delta: task vectors to add to the only source, each times ``scale``.
         lora: the directory of a LoRA adapter to fold into the only source.
+        replace: the tensors of the second of two sources, and all others of the first.
         scale: factor of ``add_delta``; None for 1.
         keep_first: take integers and objects that differ from the first source.
         to, names, dtype, verify, force, memory_bytes, progress: as for ``convert``.
@@ -237,6 +242,7 @@ def merge(
         add_delta=[location_of(path) for path in add_delta],
         scale=scale,
         lora=None if lora is None else location_of(lora),
+        replace=replace,
         keep_first=keep_first,
     )
     dst_path = location_of(dst)

@@ -167,7 +167,7 @@ def global_form(
         CheckpointingException: the source is damaged or incomplete, or an option contradicts the
             source or the destination.
     """
-    from core.hf import is_hf, read_family
+    from core.hf import is_hf, read_family, text_model_of
 
     # Read the objects, the layout rules and the configuration that describes the model.
     without_state = without_training_state(source.catalog, job, format)
@@ -185,6 +185,9 @@ def global_form(
     check_source_sizes(job, catalog)
     unread = unread_files(replace(source, catalog=catalog))
     catalog, config = _read_config(job, catalog, source)
+    if job.text_model:
+        text = text_model_of(catalog, config)
+        catalog, config = text.catalog, text.config
     request = _FormRequest(
         job=job,
         format=format,

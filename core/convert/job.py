@@ -70,6 +70,8 @@ class Job:
             arguments cannot express.
         family: a TOML file that describes the family of a model with Hugging Face's names, in place
             of the tables of this program (``core.hf.family``).
+        text_model: take the text model out of a vision-language model and leave out all else
+            (``core.hf.text_model``).
         tokenizer: a directory whose tokenizer files become part of a Hugging Face directory.
         vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are
             multiples of it times TP; None for Megatron's default.
@@ -150,6 +152,7 @@ class Job:
     names: str | None = None
     config: Path | None = None
     family: Path | None = None
+    text_model: bool = False
     tokenizer: Path | None = None
     transformer_impl: str | None = None
     megatron_version: MegatronVersion | None = None

@@ -15,7 +15,8 @@ that of a Megatron model from its arguments (``core.hf.choice``). What arguments
 stays with the checkpoint (``core.hf.config_json.origin``).
 
 Not supported: optimizer state, quantized weights (they are dequantized first), LoRA adapters,
-models with another head than the language model's.
+models with another head than the language model's, vision and audio towers (their text model:
+``core.hf.text_model``).
 Imports: arrays, catalog, changes, errors, files, hf.config_json, megatron.extras, megatron.model,
 pickle, quantize.
 """
@@ -28,6 +29,7 @@ from core.catalog.catalog import Catalog
 from core.hf.family import Family, families, read_family
 from core.hf.name_tables import LAYERS
 from core.hf.proof.proof import check_model
+from core.hf.text_model import text_model_of
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 
@@ -37,6 +39,7 @@ __all__ = [
     "is_hf",
     "model_types",
     "read_family",
+    "text_model_of",
     "to_hf",
     "to_megatron",
 ]

@@ -82,7 +82,10 @@ def misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[s
     for name, neutral in _NEUTRAL.items():
         if name in stated or (name == "rotary_percent" and "partial" in family.rope):
             continue
-        allowed = (family.fixed_args[name],) if name in family.fixed_args else neutral
+        fixed = family.fixed_args.get(name)
+        allowed = tuple(fixed) if isinstance(fixed, list) else (fixed,)
+        if name not in family.fixed_args:
+            allowed = neutral
         if name == "position_embedding_type" and "yarn" in family.rope:
             allowed = (*allowed, "yarn")
         value = fields.get(name, _DEFAULTS.get(name, allowed[0]))

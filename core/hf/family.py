@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -32,7 +32,7 @@ _FIELDS = frozenset(
             "allows",
         ),
         *("ignored", "absent", "rope", "detected", "implementation", "builder", "checked"),
-        "config",
+        *("config", "mtp_names"),
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
 )
@@ -55,6 +55,9 @@ class NameRow:
     packed: int | None
     shape: tuple[str, ...]
     fuse: str | None
+    alternate: str | None
+    shift: int | None
+    swap: bool
     when: frozenset[str]
     tied: str | None
     twin: str | None
@@ -92,6 +95,31 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionNames:
+    """The names of multi-token prediction (``hf/tables/llama.toml``).
+
+    Args:
+        count: name of the number of its layers in ``config.json``.
+        module: beginning of the names beside a layer; ``{layer}`` stands for the number of the
+            layer if it is counted on from the decoder's, ``{number}`` for its own.
+        layer: beginning of the names within a layer.
+    """
+
+    count: str = "num_nextn_predict_layers"
+    module: str = "model.layers.{layer}."
+    layer: str = "model.layers.{layer}."
+
+    def count_layers(self, keys: Collection[str], *, n_layers: int) -> int:
+        """Return how many layers have tensors among ``keys``, after ``n_layers`` of the decoder."""
+        pattern = re.escape(self.layer)
+        pattern = pattern.replace(r"\{layer\}", r"(\d{1,6})").replace(r"\{number\}", r"(\d{1,6})")
+        layers = {int(match[1]) for key in keys if (match := re.match(pattern, key)) is not None}
+        if "{layer}" in self.layer:
+            return len({layer for layer in layers if layer >= n_layers})
+        return len(layers)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The table of one family; ``hf/tables/llama.toml`` explains the fields."""
 
@@ -112,6 +140,7 @@ class Family:
     fixed_args: Mapping[str, object]
     fixed_config: Mapping[str, object]
     is_detected: bool
+    mtp_names: PredictionNames
     implementation: str
     builder: str | None
     checked: str
@@ -247,6 +276,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         fixed_args=table["fixed"]["args"],
         fixed_config=table["fixed"]["config"],
         is_detected=table.get("detected", True),
+        mtp_names=PredictionNames(**table.get("mtp_names", {})),
         implementation=table.get("implementation", "local"),
         builder=table.get("builder"),
         checked=table.get("checked", _checked_with(table)),
@@ -291,6 +321,8 @@ def _section_of(table: Mapping[str, Any], section: str) -> list[Mapping[str, Any
         for row in _section_of(_table_of(table["rows_of"]), section)
         if row["megatron"] not in without
     ]
+    if not result:
+        return own
     for row in own:
         place = row.get("after", row["megatron"])
         places = [index for index, other in enumerate(result) if other["megatron"] == place]
@@ -323,6 +355,9 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         packed=row.get("packed"),
         shape=_texts(row["shape"]),
         fuse=row.get("fuse"),
+        alternate=row.get("alternate"),
+        shift=row.get("shift"),
+        swap=row.get("swap", False),
         when=frozenset(row.get("when", ())),
         tied=row.get("tied"),
         twin=row.get("twin"),

@@ -6,6 +6,8 @@ Rows of a fused tensor of H heads in G groups, each of which shares one key and 
                                                       one value head
     gated   [ gate rows ][ up rows ]
 
+    gate    [ q0 … | g0 … | k0 | v0 ] …     as qkv, where q_proj holds q and g of each head
+
 Both are lists of ``Strip``, which map rows of a part to rows of the fused tensor and work in both
 directions. Every strip is a box: the order of the elements within a row does not change.
 """
@@ -58,6 +60,28 @@ def interleave_by_group(extents: Sequence[int], n_groups: int) -> list[Strip]:
             strips.append(Strip(part, group * share, row, share))
             row += share
     return strips
+
+
+def chain_strips(
+    strips: Iterable[Strip], stored: Sequence[Sequence[Strip]], tensor_of: Sequence[int]
+) -> list[Strip]:
+    """Return strips of stored tensors, given those of parts that alternate in these tensors.
+
+    Args:
+        strips: strips that map rows of a part to rows of the fused tensor.
+        stored: for each part, the strips that map its rows to rows of the tensor that stores it.
+        tensor_of: for each part, the number of that tensor.
+    """
+    result = []
+    for strip in strips:
+        for piece in stored[strip.part]:
+            start = max(strip.part_row, piece.part_row)
+            stop = min(strip.part_row + strip.n_rows, piece.part_row + piece.n_rows)
+            if start < stop:
+                row = piece.row + start - piece.part_row
+                to = strip.row + start - strip.part_row
+                result.append(Strip(tensor_of[strip.part], row, to, stop - start))
+    return result
 
 
 def fuse_parts(
@@ -113,6 +137,27 @@ def take_from_stack(key: str, fragments: Iterable[Fragment], index: int) -> Iter
         moved = _moved(fragment, key, start=index, n_rows=1, to=0)
         if moved is not None:
             yield replace(moved, box=Box(moved.box.offset[1:], moved.box.shape[1:]))
+
+
+def swap_halves(fragments: Iterable[Fragment], n_columns: int) -> list[Fragment]:
+    """Return the fragments of a matrix with the halves of its columns exchanged.
+
+    Args:
+        fragments: the fragments of the matrix.
+        n_columns: number of its columns, an even number.
+    """
+    half = n_columns // 2
+    result = []
+    for fragment in fragments:
+        (row, column), (n_rows, _) = fragment.box.offset, fragment.box.shape
+        for start, to in ((0, half), (half, 0)):
+            first, stop = max(start, column), min(start + half, fragment.box.end[1])
+            if first < stop:
+                box = Box((row, first - start + to), (n_rows, stop - first))
+                # Array and fragment are aligned at the last axis.
+                at = (*fragment.at[:-1], fragment.at[-1] + first - column) if fragment.at else ()
+                result.append(Fragment(fragment.key, box, fragment.array, at))
+    return result
 
 
 def _moved(fragment: Fragment, key: str, *, start: int, n_rows: int, to: int) -> Fragment | None:

@@ -13,7 +13,7 @@ from itertools import groupby
 from core.arrays.box import Shape
 from core.errors import UnsupportedError
 from core.hf.family import EXPERT, Family, NameRow
-from core.hf.fuse import Strip, interleave_by_group
+from core.hf.fuse import Strip, chain_strips, interleave_by_group
 from core.hf.packed import PackedExpert
 from core.hf.traits import Model
 
@@ -27,17 +27,15 @@ _MTP_BODIES = ("transformer_layer.", "mtp_model_layer.")
 
 @dataclass(frozen=True, slots=True)
 class FamilyPart:
-    """A Hugging Face tensor, or consecutive rows of one.
+    """A Hugging Face tensor, or some rows of one.
 
     Args:
         names: name that is written, then others that are read.
         shape: extents in elements.
-        row: first row in the tensor.
     """
 
     names: tuple[str, ...]
     shape: Shape
-    row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,11 @@ class Pair:
         parts: tensors that it consists of; a single part is the tensor itself.
         n_groups: number of groups by which parts are interleaved
             (``core.hf.fuse.interleave_by_group``).
+        n_alternations: number of groups by which parts with the same name are interleaved in their
+            tensor.
+        is_swapped: the halves of its columns follow each other the other way round in the Hugging
+            Face tensor.
+        shift: what the Hugging Face tensor's numbers exceed Megatron's by (``core.hf.shifted``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
             first axis; or None.
         packed: where it stands in a tensor that holds it in another order; or None.
@@ -59,6 +62,9 @@ class Pair:
     names: tuple[str, ...]
     parts: tuple[FamilyPart, ...]
     n_groups: int = 1
+    n_alternations: int = 1
+    shift: int | None = None
+    is_swapped: bool = False
     stack: tuple[str, int, int] | None = None
     packed: PackedExpert | None = None
     copies: tuple[str, ...] = ()
@@ -74,31 +80,44 @@ class Pair:
         """The Hugging Face tensors in which the parts are stored, in the order of the parts."""
         rows: dict[tuple[str, ...], int] = {}
         for part in self.parts:
-            rows[part.names] = part.row + part.shape[0]
+            rows[part.names] = rows.get(part.names, 0) + part.shape[0]
         tails = {part.names: part.shape[1:] for part in self.parts}
         return tuple(FamilyPart(names, (rows[names], *tails[names])) for names in rows)
 
     @property
     def strips(self) -> list[Strip]:
         """The strips that map rows of ``tensors`` to rows of Megatron's tensor."""
-        numbers = {tensor.names: number for number, tensor in enumerate(self.tensors)}
-        strips = interleave_by_group([part.shape[0] for part in self.parts], self.n_groups)
-        return [
-            Strip(
-                numbers[self.parts[strip.part].names],
-                self.parts[strip.part].row + strip.part_row,
-                strip.row,
-                strip.n_rows,
-            )
-            for strip in strips
-        ]
+        extents = [part.shape[0] for part in self.parts]
+        tensor_of = [0] * len(self.parts)
+        stored: list[list[Strip]] = [[] for _ in self.parts]
+        for number, tensor in enumerate(self.tensors):
+            members = [n for n, part in enumerate(self.parts) if part.names == tensor.names]
+            for strip in interleave_by_group([extents[n] for n in members], self.n_alternations):
+                stored[members[strip.part]].append(strip)
+                tensor_of[members[strip.part]] = number
+        return chain_strips(interleave_by_group(extents, self.n_groups), stored, tensor_of)
 
 
 def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
-    """Yield every tensor of a model, in the order of Megatron's rank files."""
+    """Yield every tensor of a model, in the order of Megatron's rank files.
+
+    Raises:
+        UnsupportedError: a row refers to a size that the model does not have, or several layers of
+            multi-token prediction would share tensors.
+    """
     sizes = model.sizes
     layers = f"{family.body}layers."
-    mtp_layers = [f"{layers}{model.n_layers + number}." for number in range(model.n_mtp)]
+    mtp = [
+        tuple(
+            text.format(layer=model.n_layers + number, number=number)
+            for text in (family.mtp_names.module, family.mtp_names.layer)
+        )
+        for number in range(model.n_mtp)
+    ]
+    if len({module for module, _ in mtp}) < len(mtp):
+        raise UnsupportedError(
+            f"{model.n_mtp} multi-token prediction layers; {family.model_type} models have one"
+        )
 
     def make_pair(
         row: NameRow, megatron: tuple[str, ...], hf: str, expert: int | None = None
@@ -109,11 +128,14 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         names = [row.megatron, *row.also]
         if row.fused is not None:
             names.insert(0 if not model.is_local else 1, row.fused)
-        twins = () if row.twin is None else tuple(layer + row.twin for layer in mtp_layers)
+        twins = () if row.twin is None else tuple(module + row.twin for module, _ in mtp)
         return Pair(
             names=tuple(start + _numbered(name, expert) for name in names for start in megatron),
             parts=tuple(make_parts(row, hf, expert)),
             n_groups=model.n_groups if row.fuse == "qkv" else 1,
+            n_alternations=1 if row.alternate is None else size_of_row(row.hf[0], row.alternate),
+            shift=row.shift,
+            is_swapped=row.swap,
             stack=None
             if row.stacked is None or expert is None
             else (BODY + (hf + row.stacked).removeprefix(family.body), expert, model.n_experts),
@@ -125,28 +147,28 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         )
 
     def make_parts(row: NameRow, hf: str, expert: int | None) -> Iterator[FamilyPart]:
-        """Yield the parts of a rule's tensor; those with one name follow each other in a tensor."""
-        rows: dict[str, int] = {}
+        """Yield the parts of a rule's tensor."""
         for number, name in enumerate(row.hf):
             names = (name, *row.hf_also[number : number + 1])
-            names_of_sizes = row.shape[number].split()
-            for size in names_of_sizes:
-                if size not in sizes:  # only the table of a user
-                    raise UnsupportedError(
-                        f"the {family.model_type} table has a tensor {name} of the size {size!r}, "
-                        "which the model does not have",
-                        hint=f"sizes: {', '.join(sorted(sizes))}",
-                    )
-            shape = tuple(sizes[size] for size in names_of_sizes)
+            shape = tuple(size_of_row(name, size) for size in row.shape[number].split())
             full = tuple(hf + _numbered(each, expert) for each in names)
-            yield FamilyPart((*full, *_with_other_body(full, family)), shape, rows.get(name, 0))
-            rows[name] = rows.get(name, 0) + shape[0]
+            yield FamilyPart((*full, *_with_other_body(full, family)), shape)
 
-    def layer_pairs(kind: str, megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
+    def size_of_row(name: str, size: str) -> int:
+        """Return a size of a rule's tensor, which only the table of a user may lack."""
+        if size not in sizes:
+            raise UnsupportedError(
+                f"the {family.model_type} table has a tensor {name} of the size {size!r}, "
+                "which the model does not have",
+                hint=f"sizes: {', '.join(sorted(sizes))}",
+            )
+        return sizes[size]
+
+    def layer_pairs(kinds: frozenset[str], megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
         """Apply the rules of one layer and yield its pairs, for experts once per expert."""
         # Consecutive rules of experts are applied together, expert by expert: the order in which
         # torch saves the modules.
-        rows_of_kind = [row for row in family.layer if row.when <= model.traits | {kind}]
+        rows_of_kind = [row for row in family.layer if row.when <= model.traits | kinds]
         for is_of_expert, rows in groupby(rows_of_kind, key=lambda row: row.is_of_expert):
             group = list(rows)
             for expert in range(model.n_experts) if is_of_expert else (None,):
@@ -158,19 +180,21 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         if row.when <= model.traits:
             yield make_pair(row, ("",), "")
     for number in range(model.n_layers):
-        yield from layer_pairs(model.kind_of(number), (f"{LAYERS}{number}.",), f"{layers}{number}.")
+        yield from layer_pairs(
+            model.kinds_of(number), (f"{LAYERS}{number}.",), f"{layers}{number}."
+        )
     # The final norm; the layers of multi-token prediction, whose last rule is their own norm; and
     # the output layer, which Megatron saves after them.
     yield from (make_pair(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
-    for number, hf in enumerate(mtp_layers):
+    for number, (module, hf) in enumerate(mtp):
         start = f"{MTP}{number}."
         for row in family.mtp[:-1]:
-            yield make_pair(row, (start,), hf)
+            yield make_pair(row, (start,), module)
         yield from layer_pairs(
-            model.kind_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf
+            model.kinds_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf
         )
         for row in family.mtp[-1:]:
-            yield make_pair(row, (start,), hf)
+            yield make_pair(row, (start,), module)
     yield from (make_pair(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
 
 

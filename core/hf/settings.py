@@ -15,6 +15,9 @@ way                     config.json                  argument
                         layers with a window rotate  embeddings and 0 for one with them
 ``rotated_layers``      ``no_rope_layers``, 1 for a  ``no_rope_freq``, the other way round
                         layer that rotates
+``linear_layers``       ``layer_types``, one name    ``linear_attention_freq``, n if every n-th
+                        per layer                    layer has full attention; else 1 for a layer
+                                                     with linear attention and 0 for another one
 ``inverse_root``        x                            ``softmax_scale`` 1 / √x
 ``flag``                the same                     true or false
 ``pattern``             ``layers_block_type`` or     ``hybrid_override_pattern``, one symbol per
@@ -33,6 +36,7 @@ from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
 from core.hf.values import CONFIG, count_of
+from core.megatron.model.args import linear_layers
 
 WAYS = (
     "number",
@@ -41,12 +45,15 @@ WAYS = (
     "window_layers",
     "positions",
     "rotated_layers",
+    "linear_layers",
     "inverse_root",
     "flag",
     "pattern",
 )
 _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
+_ATTENTION = {"linear_attention": 1, "full_attention": 0}
+"""Entry of ``layer_types`` → whether the layer has linear attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,8 @@ class Setting:
     Args:
         name: its name in ``config.json``.
         way: one of ``WAYS``.
-        every: number of layers after which one without a window follows, where ``config.json`` does
-            not list them.
+        every: number of layers after which one without a window, or without linear attention,
+            follows, where ``config.json`` does not list them.
     """
 
     name: str
@@ -89,6 +96,8 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return None if all(rotated) else [1 - rotates for rotates in rotated]
     if setting.way == "pattern":
         return config["hybrid_override_pattern"]
+    if setting.way == "linear_layers":
+        return _linear_frequency(setting, config, n_layers)
     if value is None:
         return None
     if setting.way == "flag":
@@ -126,6 +135,11 @@ def setting_value(
         return [int(kind == "sliding_attention") for kind in types]
     if setting.way == "flag":
         return bool(argument)
+    if setting.way == "linear_layers":
+        linear = linear_layers(fields, n_layers)
+        return [
+            "linear_attention" if layer in linear else "full_attention" for layer in range(n_layers)
+        ]
     if argument is None:
         return None
     if setting.way == "window":
@@ -154,8 +168,7 @@ def _windows(setting: Setting, config: Mapping[str, object], n_layers: int) -> l
         CorruptError: ``layer_types`` is not a list of the types of all layers.
         UnsupportedError: a layer has another type.
     """
-    types = config.get("layer_types")
-    if types is None:
+    if config.get("layer_types") is None:
         # Older configurations state that every n-th layer has no window.
         every = config.get("sliding_window_pattern", setting.every)
         if isinstance(every, str):  # such as LLLG
@@ -163,14 +176,48 @@ def _windows(setting: Setting, config: Mapping[str, object], n_layers: int) -> l
         if type(every) is not int or every < 1:
             raise CorruptError(f"sliding_window_pattern is {every!r}, not a number", file=CONFIG)
         return [int(bool((layer + 1) % every)) for layer in range(n_layers)]
+    return _listed_types(config, _TYPES, n_layers)
+
+
+def _listed_types(
+    config: Mapping[str, object], kinds: Mapping[str, int], n_layers: int
+) -> list[int]:
+    """Return the number of each layer's type in ``layer_types``.
+
+    Args:
+        kinds: number of every type that a layer may have.
+
+    Raises:
+        CorruptError: ``layer_types`` is not a list of the types of all layers.
+        UnsupportedError: a layer has another type.
+    """
+    types = config.get("layer_types")
     if not isinstance(types, list) or len(types) != n_layers:
         raise CorruptError(
             f"layer_types is {repr(types)[:80]}, not a list of {n_layers} types", file=CONFIG
         )
     for kind in types:
-        if kind not in _TYPES:
+        if kind not in kinds:
             raise UnsupportedError(f"layers of type {str(kind)[:80]!r}", file=CONFIG)
-    return [_TYPES[kind] for kind in types]
+    return [kinds[kind] for kind in types]
+
+
+def _linear_frequency(
+    setting: Setting, config: Mapping[str, object], n_layers: int
+) -> int | list[int]:
+    """Return ``linear_attention_freq``: a number if the pattern has one, else a list.
+
+    Raises:
+        CorruptError: ``layer_types`` or ``full_attention_interval`` is malformed.
+        UnsupportedError: a layer has another type.
+    """
+    interval = count_of(config, "full_attention_interval", default=setting.every)
+    if config.get(setting.name) is None:
+        return interval
+    linear = _listed_types(config, _ATTENTION, n_layers)
+    # Megatron's own number if it describes the layers; the first full layer may be the only one.
+    first = linear.index(0) + 1 if 0 in linear else max(interval, n_layers + 1)
+    return first if linear == [int(bool((n + 1) % first)) for n in range(n_layers)] else linear
 
 
 def _rotated_layers(setting: Setting, config: Mapping[str, object], n_layers: int) -> list[int]:

@@ -23,6 +23,7 @@ from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, re
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.packed import pack_experts
+from core.hf.shifted import shifted_fragments
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
@@ -194,8 +195,18 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
 
     def true_fragments() -> Sequence[Fragment]:
         fragments = catalog.fragments(name)
+        if pair.is_swapped:
+            fragments = fuse.swap_halves(fragments, pair.shape[1])
         return fuse.first_rows(name, fragments, pair.shape[0]) if is_padded else fragments
 
+    if (shift := pair.shift) is not None:
+        key = pair.tensors[0].names[0]
+        return {
+            key: _HfTensor(
+                TensorMeta(key, meta.dtype, pair.shape),
+                lambda: shifted_fragments(catalog, name, key, shift),
+            )
+        }
     strips = pair.strips
 
     # Bound to its arguments by a function of its own: a lambda in the loop would see the last ones.

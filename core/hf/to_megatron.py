@@ -34,18 +34,19 @@ from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, Pair, pairs_of
 from core.hf.packed import unpack_expert
+from core.hf.shifted import SHIFT_NOTE, shifted_fragments
+from core.hf.text_model import is_composite, towers_text
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.schemes import check_numbers, quantized_weights
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
-_LINEAR = re.compile(r"(^|\.)(linear_\w+|in_proj|out_proj|output_layer|eh_proj)\.weight$")
+_LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,14 @@ class _GlobalTensor:
         used: tensors of the source that it consists of.
         fragments: function that returns its fragments.
         copies: tensors among ``used`` that are redundant copies of it.
+        is_shifted: its numbers are computed from those of the source (``core.hf.shifted``).
     """
 
     meta: TensorMeta
     used: tuple[str, ...]
     fragments: Callable[[], list[Fragment]]
     copies: tuple[str, ...] = ()
+    is_shifted: bool = False
 
 
 def to_megatron(
@@ -98,12 +101,18 @@ def to_megatron(
         )
     _refuse_quantized(catalog, config)
     note = None
+    if family is None and is_composite(config):
+        raise UnsupportedError(
+            f"models of type {str(config.get('model_type'))[:80]!r} are a text model with other "
+            f"parts ({towers_text(catalog, config)}), which Megatron's GPT models do not have",
+            hint="convert the text model alone with --text-model",
+        )
     if family is None:
         family, note = detect_family(catalog.tensors, config)
 
     # Describe the model by training arguments. The number of multi-token prediction layers comes
     # from the tensors, as config.json may declare layers that the files do not contain.
-    n_mtp = len(_extra_layers(catalog, config)) if "mtp" in family.allows else 0
+    n_mtp = _count_predictions(catalog, config, family) if "mtp" in family.allows else 0
     fields = arguments_of(
         config,
         family,
@@ -118,6 +127,7 @@ def to_megatron(
     model = model_of(fields, n_rows=n_rows, n_tensors=len(catalog.tensors))
 
     # Convert the tensors. Every tensor of the source must be used or be known to be redundant.
+    # One by one, as a damaged configuration may describe more of them than memory can hold.
     tensors = {pair.names[0]: _global_tensor(catalog, pair) for pair in pairs_of(family, model)}
     ignored = {
         key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
@@ -134,11 +144,10 @@ def to_megatron(
         expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
         order=tuple(order),
     )
-    declared_mtp = (
-        (config.get("num_nextn_predict_layers") or 0) if "mtp" in family.allows else n_mtp
-    )
+    declared_mtp = config.get(family.mtp_names.count, n_mtp) if "mtp" in family.allows else n_mtp
     notes = [
-        *_notes(tensors, ignored, declared_mtp=declared_mtp, n_mtp=n_mtp),
+        *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
+        *_shift_notes(tensors),
         *_building_notes(family, config),
         *(() if note is None else (note,)),
     ]
@@ -187,6 +196,14 @@ def _notes(
     if copies:
         names = f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}"
         yield f"{names}: redundant copies, compared with the originals"
+
+
+def _shift_notes(tensors: Mapping[str, _GlobalTensor]) -> Iterator[str]:
+    """Yield the note about tensors whose numbers are others in Megatron."""
+    shifted = [tensor.used[0] for tensor in tensors.values() if tensor.is_shifted]
+    if shifted:
+        more = f" and {len(shifted) - 1} others" if shifted[1:] else ""
+        yield f"{shifted[0]}{more}: {SHIFT_NOTE}"
 
 
 def _building_notes(family: Family, config: Mapping[str, object]) -> Iterator[str]:
@@ -238,13 +255,12 @@ def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
             )
 
 
-def _extra_layers(catalog: Catalog, config: Mapping[str, object]) -> set[int]:
-    """Return the numbers of the layers beyond ``num_hidden_layers``: multi-token prediction."""
+def _count_predictions(catalog: Catalog, config: Mapping[str, object], family: Family) -> int:
+    """Return the number of layers of multi-token prediction with tensors."""
     n_layers = config.get("num_hidden_layers")
     if type(n_layers) is not int:
-        return set()
-    layers = {int(match[1]) for key in catalog.tensors if (match := _LAYER.match(key)) is not None}
-    return {layer for layer in layers if layer >= n_layers}
+        return 0
+    return family.mtp_names.count_layers(catalog.tensors, n_layers=n_layers)
 
 
 def _dtype_of(catalog: Catalog, family: Family) -> str:
@@ -300,11 +316,21 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
     for key in copies:
         _check_shape(catalog, key, pair.shape)
 
+    if (shift := pair.shift) is not None:
+        (key,) = keys
+        return _GlobalTensor(
+            TensorMeta(name, catalog.tensors[key].dtype, pair.shape),
+            (key,),
+            lambda: shifted_fragments(catalog, key, name, -shift),
+            is_shifted=True,
+        )
     # Copies are fragments of the same box, so that the planner compares their bytes.
     strips = pair.strips
 
     def fragments() -> list[Fragment]:
         fused = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
+        if pair.is_swapped:
+            fused = fuse.swap_halves(fused, pair.shape[1])
         return fused + [
             replace(fragment, key=name) for key in copies for fragment in catalog.fragments(key)
         ]

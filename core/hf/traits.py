@@ -25,6 +25,11 @@ mamba_inner    channels of all these heads
 mamba_conv     channels that its convolution sees: ``mamba_inner``, and B and C of all groups
 mamba_in       rows of its input projection: z, x, B, C and dt
 mamba_kernel   positions that its convolution sees, always 4
+lin_k, lin_v   channels of all key heads, and of all value heads, of linear attention
+lin_conv       channels of its convolution: queries, keys and values
+lin_kernel     positions that the convolution covers
+lin_head       channels of one of its value heads
+lin_heads      number of its value heads; ``lin_groups`` of its key heads
 =============  ====================================================================================
 """
 
@@ -34,6 +39,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.megatron.model.args import linear_layers
 from core.megatron.model.hybrid import pattern_of
 
 FEATURES: Mapping[str, str] = {
@@ -56,6 +62,8 @@ FEATURES: Mapping[str, str] = {
     "hybrid": "hybrid_override_pattern",
     "hybrid_attention": "hybrid_override_pattern",
     "hybrid_mlp": "hybrid_override_pattern",
+    "linear_attention": "linear_attention_freq",
+    "output_gate": "attention_output_gate",
 }
 """Feature that a family may have → the argument that enables it."""
 _KINDS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -72,10 +80,10 @@ class Model:
         n_experts: number of experts in a layer with experts.
         n_groups: number of query groups.
         dense: numbers of the layers without experts; None if no layer has experts.
+        linear: numbers of the layers with linear attention; None if no layer has it.
         sizes: extents by name, see the module's table.
         features: names of ``FEATURES`` that the model has; they distinguish families.
-        traits: conditions under which tensors exist, except ``dense`` and ``moe``, which depend on
-            the layer.
+        traits: conditions under which tensors exist, except the kinds of layers (``kinds_of``).
         is_local: parameters have the names of the local implementation, not Transformer Engine's.
         kinds: kind of each layer of a hybrid model: mamba, attention, mlp or moe; None for other
             models.
@@ -91,12 +99,17 @@ class Model:
     traits: frozenset[str]
     is_local: bool
     kinds: tuple[str, ...] | None = None
+    linear: frozenset[int] | None = None
 
-    def kind_of(self, layer: int) -> str:
-        """Return the kind of a layer: ``dense`` or ``moe``, or one of those of a hybrid model."""
+    def kinds_of(self, layer: int) -> frozenset[str]:
+        """Return the kinds of a layer: ``dense`` or ``moe``, ``linear`` or ``full`` attention; or
+        the one kind of a hybrid model's layer.
+        """
         if self.kinds is not None:
-            return self.kinds[layer]
-        return "dense" if self.dense is None or layer in self.dense else "moe"
+            return frozenset((self.kinds[layer],))
+        mlp = "dense" if self.dense is None or layer in self.dense else "moe"
+        is_linear = self.linear is not None and layer in self.linear
+        return frozenset((mlp, "linear" if is_linear else "full"))
 
 
 def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Model:
@@ -163,6 +176,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         )
     if "shared_expert" in features:
         sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
+    if "linear_attention" in features:
+        sizes |= linear_sizes(fields)
 
     # Derive the traits: the features, and the conditions that follow from them.
     traits = features - {"moe"} | {"tied" if "tied" in features else "untied"}
@@ -181,6 +196,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         traits=traits,
         is_local=fields.get("transformer_impl") == "local",
         kinds=kinds,
+        linear=linear_layers(fields, n_layers) if "linear_attention" in features else None,
     )
 
 
@@ -246,6 +262,8 @@ def _features(
         "moe": has_experts,
         "dense_layers": has_dense_layers,
         "mtp": has_mtp,
+        "linear_attention": fields.get("linear_attention_freq"),
+        "output_gate": fields.get("attention_output_gate"),
     }
     features = {name for name, condition in conditions.items() if condition}
     return frozenset(features | _moe_features(fields) if has_experts else features)
@@ -265,6 +283,35 @@ def _latent_sizes(fields: Mapping[str, object], heads: int) -> dict[str, int]:
     if fields.get("q_lora_rank") is not None:
         sizes["q_lora"] = size_of(fields, "q_lora_rank")
     return sizes
+
+
+def linear_sizes(fields: Mapping[str, object]) -> dict[str, int]:
+    """Return the sizes of linear attention.
+
+    Args:
+        fields: training arguments, or a ``config.json``, which has the same names for them.
+
+    Raises:
+        UnsupportedError: an argument is missing.
+        CorruptError: an argument is invalid, or the heads do not divide.
+    """
+    groups, heads = (
+        size_of(fields, "linear_num_key_heads"),
+        size_of(fields, "linear_num_value_heads"),
+    )
+    if heads % groups:
+        raise CorruptError(f"{heads} linear value heads do not divide into {groups} key heads")
+    head = size_of(fields, "linear_value_head_dim")
+    key, value = groups * size_of(fields, "linear_key_head_dim"), heads * head
+    return {
+        "lin_k": key,
+        "lin_v": value,
+        "lin_conv": 2 * key + value,
+        "lin_kernel": size_of(fields, "linear_conv_kernel_dim"),
+        "lin_head": head,
+        "lin_heads": heads,
+        "lin_groups": groups,
+    }
 
 
 def _moe_features(fields: Mapping[str, object]) -> set[str]:

@@ -9,15 +9,17 @@ from core.errors import CorruptError
 CONFIG = "config.json"
 
 
-def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
+def number_of(
+    config: Mapping[str, object], names: tuple[str, ...], *, default: int | None = None
+) -> int:
     """Return the positive integer recorded under the first of the names that has a value.
 
     Raises:
-        CorruptError: no name has a value, or it is not a positive integer.
+        CorruptError: no name has a value and there is no ``default``, or the value is not a
+            positive integer.
     """
-    return count_of(
-        config, next((name for name in names if config.get(name) is not None), names[0])
-    )
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    return count_of(config, name, default=default)
 
 
 def count_of(

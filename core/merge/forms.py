@@ -81,6 +81,8 @@ def form_like(
             optim="drop",
             keep_padded_vocab=options.keep_padded_vocab,
         )
+    # Before any renaming, as tensors that are computed from others name the files of these.
+    catalog = relocated(catalog, prefix)
 
     # Megatron's names, of the implementation that the first one has.
     if first.facet(MegatronModel) is not None:
@@ -103,7 +105,7 @@ def form_like(
             model_type=model_type if isinstance(model_type, str) else None,
             has_config=False,
         )
-    return relocated(without_optimizer(catalog).catalog, prefix)
+    return without_optimizer(catalog).catalog
 
 
 def _other_family(other: Checkpoint, names: str) -> UnsupportedError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from core.errors import UsageError
 
-AVERAGE, WEIGHTS, EMA, SLERP, DELTA, ADD_DELTA, LORA = METHODS = (
+AVERAGE, WEIGHTS, EMA, SLERP, DELTA, ADD_DELTA, LORA, REPLACE = METHODS = (
     "average",
     "weights",
     "ema",
@@ -17,6 +17,7 @@ AVERAGE, WEIGHTS, EMA, SLERP, DELTA, ADD_DELTA, LORA = METHODS = (
     "delta",
     "add-delta",
     "lora",
+    "replace",
 )
 """Ways to compute the result; the names are those of the options."""
 _TOLERANCE = 1e-6
@@ -50,12 +51,13 @@ class Merge:
         option, n_sources = f"--{self.method}", 1 + len(self.others)
         if self.method not in METHODS:
             raise UsageError(f"{self.method!r} is none of: {', '.join(METHODS)}")
-        if self.method in (SLERP, DELTA) and n_sources != 2:
+        if self.method in (SLERP, DELTA, REPLACE) and n_sources != 2:
             raise UsageError(
                 f"{option} takes two checkpoints, but {n_sources} are given",
-                hint="give the tuned checkpoint, then its base"
-                if self.method == DELTA
-                else "chain several runs to interpolate more",
+                hint={
+                    DELTA: "give the tuned checkpoint, then its base",
+                    REPLACE: "give the complete checkpoint, then the one with the new tensors",
+                }.get(self.method, "chain several runs to interpolate more"),
             )
         if n_sources < 2:
             raise UsageError(
@@ -124,13 +126,14 @@ def build_merge(
     add_delta: Sequence[Path] = (),
     scale: float | None = None,
     lora: Path | None = None,
+    replace: bool = False,
     keep_first: bool = False,
 ) -> Merge:
     """Build the request from the options of ``ckpt merge``, of which exactly one is a method.
 
     Args:
         sources: the checkpoints, at least one; the first is not part of the result.
-        average, weights, ema, slerp, delta, add_delta, lora: the methods.
+        average, weights, ema, slerp, delta, add_delta, lora, replace: the methods.
         scale: factor of ``add_delta``; None for 1.
         keep_first: as ``Merge.keeps_first``.
 
@@ -146,6 +149,7 @@ def build_merge(
         DELTA: delta,
         ADD_DELTA: bool(add_delta),
         LORA: lora is not None,
+        REPLACE: replace,
     }
     methods = [method for method, is_given in given.items() if is_given]
     if not methods:

@@ -9,10 +9,12 @@ from core.catalog.catalog import Catalog
 from core.errors import in_checkpoint
 from core.files.source_store import JoinedStore, join_stores, joined_prefix
 from core.formats.torch.format import load_object
+from core.hf.text_model import is_composite, text_model_of
 from core.merge.adapter import fold_adapter
 from core.merge.forms import FormOptions, form_like, relocated
 from core.merge.merge import MergedCatalog, MergeSource, merge_catalogs
-from core.merge.request import LORA, Merge
+from core.merge.replaced import replace_tensors
+from core.merge.request import LORA, REPLACE, Merge
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint, open_checkpoint
 
@@ -78,10 +80,19 @@ def merge_others(
         )
         with in_checkpoint(str(other.path)):
             return fold_adapter(sources[0], MergeSource(str(other.path), form), other.store)
+    # Only the text model of a vision-language model may be replaced by one of its family.
+    text = None
+    if request.method == REPLACE and is_composite(config):
+        text = text_model_of(catalog, config)
+        catalog, config = text.catalog, text.config
     for other in others:
         assert not isinstance(other.store, JoinedStore)
         prefix = joined_prefix(other.store)
         with in_checkpoint(str(other.path)):
             form = form_like(other, catalog, config=config, options=options, prefix=prefix)
+        if request.method == REPLACE:
+            replacing = MergeSource(str(other.path), form)
+            name_of = None if text is None else text.name_of
+            return replace_tensors(sources[0], replacing, name_of=name_of)
         sources.append(MergeSource(str(other.path), form))
     return merge_catalogs(request, sources, first.store, config=config)

@@ -169,7 +169,7 @@ def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
     for key in own:
         (problem,) = find_differences(changed(metas, key), stated)
         assert (problem.kind, problem.key, problem.is_lack) == ("missing", key, True)
-    body = next(key for key in metas if key.endswith("layers.1.self_attn.o_proj.weight"))
+    body = next(key for key in metas if key.endswith("layers.2.self_attn.o_proj.weight"))
     (problem,) = find_differences(changed(metas, body), stated)
     assert (problem.kind, problem.key) == ("missing", body)
     if labels:

@@ -126,3 +126,36 @@ def test_first_rows_leave_the_padding() -> None:
     pieces = [Fragment("s", Box((4 * n, 0), (4, 3)), array, (0, 0)) for n in range(3)]
     found = fuse.first_rows("s", pieces, 6)
     assert [piece.box for piece in found] == [Box((0, 0), (4, 3)), Box((4, 0), (2, 3))]
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 8), max_size=3),
+    st.lists(st.integers(0, 4), max_size=2),
+)
+def test_the_halves_of_the_columns_are_exchanged_however_the_matrix_is_cut(
+    half: int, n_rows: int, columns: list[int], rows: list[int]
+) -> None:
+    matrix = np.arange(n_rows * 2 * half, dtype="uint8").reshape(n_rows, 2 * half)
+    pieces: list[Fragment] = []
+    arrays: dict[str, np.ndarray] = {}
+    row_bounds = sorted({0, n_rows, *(row for row in rows if row <= n_rows)})
+    column_bounds = sorted({0, 2 * half, *(column for column in columns if column <= 2 * half)})
+    for top, bottom in pairwise(row_bounds):
+        for left, right in pairwise(column_bounds):
+            # Each piece has a margin of one column in its array.
+            array = StoredArray(
+                f"{top},{left}", "uint8", (bottom - top, right - left + 1), Extent("f", 0)
+            )
+            arrays[array.name] = np.pad(matrix[top:bottom, left:right], ((0, 0), (1, 0)))
+            box = Box((top, left), (bottom - top, right - left))
+            pieces.append(Fragment("m", box, array, (0, 1)))
+    result = np.full_like(matrix, 255)
+    for fragment in fuse.swap_halves(pieces, 2 * half):
+        assert fragment.array is not None
+        (top, left), (n, m), (row, column) = fragment.box.offset, fragment.box.shape, fragment.at
+        result[top : top + n, left : left + m] = arrays[fragment.array.name][
+            row : row + n, column : column + m
+        ]
+    assert np.array_equal(result, np.concatenate((matrix[:, half:], matrix[:, :half]), axis=1))

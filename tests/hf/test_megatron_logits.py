@@ -46,7 +46,7 @@ if (
 pytestmark = pytest.mark.slow
 
 SCRIPT = r"""
-import contextlib, dataclasses, json, math, sys, types, warnings
+import contextlib, copy, dataclasses, json, math, sys, types, warnings
 warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.Stream = lambda *args, **kwargs: None
 torch.Tensor.cuda = lambda self, *args, **kwargs: self
 torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+torch.compile = lambda function, **options: function
 ones = torch.ones
 torch.ones = lambda *args, device=None, **kwargs: ones(*args, **kwargs)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -131,6 +132,11 @@ for name, members in {
 }.items():
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__dict__.update(members)
+# What gated delta nets take from another package; their deterministic mode is torch's.
+for name in ("fla", "fla.modules", "fla.modules.l2norm", "fla.ops", "fla.ops.gated_delta_rule"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["fla.modules.l2norm"].l2norm = lambda x: x * (x.square().sum(-1, True) + 1e-6).rsqrt()
+sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = None
 
 from safetensors.torch import load_file, save_file
 from megatron.core import parallel_state
@@ -138,7 +144,8 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm import mamba_block
@@ -147,6 +154,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -348,6 +356,7 @@ def built(args, family):
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": False,
+        "deterministic_mode": bool(args.get("experimental_attention_variant")),
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
     }
@@ -364,13 +373,28 @@ def built(args, family):
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=args["normalization"]
     )
-    for layer in spec.layer_specs:
+    is_linear = [False] * config.num_layers
+    if config.experimental_attention_variant:
+        # The lists of experimental_attention_variant_module_specs.py, without Transformer Engine.
+        every = config.linear_attention_freq
+        is_linear = every if isinstance(every, list) else [
+            bool(number % every) for number in range(1, config.num_layers + 1)
+        ]
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+        modules = gated_delta_net.GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
+        )
+    for number, layer in enumerate(spec.layer_specs):
         parts = layer.submodules
+        if is_linear[number]:
+            parts.self_attention = ModuleSpec(
+                module=gated_delta_net.GatedDeltaNet, submodules=modules
+            )
         if is_latent or family == "gemma2":
             parts.self_attention.submodules.core_attention = PlainAttention
         if args["layernorm_zero_centered_gamma"]:
             parts.input_layernorm = parts.pre_mlp_layernorm = spec.layer_norm = Norm
-            if args["qk_layernorm"]:
+            if args["qk_layernorm"] and not is_linear[number]:
                 parts.self_attention.submodules.q_layernorm = Norm
                 parts.self_attention.submodules.k_layernorm = Norm
         if family in ("gemma2", "gemma3_text", "exaone4", "olmo2"):
@@ -479,8 +503,8 @@ def folders(
 
 
 def test_the_table_of_families_may_say_that_all_were_compared() -> None:
-    # Ling 2's layers are those of GLM-4.5 (test_published_families).
-    assert {MODELS[name][0] for name in RUN} == set(families()) - {"bailing_moe_v2"}
+    # Ling 2's layers are those of GLM-4.5, and MiMo's those of Qwen2 (test_published_families).
+    assert {MODELS[name][0] for name in RUN} == set(families()) - {"bailing_moe_v2", "mimo"}
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -1,4 +1,6 @@
-"""Multi-token prediction of DeepSeek and GLM: layers beyond the last, with copies of others."""
+"""Multi-token prediction of DeepSeek and GLM: layers beyond the last, with copies of others; of
+Qwen: names of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.errors import MissingShardError, UnknownTensorError
+from core.convert.job import TopologyChange
+from core.convert.run import Job, run
+from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
 from core.hf import to_hf, to_megatron
+from core.hf.config_json.origin import ARGUMENT
+from core.pickle.inert import make_namespace
 from tests.hf.models import (
     arguments,
     assert_same,
@@ -96,6 +102,59 @@ def test_a_configuration_that_counts_layers_without_tensors_is_noted(
     middle = to_megatron(source, config_of(plain) | {"num_nextn_predict_layers": 1})
     assert any("multi-token prediction" in note for note in middle.notes)
     assert arguments(middle)["mtp_num_layers"] is None
+
+
+@pytest.fixture(params=["qwen3_next", "qwen3_5"])
+def qwen(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model whose layer for multi-token prediction has names of its own, as the published files
+    have it; transformers neither reads nor writes it.
+    """
+    made = saved(request.param, tmp_path / "model")
+    weights = load_file(made / "model.safetensors")
+    torch.manual_seed(1)
+    extra = {
+        key.replace("model.layers.2", "mtp.layers.0"): torch.randn_like(value)
+        for key, value in weights.items()
+        if key.startswith("model.layers.2.")
+    }
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        extra[f"mtp.{name}.weight"] = torch.randn(32).bfloat16()
+    extra["mtp.fc.weight"] = torch.randn(32, 64).bfloat16()
+    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def test_a_layer_with_names_of_its_own_comes_back_from_files_of_several_ranks(
+    qwen: Path, tmp_path: Path
+) -> None:
+    _, source = catalog_of(qwen)
+    middle = to_megatron(source, config_of(qwen))
+    assert arguments(middle)["mtp_num_layers"] == 1
+    names = [name for name in middle.tensors if name.startswith("mtp.")]
+    assert names[:3] == [f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")]
+    assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in names
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    topology = TopologyChange(tp=2, pp=3)
+    run(Job(src=qwen, dst=ranks, to="megatron", topology=topology, fsync=False))
+    run(Job(src=ranks, dst=back, to="hf", fsync=False))
+    assert_same(tensors(back), tensors(qwen))
+    # Without the origin, the arguments state the layer under the family's own name.
+    fields = {name: value for name, value in arguments(middle).items() if name != ARGUMENT}
+    family = config_of(qwen)["model_type"]
+    made = to_hf(replace(middle, args=make_namespace(fields)), model_type=family)
+    count = "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
+    assert json.loads(made.documents["config.json"])[count] == 1
+
+
+def test_several_layers_that_would_share_tensors_are_refused(qwen: Path) -> None:
+    _, source = catalog_of(qwen)
+    second = {
+        key.replace("layers.0", "layers.1"): meta
+        for key, meta in source.tensors.items()
+        if key.startswith("mtp.layers.0.")
+    }
+    with pytest.raises(UnsupportedError, match="2 multi-token prediction layers"):
+        to_megatron(replace(source, tensors=source.tensors | second), config_of(qwen))
 
 
 def test_an_incomplete_layer_is_refused(folder: Path) -> None:

@@ -3,7 +3,7 @@
 Kimi K2 is a DeepSeek-V3 with a ``model_type`` of its own; its configuration is the published one
 with small sizes. Ling 2's modeling code is published with the weights: its layers are those of
 transformers' GLM-4.5 with norms of queries and keys, which Megatron has run (test_megatron_logits),
-so a GLM-4.5 under Ling's names must become the same Megatron model.
+so a GLM-4.5 under Ling's names must become the same Megatron model. So must a Qwen2 under MiMo's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -145,6 +146,65 @@ def test_ling_comes_back_from_files_of_several_ranks(ling: Path, tmp_path: Path)
     )
     run(Job(src=ranks, dst=back, to="hf", fsync=False))
     assert_same(tensors(back), tensors(ling))
+
+
+@pytest.fixture
+def mimo(tmp_path: Path) -> Path:
+    """A Qwen2 with a layer for multi-token prediction, under MiMo's names."""
+    folder = saved("qwen2", tmp_path / "mimo")
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(1)
+    start = "model.mtp_layers.0."
+    extra = {
+        key.replace("model.layers.2.", start): torch.randn_like(value)
+        for key, value in weights.items()
+        if key.startswith("model.layers.2.")
+    }
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        extra[f"{start}{name}.weight"] = torch.randn(32).bfloat16()
+    extra[f"{start}input_proj.weight"] = torch.randn(32, 64).bfloat16()
+    save_file(weights | extra, folder / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(folder) | {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
+        "attention_bias": True,
+        "head_dim": 4,
+        "num_nextn_predict_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_mimo_becomes_the_megatron_model_that_the_same_qwen2_becomes(
+    mimo: Path, tmp_path: Path
+) -> None:
+    qwen2 = saved("qwen2", tmp_path / "qwen2")
+    qwen2_store, qwen2_source = catalog_of(qwen2)
+    store, source = catalog_of(mimo)
+    ours, theirs = (
+        to_megatron(source, config_of(mimo)),
+        to_megatron(qwen2_source, config_of(qwen2)),
+    )
+    data = contents(ours, store)
+    body = {key: value for key, value in data.items() if not key.startswith("mtp.")}
+    assert_same(body, contents(theirs, qwen2_store))
+    # MiMo projects [hidden state; token] and Megatron [token; hidden state], as in Megatron-Bridge.
+    stored = tensors(mimo)["model.mtp_layers.0.input_proj.weight"]
+    swapped = np.concatenate((stored[:, 32:], stored[:, :32]), axis=1)
+    assert np.array_equal(data["mtp.layers.0.eh_proj.weight"], swapped)
+    for ours_name, mimo_name in (("enorm", "token_layernorm"), ("hnorm", "hidden_layernorm")):
+        norm = tensors(mimo)[f"model.mtp_layers.0.{mimo_name}.weight"]
+        assert np.array_equal(data[f"mtp.layers.0.{ours_name}.weight"], norm)
+
+
+def test_mimo_comes_back_from_files_of_several_ranks(mimo: Path, tmp_path: Path) -> None:
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    topology = TopologyChange(tp=2, pp=3)
+    run(Job(src=mimo, dst=ranks, to="megatron", topology=topology, fsync=False))
+    run(Job(src=ranks, dst=back, to="hf", fsync=False))
+    assert_same(tensors(back), tensors(mimo))
+    assert (back / "config.json").read_bytes() == (mimo / "config.json").read_bytes()
 
 
 def test_groups_that_megatron_ranks_by_another_number_of_experts_are_refused(

@@ -91,6 +91,8 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
     if name == "nemotron_h":  # it has no experts, whatever is stated about them
         untold |= {"n_routed_experts", "n_group", "routed_scaling_factor"}
         untold |= {"moe_intermediate_size", "moe_shared_expert_intermediate_size"}
+    if name == "qwen3_5_moe":
+        untold |= {"intermediate_size"}  # not a value of its own: such a model has no dense MLP
     if name == "minimax_m2":
         untold |= {"rotary_dim"}  # partial_rotary_factor in other words
     differing = {
@@ -156,7 +158,6 @@ def test_both_implementations_names_are_written_and_read(
     if MODELS[name][0] not in ("exaone4", "olmo2"):  # without a norm before the linear modules
         assert is_fused == any("layer_norm_weight" in key for key in middle.tensors)
     assert is_fused == (impl == "transformer_engine")
-    assert (f"decoder.layers.0.{module}._extra_state" in middle.objects) == (impl == "local")
     assert_same(contents(to_hf(middle), store), tensors(folder))
 
 
@@ -235,8 +236,9 @@ def test_the_arguments_describe_the_model(tmp_path: Path) -> None:
 
 
 def test_every_family_is_found_by_its_features(tmp_path: Path) -> None:
-    # Ling 2's modeling code is not in transformers (test_published_families).
-    assert {MODELS[name][0] for name in MODELS} == set(model_types()) - {"bailing_moe_v2"}
+    # The modeling code of Ling 2 and MiMo is not in transformers (test_published_families).
+    absent = {"bailing_moe_v2", "mimo"}
+    assert {MODELS[name][0] for name in MODELS} == set(model_types()) - absent
 
 
 def test_configurations_of_transformers_4_mean_the_same(tmp_path: Path) -> None:

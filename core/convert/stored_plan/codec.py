@@ -25,6 +25,7 @@ from core.formats.torch.zip.records import RecordEncoding
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import FillValue
 from core.hf.packed import Rearranged
+from core.hf.shifted import Shifted
 from core.merge.combined import Combined
 from core.merge.lora import Folded
 from core.merge.slerp import Slerp
@@ -43,6 +44,7 @@ CLASSES: dict[str, type] = {
             Dequantized,
             DequantizedMxfp4,
             Rearranged,
+            Shifted,
             EncodedChunk,
             FillValue,
             RecordEncoding,

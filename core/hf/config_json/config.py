@@ -137,7 +137,7 @@ def arguments_of(
     _check_fixed(config, family)
     # Start with fixed arguments and those that only have another name in config.json.
     args: dict[str, object] = dict(_INITIAL_ARGUMENTS)
-    args |= family.fixed_args
+    args |= {name: _first(value) for name, value in family.fixed_args.items()}
     has_moe = has_experts(config, family)
     args |= {
         name: _value(config, names)
@@ -324,7 +324,7 @@ def config_of(
     if has_moe:
         config |= expert_config(fields, family, model)
     if "mtp" in family.allows:
-        config["num_nextn_predict_layers"] = model.n_mtp
+        config[family.mtp_names.count] = model.n_mtp
     if "latent" in model.features:
         config["q_lora_rank"] = model.sizes.get("q_lora")
     return config

@@ -412,19 +412,22 @@ def _count_parts(
     """
     n_layers = count_of(config, "num_hidden_layers")
     layers = {int(match[1]) for name in stored if (match := _LAYER.match(name)) is not None}
-    # Multi-token prediction layers are numbered after the others, and recognised by tensors that
-    # only they have.
+    # Multi-token prediction layers have names of their own, or are numbered after the others and
+    # recognised by tensors that only they have.
     marks = [row.hf[0] for row in family.mtp]
-    n_mtp = 0
-    while any(f"model.layers.{n_layers + n_mtp}.{mark}" in stored for mark in marks):
-        n_mtp += 1
+    n_mtp = n_numbered = 0
+    if "{layer}" in family.mtp_names.layer:
+        while any(f"model.layers.{n_layers + n_mtp}.{mark}" in stored for mark in marks):
+            n_mtp = n_numbered = n_mtp + 1
+    elif marks:
+        n_mtp = family.mtp_names.count_layers(stored, n_layers=n_layers)
     # A checkpoint with more ordinary layers than declared is numbered through: what looks like
     # layers behind the multi-token prediction layers includes these.
     n_stored = max(
-        (layer + 1 for layer in layers if not n_layers <= layer < n_layers + n_mtp), default=0
+        (layer + 1 for layer in layers if not n_layers <= layer < n_layers + n_numbered), default=0
     )
-    if n_mtp and n_stored > n_layers:
-        n_stored -= n_mtp
+    if n_numbered and n_stored > n_layers:
+        n_stored -= n_numbered
     n_experts = stated_experts(config, family)
     if n_experts and len(dense_layers(config, family, n_layers=n_stored)) == n_stored > 0:
         n_experts = 0  # all layers are dense, whatever number is declared

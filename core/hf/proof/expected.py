@@ -22,8 +22,9 @@ from core.hf.config_json.experts import dense_layers, has_experts, shared_size
 from core.hf.config_json.hybrid import PATTERN, completed
 from core.hf.family import Family, families
 from core.hf.name_tables import BODY, pairs_of
-from core.hf.traits import FEATURES, Model, hybrid_features, kinds_of, mamba_sizes
+from core.hf.traits import FEATURES, Model, hybrid_features, kinds_of, linear_sizes, mamba_sizes
 from core.hf.values import count_of, number_of
+from core.megatron.model.args import linear_layers
 
 HEAD = "lm_head.weight"
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -234,13 +235,15 @@ def _derive_model(
     hidden = count_of(config, "hidden_size")
     groups = count_of(config, "num_key_value_heads", default=heads)
     head = count_of(config, "head_dim", default=max(hidden // heads, 1))
+    # A hybrid model may have no MLP; Megatron wants a size all the same.
+    ffn_names = family.config.get("ffn_hidden_size", ("intermediate_size",))
     default_ffn = 4 * hidden if PATTERN in family.settings else None
     sizes = {
         "one": 1,
         "vocab": count_of(config, "vocab_size"),
         "hidden": hidden,
         "hidden2": 2 * hidden,
-        "ffn": count_of(config, "intermediate_size", default=default_ffn),
+        "ffn": number_of(config, ffn_names, default=default_ffn),
         "heads": heads,
         "head": head,
         "q": heads * head,
@@ -289,6 +292,17 @@ def _derive_model(
         }
         if "shared_expert" in (*family.requires, *family.experts.requires):
             sizes["shared_ffn"] = shared_size(config, family)
+    linear = None
+    if "linear_attention" in family.requires:
+        sizes |= linear_sizes(config)
+        # A pattern of another length than the number of layers is not this comparison's problem.
+        types = config.get("layer_types")
+        if isinstance(types, list) and len(types) >= n_layers:
+            linear = frozenset(n for n in range(n_layers) if types[n] == "linear_attention")
+        else:
+            every = family.settings["linear_attention_freq"].every
+            interval = count_of(config, "full_attention_interval", default=every)
+            linear = linear_layers({"linear_attention_freq": interval}, n_layers)
     return Model(
         n_layers=n_layers,
         n_mtp=n_mtp,
@@ -300,4 +314,5 @@ def _derive_model(
         traits=frozenset(traits - {"moe"}),
         is_local=True,
         kinds=kinds,
+        linear=linear,
     )

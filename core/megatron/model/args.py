@@ -122,13 +122,13 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     attention = _attention_of(fields)
     n_experts = _n_experts(fields, topology)
     moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
-    linear_layers = _linear_layers(fields, n_layers)
+    linear = linear_layers(fields, n_layers)
     is_allotted = any(
         isinstance(share, (int, float)) and share > 0 for share in map(fields.get, _SHARES)
     )
     is_alike = (
         fields.get("moe_layer_freq", 1) in (None, 1)
-        and not linear_layers
+        and not linear
         and not is_allotted
         and hybrid is None
     )
@@ -153,7 +153,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         moe_layers=frozenset() if n_experts is None else moe_layers,
         is_stacked=is_alike,
         expert_names=None if n_experts is None else _expert_names(fields),
-        linear_layers=linear_layers,
+        linear_layers=linear,
         is_allotted=is_allotted,
         is_prediction_renamed="mtp_hybrid_override_pattern" in fields
         or "hybrid_layer_pattern" in fields,
@@ -263,7 +263,7 @@ def _moe_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
     return frozenset(range(0, n_layers, step))
 
 
-def _linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
+def linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
     """Return the numbers of the layers with linear attention.
 
     These are all layers except every n-th one, or those of a list.

@@ -1,0 +1,134 @@
+"""Take the tensors of another checkpoint where it has them, and all others from the first one.
+
+::
+
+    first    model.language_model.layers.0.…  ◀── model.layers.0.…  (a text model, a Megatron run)
+             model.visual.…                       stays the first one's
+
+The other checkpoint's tensors must be among those of the first one, in the same shapes. If the
+first one is a vision-language model, the other may be its text model (``core.hf.text_model``).
+Experts that the first one holds in one tensor of a layer become parts of that tensor again.
+
+Not supported: quantized weights; a tensor of which the other checkpoint has only a part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.key_patterns import listed_keys, some_of
+from core.errors import UnsupportedError
+from core.merge.merge import MergedCatalog, MergeSource, origin_note, refuse_quantized
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
+_STACK_OF = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+
+
+def replace_tensors(
+    first: MergeSource, other: MergeSource, *, name_of: Mapping[str, str] | None
+) -> MergedCatalog:
+    """Return the first source's catalog with the tensors that another one has.
+
+    Args:
+        first: the first source.
+        other: the other source, which has some of its tensors.
+        name_of: name of a tensor of the other source → in the first one; None if they agree.
+
+    Raises:
+        UnsupportedError: the first source lacks a tensor, or has it in another shape; weights are
+            quantized; or nothing would be replaced.
+    """
+    for source in (first, other):
+        refuse_quantized(source, None)
+    names = {key: key for key in first.catalog.tensors} if name_of is None else dict(name_of)
+    catalog = _stacked_like(names, other.catalog)
+
+    # Every tensor of the other source must have its place, so that none is lost.
+    unknown = [key for key in catalog.tensors if key not in names]
+    if unknown or not catalog.tensors:
+        raise UnsupportedError(
+            f"{len(unknown):,} of {len(catalog.tensors):,} tensors are not in {first.label}"
+            + (f": {listed_keys(unknown)}" if unknown else ""),
+            file=other.label,
+            hint="leave them out first: ckpt convert --exclude KEY" if unknown else None,
+        )
+    key_of = {names[key]: key for key in catalog.tensors}
+    shapes = [
+        f"{name} is {first.catalog.tensors[name].shape} and {catalog.tensors[key].shape}"
+        for name, key in key_of.items()
+        if first.catalog.tensors[name].shape != catalog.tensors[key].shape
+    ]
+    if shapes:
+        raise UnsupportedError(
+            f"shapes differ in {first.label} and {other.label}: {listed_keys(shapes)}",
+            file=other.label,
+        )
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        if key not in key_of:
+            return first.catalog.fragments(key)
+        return [replace(fragment, key=key) for fragment in catalog.fragments(key_of[key])]
+
+    tensors = {
+        name: replace(catalog.tensors[key_of[name]], key=name) if name in key_of else meta
+        for name, meta in first.catalog.tensors.items()
+    }
+    aliases = {
+        key: original
+        for key, original in first.catalog.aliases.items()
+        if (key in key_of) == (original in key_of)
+    }
+    dtypes = [name for name in key_of if tensors[name].dtype != first.catalog.tensors[name].dtype]
+    notes = [
+        f"{len(key_of):,} of {len(tensors):,} tensors are those of {other.label}",
+        origin_note(first),
+    ]
+    if dtypes:
+        notes.append(f"{some_of(dtypes)}: the result has the dtypes of {other.label}")
+    result = replace(first.catalog, tensors=tensors, fragments_of=fragments_of, aliases=aliases)
+    return MergedCatalog(result, tuple(notes))
+
+
+def _stacked_like(names: Mapping[str, str], catalog: Catalog) -> Catalog:
+    """Return a catalog whose experts are stacked where ``names`` has them stacked."""
+    # Stack → its parts: (key, number of the expert, whether it follows the gate).
+    parts: dict[str, list[tuple[str, int, bool]]] = {}
+    for key in catalog.tensors:
+        match = _EXPERT.fullmatch(key)
+        if match is not None and key not in names:
+            stack = f"{match[1]}.{_STACK_OF[match[3]]}"
+            if stack in names:
+                parts.setdefault(stack, []).append((key, int(match[2]), match[3] == "up"))
+    if not parts:
+        return catalog
+    tensors = {
+        key: meta
+        for key, meta in catalog.tensors.items()
+        if key not in {part for members in parts.values() for part, _, _ in members}
+    }
+    for stack, members in parts.items():
+        meta = catalog.tensors[members[0][0]]
+        n_rows = meta.shape[0] * (2 if stack.endswith("gate_up_proj") else 1)
+        n_experts = 1 + max(number for _, number, _ in members)
+        tensors[stack] = TensorMeta(stack, meta.dtype, (n_experts, n_rows, *meta.shape[1:]))
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        if key not in parts:
+            return catalog.fragments(key)
+        return [
+            replace(fragment, key=key, box=_box_in_stack(fragment.box, number, row))
+            for part, number, is_up in parts[key]
+            for row in (catalog.tensors[part].shape[0] if is_up else 0,)
+            for fragment in catalog.fragments(part)
+        ]
+
+    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
+
+
+def _box_in_stack(box: Box, number: int, row: int) -> Box:
+    """Return the box of an expert's matrix in the tensor of all experts, ``row`` rows further."""
+    return Box((number, box.offset[0] + row, *box.offset[1:]), (1, *box.shape))
