@@ -116,8 +116,9 @@ class ModelFacts:
 
     def blocks_of(self, stack: str, layer: int) -> LayerBlocks | None:
         """Return what a layer of a heterogeneous model consists of; None for other layers."""
-        is_main = self.blocks is not None and stack == self.kind.stacks[0]
-        return self.blocks[layer] if is_main and layer < len(self.blocks or ()) else None
+        if self.blocks is None or stack != self.kind.stacks[0] or layer >= len(self.blocks):
+            return None
+        return self.blocks[layer]
 
     def empty_layers(self, stack: str) -> frozenset[int]:
         """Return the numbers of the layers without parameters."""

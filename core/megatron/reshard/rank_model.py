@@ -26,7 +26,6 @@ from core.megatron.extras.common_state import EXTRA_STATE, same
 from core.megatron.extras.nested_dicts import FlatDict, flattened
 from core.megatron.model.checks import listed
 from core.megatron.model.facts import ModelFacts
-from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.rank_state import Param, RankFile
 from core.megatron.placement.chunk import ModelChunk, chunk_of
