@@ -103,10 +103,14 @@ class Megatron:
         assert line, "the worker has ended"
         wrong = json.loads(line)
         assert not wrong, "\n".join(f"rank {rank}: {text[-3000:]}" for rank, text in wrong.items())
-        if not job["more"]:
-            return Result(assembled(out / "before"), {}, [])
-        return Result(
-            assembled(out / "before"), assembled(out / "after"), losses(run, out / "after")
+        before, after = (
+            assembled(out / name, has_all_states=run.model.frozen is None)
+            for name in ("before", "after" if job["more"] else "before")
+        )
+        return (
+            Result(before, after, losses(run, out / "after"))
+            if job["more"]
+            else Result(before, {}, [])
         )
 
 

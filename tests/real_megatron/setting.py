@@ -29,6 +29,7 @@ class Model:
         vocab, divisible_by: true rows, and what the padded ones times TP are a multiple of.
         first_dense: layers with a dense MLP before those with experts.
         mtp: multi-token prediction layers.
+        frozen: pattern of the names of parameters that are not trained.
     """
 
     layers: int = 4
@@ -50,6 +51,7 @@ class Model:
     expert_bias: bool = False
     grouped: bool = False
     mtp: int | None = None
+    frozen: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,12 +112,15 @@ def _states(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     return {state: tensor.view(parameter.shape) for state, (tensor, _, _) in here.items()}
 
 
-def assembled(folder: Path, *, rows: int | None = None) -> dict[str, torch.Tensor]:
+def assembled(
+    folder: Path, *, rows: int | None = None, has_all_states: bool = True
+) -> dict[str, torch.Tensor]:
     """Global tensors by key from the pieces of all ranks (``rank*.pt``).
 
     Args:
         folder: where the ranks wrote.
         rows: true rows of the vocabulary; padding rows are cut.
+        has_all_states: every parameter has optimizer states; otherwise, zeros stand for the others.
 
     Raises:
         AssertionError: replicas disagree, or elements are missing.
@@ -139,7 +142,9 @@ def assembled(folder: Path, *, rows: int | None = None) -> dict[str, torch.Tenso
             tensors[key][box] = data
             filled[key][box] = True
     for key, held in filled.items():
-        assert held.all(), f"{key}: {int((~held).sum())} elements are held by no rank"
+        assert held.all() or ("/" in key and not has_all_states), (
+            f"{key}: {int((~held).sum())} elements are held by no rank"
+        )
     if rows is not None:
         tensors = {
             key: tensor[:rows]

@@ -216,6 +216,25 @@ def test_training_goes_on_from_buckets_with_gaps(
     _check(worker, GAPS[name], tmp_path, RANK_FILES, RANK_FILES)
 
 
+FROZEN = Model(hidden=128, ffn=64, frozen="embedding|linear_qkv|mlp.linear_fc2|final")
+FROZEN_CASES: dict[str, tuple[Optimizer, Layout, Layout]] = {
+    "distributed_tp2_to_pp2": (ONE_BUCKET, TP2, PP2),
+    "distributed_pp2_to_dp2": (ONE_BUCKET, PP2, DP2),
+    "buckets_dp2_to_tp2": (WIDE_BUCKETS, DP2, TP2),
+    "float16_tp2_to_pp2": (FLOAT16, TP2, PP2),
+}
+"""Parameters that are not trained have no optimizer states."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FROZEN_CASES)
+def test_training_goes_on_where_not_all_parameters_are_trained(
+    worker: Megatron, tmp_path: Path, name: str
+) -> None:
+    optimizer, source, target = FROZEN_CASES[name]
+    _check(worker, (FROZEN, optimizer, source, target), tmp_path, RANK_FILES, RANK_FILES)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", FLAT)
 @pytest.mark.parametrize(

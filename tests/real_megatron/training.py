@@ -4,6 +4,7 @@ training.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -173,7 +174,9 @@ def _model(run: Run, config: Any, *, vp_stage: int) -> Any:
         **stage,
     )
     made.model_type = _model_type()
-    for parameter in made.parameters():
+    for name, parameter in made.named_parameters():
+        if model.frozen is not None and re.search(model.frozen, name):
+            parameter.requires_grad = False
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return made
 

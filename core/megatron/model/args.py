@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
+from core.megatron.model.blocks import TEXT, blocks_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import LayerPattern, pattern_of
 from core.megatron.model.pipeline_args import LAYOUT, pipeline_of
@@ -25,8 +26,6 @@ from core.pickle.inert import Inert, as_mapping, attributes
 
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _REFUSED = {
-    "heterogeneous_layers_config_path": "heterogeneous layers",
-    "heterogeneous_layers_config_encoded_json": "heterogeneous layers",
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",
     "encoder_pipeline_model_parallel_size": "encoder-decoder pipelines",
 }
@@ -123,6 +122,11 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     n_experts = _n_experts(fields, topology)
     moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
     linear = linear_layers(fields, n_layers)
+    blocks = blocks_of(fields)
+    n_groups = attention.n_groups
+    if blocks is not None:
+        groups = (block.n_groups for block in blocks if block.n_groups is not None)
+        n_groups = min(groups, default=n_groups)
     is_allotted = any(
         isinstance(share, (int, float)) and share > 0 for share in map(fields.get, _SHARES)
     )
@@ -131,6 +135,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         and not linear
         and not is_allotted
         and hybrid is None
+        and blocks is None
     )
 
     return ModelFacts(
@@ -139,7 +144,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         cp=size_in(fields, "context_parallel_size") or 1,
         n_layers=n_layers,
         n_heads=attention.n_heads,
-        n_groups=attention.n_groups,
+        n_groups=n_groups,
         head_dim=attention.head_dim,
         hidden_size=attention.hidden_size,
         is_gated=any(bool(fields.get(name)) for name in _GATED),
@@ -158,6 +163,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         is_prediction_renamed="mtp_hybrid_override_pattern" in fields
         or "hybrid_layer_pattern" in fields,
         pattern=hybrid,
+        blocks=blocks,
         n_predictions=n_predictions,
         sizes=_named_sizes(fields, is_mla=attention.is_mla),
         kind=kind,
@@ -407,6 +413,7 @@ LAYOUT_FIELDS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
     "mtp_num_layers",
+    TEXT,
     "linear_attention_freq",
     "num_experts",
     "moe_layer_freq",

@@ -93,7 +93,7 @@ def _check_stack(
     """
     # Layers must be numbered from 0 to the number in the arguments.
     n_layers = facts.stacks.get(stack, 0)
-    missing = sorted(set(range(n_layers)) - set(subs_of))
+    missing = sorted(set(range(n_layers)) - set(subs_of) - facts.empty_layers(stack))
     if missing:
         problem = f"layers {listed(missing)} of {n_layers} are not in the checkpoint"
         report(MissingShardError(problem, key=stack.rstrip("."), rule="layout.layers"))
@@ -277,11 +277,12 @@ def check_qkv_rows(name: str, rows: int, facts: ModelFacts) -> None:
         return
 
     # An output gate has as many rows as the queries.
-    plain = (facts.n_heads + 2 * facts.n_groups) * facts.head_dim
-    gated = (2 * facts.n_heads + 2 * facts.n_groups) * facts.head_dim
+    n_groups = facts.n_groups_of(name)
+    plain = (facts.n_heads + 2 * n_groups) * facts.head_dim
+    gated = (2 * facts.n_heads + 2 * n_groups) * facts.head_dim
     if rows not in (plain, gated):
         raise CorruptError(
-            f"{facts.n_heads} heads and {facts.n_groups} groups of {facts.head_dim} channels make "
+            f"{facts.n_heads} heads and {n_groups} groups of {facts.head_dim} channels make "
             f"{plain} rows, but there are {rows}",
             key=name,
         )

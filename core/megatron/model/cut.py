@@ -149,7 +149,7 @@ def cut_of(
 
     # Heads, units and parts must divide; the vocabulary is padded to divide.
     if rule.unit == "heads":
-        check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups, tp=n, key=meta.key)
+        check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups_of(meta.key), tp=n, key=meta.key)
     shape = meta.shape
     if rule.kind == "vocab":
         rows = padded_rows(meta, facts, tp=n, n_rows=n_rows)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from core.arrays.sharding import padded_vocab_size
 from core.errors import CorruptError, UnsupportedError, UsageError
+from core.megatron.model.blocks import LayerBlocks, layer_number
 from core.megatron.model.hybrid import LayerPattern
 from core.megatron.model.pipeline import LayerSplit, Pipeline, split_layers
 from core.megatron.model.stages import Stages
@@ -33,7 +34,8 @@ class ModelFacts:
         world_size: number of ranks of that run, or None.
         cp: context parallel size of that run.
         n_layers: number of layers in the main stack.
-        n_heads, n_groups: number of attention heads, and of groups that share keys and values.
+        n_heads, n_groups: number of attention heads, and of groups that share keys and values; of
+            heterogeneous layers, the smallest number of groups (``n_groups_of`` gives a layer's).
         head_dim: number of channels of one head, or None.
         hidden_size: number of channels of the residual stream, or None.
         is_gated: the MLP has a gate.
@@ -56,6 +58,7 @@ class ModelFacts:
         is_prediction_renamed: rank files call the layer of a multi-token prediction
             ``mtp_model_layer``.
         pattern: the kinds of layers of a hybrid model, or None.
+        blocks: what each layer of a heterogeneous model consists of, or None.
         n_predictions: number of multi-token prediction layers.
         sizes: the arguments that are positive integers; rules name some of them as sizes of
             parameters.
@@ -86,6 +89,7 @@ class ModelFacts:
     is_allotted: bool = False
     is_prediction_renamed: bool = False
     pattern: LayerPattern | None = None
+    blocks: tuple[LayerBlocks, ...] | None = None
     n_predictions: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
     kind: ModelKind = GPT
@@ -98,6 +102,30 @@ class ModelFacts:
         The local implementation has, except for multi-latent attention.
         """
         return self.is_local and not self.is_mla
+
+    def n_groups_of(self, name: str) -> int:
+        """Return the number of query groups of the layer with a tensor.
+
+        Args:
+            name: global name of the tensor.
+        """
+        number = layer_number(name)
+        if self.blocks is None or number is None or number >= len(self.blocks):
+            return self.n_groups
+        return self.blocks[number].n_groups or self.n_groups
+
+    def blocks_of(self, stack: str, layer: int) -> LayerBlocks | None:
+        """Return what a layer of a heterogeneous model consists of; None for other layers."""
+        if self.blocks is None or stack != self.kind.stacks[0] or layer >= len(self.blocks):
+            return None
+        return self.blocks[layer]
+
+    def empty_layers(self, stack: str) -> frozenset[int]:
+        """Return the numbers of the layers without parameters."""
+        if self.blocks is None or stack != self.kind.stacks[0]:
+            return frozenset()
+        empty = ("none", "none")
+        return frozenset(number for number, block in enumerate(self.blocks) if block.kind == empty)
 
     def padded_rows(self, n_rows: int, *, tp: int) -> int:
         """Return the number of rows of a vocabulary of ``n_rows`` after padding for a TP size."""
@@ -201,6 +229,9 @@ class ModelFacts:
             return stack
         if self.pattern is not None:
             return self.pattern.layers[layer]
+        blocks = self.blocks_of(stack, layer)
+        if blocks is not None:
+            return blocks.kind
         if self.is_allotted:
             return None
         return (stack, layer in self.moe_layers, layer in self.linear_layers)

@@ -142,7 +142,9 @@ def _renamed(key: str, facts: ModelFacts, rules: Rules, *, to_fused: bool) -> st
     is_main = layer.stack in facts.kind.stacks
     if not (layer.number in facts.moe_layers if is_main else facts.moe_layers):
         pairs.append(_MLP)
-    for local, fused in pairs:
+    blocks = facts.blocks_of(layer.stack, layer.number)
+    own = [] if blocks is None else blocks.linear_norm_names()
+    for local, fused in (*own, *pairs):
         old, new = (local, fused) if to_fused else (fused, local)
         if layer.sub.startswith(old):
             return str(replace(layer, sub=new + layer.sub.removeprefix(old)))

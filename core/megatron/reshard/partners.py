@@ -36,7 +36,7 @@ _FINAL = "decoder.final_layernorm.weight"
 _QKV = "self_attention.linear_qkv.weight"
 _ATTENTION_NORMS = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 _MLP_NORM = "pre_mlp_layernorm.weight"
-_MLP_NORMS = re.compile(rf"{re.escape(_MLP_NORM)}$|mlp\..*linear_fc1\.layer_norm_weight$")
+_MLP_NORMS = re.compile(rf"{re.escape(_MLP_NORM)}$|mlp\.(.*linear_fc1\.)?layer_norm_weight$")
 _ANY_NORM = re.compile(r"(layernorm\.|layer_norm_)weight$")
 _WRAPPED = re.compile(rf"{re.escape(ADAPTER)}|to_wrap")
 

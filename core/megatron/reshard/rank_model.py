@@ -26,7 +26,6 @@ from core.megatron.extras.common_state import EXTRA_STATE, same
 from core.megatron.extras.nested_dicts import FlatDict, flattened
 from core.megatron.model.checks import listed
 from core.megatron.model.facts import ModelFacts
-from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.rank_state import Param, RankFile
 from core.megatron.placement.chunk import ModelChunk, chunk_of
@@ -154,7 +153,7 @@ def merge_ranks(
             names = list(flat.entries)
             if rank.pp not in heads:
                 heads[rank.pp] = _StageHead(chunk, names, chunk.places(names))
-                _check_layers(names, stages, chunk.where, rules, report, rank=folder)
+                _check_layers(names, chunk, report)
             head = heads[rank.pp]
             chunk = replace(chunk, known=head.chunk.known)
             places = head.places
@@ -365,35 +364,25 @@ def _rule_of(name: str, catalog: Catalog, key: str, chunk: ModelChunk) -> Rule:
         )
 
 
-def _check_layers(
-    names: Sequence[str],
-    stages: Stages,
-    where: tuple[int, int],
-    rules: Rules,
-    report: Report,
-    *,
-    rank: str,
-) -> None:
-    """Report layers that a chunk lacks, and layers beyond the number of its stage.
-
-    Args:
-        where: (vp_rank, pp_rank).
-    """
+def _check_layers(names: Sequence[str], chunk: ModelChunk, report: Report) -> None:
+    """Report layers that a chunk lacks, and layers beyond the number of its stage."""
+    stages, rules = chunk.stages, chunk.rules
     layers_of: dict[str, set[int]] = {stack: set() for stack in rules.stacks}
     for name in names:
         layer = rules.layer_of(name)
         if layer is not None:
             layers_of[layer.stack].add(layer.number)
     for stack, layers in layers_of.items():
-        count = stages.count(stack, *where)
-        missing = sorted(set(range(count)) - layers)
+        count, offset = stages.count(stack, *chunk.where), stages.offset(stack, *chunk.where)
+        empty = {number - offset for number in chunk.facts.empty_layers(stack)}
+        missing = sorted(set(range(count)) - layers - empty)
         if missing:
             problem = f"layers {listed(missing)} of this stage's {count} are missing"
-            report(MissingShardError(problem, rank=rank, rule="layout.layers"))
+            report(MissingShardError(problem, rank=chunk.folder, rule="layout.layers"))
         extra = sorted(layers - set(range(count)))
         if extra:
             problem = f"layers {listed(extra)} are beyond the {count} that this stage should hold"
-            report(CorruptError(problem, rank=rank, rule="layout.layers"))
+            report(CorruptError(problem, rank=chunk.folder, rule="layout.layers"))
 
 
 def _check_names(

@@ -245,7 +245,11 @@ class _StackedNames:
             return key, _StackedTensor(key, (), (), stage)
 
         # Norms have Transformer Engine's fused names in torch_dist, whichever implementation saved.
-        sub = rules.fused(layer.sub) if self.facts.fuses_names else layer.sub
+        sub = layer.sub
+        if self.facts.fuses_names:
+            blocks = self.facts.blocks_of(layer.stack, layer.number)
+            own = () if blocks is None else blocks.linear_norm_names()
+            sub = rules.fused(sub, own=own)
         if self.facts.pattern is None:
             sub = rules.in_torch_dist(sub)
 

@@ -370,10 +370,14 @@ class Rules:
             self._forms[expert.before, expert.rest, names] = form
         return form.named(expert, number)
 
-    def fused(self, sub: str) -> str:
-        """Return a name within a layer with norms fused, as in torch_dist."""
+    def fused(self, sub: str, *, own: Sequence[tuple[str, str]] = ()) -> str:
+        """Return a name within a layer with norms fused, as in torch_dist.
+
+        Args:
+            own: (local, fused) beginnings of names of this layer alone.
+        """
         inner, rest = self._inner(sub)
-        return inner + _exchanged(rest, self.fused_names)
+        return inner + _exchanged(rest, (*own, *self.fused_names))
 
     def local(self, sub: str) -> str:
         """Return a name within a layer as in rank files of the local implementation."""

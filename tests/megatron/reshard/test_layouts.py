@@ -284,7 +284,7 @@ def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> Non
     ("changes", "what"),
     [
         ({"hybrid_layer_pattern": "[M-]*-E"}, "kind '\\['"),
-        ({"heterogeneous_layers_config_path": "layers.json"}, "heterogeneous layers"),
+        ({"heterogeneous_layers_config_path": "layers.json"}, "only the path of their description"),
         ({"expert_model_parallel_size": 2}, "EP 2"),
         ({"num_layers": None}, "have no num_layers"),
     ],

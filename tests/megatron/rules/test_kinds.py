@@ -14,6 +14,7 @@ import pytest
 from core.catalog.catalog import Catalog
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.placement.implementation import with_implementation
 from core.megatron.reshard.reshard import shard, stack, unshard
 from core.pickle.inert import as_mapping
 from tests.megatron.support.kinds import (
@@ -113,3 +114,13 @@ def test_rank_files_from_torch_dist_are_megatrons(folder: Path, name: str, sizes
     store, catalog = dist_catalog(args, dist_tensors(folder, name, sizes))
     source = unshard(catalog, rules=RULES)
     check_files(source, store, topology_of(sizes, name), files(folder, name, sizes), states=False)
+
+
+def test_layers_of_several_sizes_have_transformer_engines_names_and_back(folder: Path) -> None:
+    _, source = source_of(folder, "heterogeneous", (2, 1, 1))
+    fused = with_implementation(source, "transformer_engine", rules=RULES)
+    # torch_dist has Transformer Engine's names whatever the implementation was.
+    assert set(fused.tensors) == set(dist_tensors(folder, "heterogeneous", (1, 1, 1)))
+    assert "decoder.layers.1.self_attention.layer_norm_weight" in fused.tensors
+    back = with_implementation(fused, "local", rules=RULES)
+    assert set(back.tensors) == set(source.tensors)

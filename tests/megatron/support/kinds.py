@@ -97,6 +97,13 @@ class Kind:
         }
 
 
+_USUAL, _LINEAR, _NONE = {"no_op": False}, {"replace_with_linear": True}, {"no_op": True}
+_BLOCKS = [
+    {"attention": {**_USUAL, "num_query_groups": 4}, "ffn": {**_USUAL, "ffn_hidden_size": 24}},
+    {"attention": {**_LINEAR, "num_query_groups": None}, "ffn": {"ffn_hidden_size": 8}},
+    {"attention": {**_NONE, "num_query_groups": None}, "ffn": {**_NONE, "ffn_hidden_size": None}},
+    {"attention": {"num_query_groups": 2}, "ffn": {**_LINEAR, "ffn_hidden_size": None}},
+]
 _MAMBA = {"mamba_state_dim": 4, "mamba_head_dim": 4, "mamba_num_groups": 4}
 _TE = {"transformer_impl": "transformer_engine"}
 KINDS = {
@@ -117,6 +124,9 @@ KINDS = {
         {"mtp_num_layers": 1},
         pipelines={2: "Ettt|tmL", 4: "Et|tt|tm|L"},
         layouts=((1, 1, 1), (2, 2, 1), (1, 4, 1)),
+    ),
+    "heterogeneous": Kind(
+        {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": _BLOCKS})}
     ),
     "hybrid": Kind(_MAMBA, pattern="M*-M", args=_TE),
     "Mamba": Kind({**_MAMBA, "mamba_num_heads": 4}, pattern="MMMM", args=_TE),

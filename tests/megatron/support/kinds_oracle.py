@@ -85,11 +85,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (  # noqa: E402
+    get_gpt_heterogeneous_layer_spec,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.ssm import gated_delta_net, mamba_block, mamba_mixer  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 from megatron.core.transformer import multi_latent_attention  # noqa: E402
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (  # noqa: E402
+    HeterogeneousTransformerConfig,
+)
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
@@ -111,6 +117,8 @@ class PlainAttention(torch.nn.Module):
 
 def config_of(args, tp, pp, ep):
     kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
+    if "heterogeneous_layers_config_encoded_json" in args["config"]:
+        kind = HeterogeneousTransformerConfig
     return kind(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -129,7 +137,12 @@ def config_of(args, tp, pp, ep):
 
 
 def gpt_model(args, config, *, is_first, is_last):
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    if config.heterogeneous_block_specs:
+        spec = get_gpt_heterogeneous_layer_spec(config, use_te=False)
+    else:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm"
+        )
     if args["config"].get("experimental_attention_variant"):
         linear = gated_delta_net.GatedDeltaNetSubmodules(
             in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear

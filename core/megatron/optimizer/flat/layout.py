@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from core.errors import UnsupportedError
-from core.megatron.optimizer.flat.buffers import Bucketing, discover, fit_buckets, lay_out_buffer
+from core.megatron.optimizer.flat.buffers import (
+    Bucketing,
+    aligned,
+    discover,
+    fit_buckets,
+    lay_out_buffer,
+)
 
 HINT = (
     "drop the optimizer with --no-optim (the weights are exact), or save once as torch_dist with "
@@ -135,6 +141,72 @@ def find_starts(
     )
 
 
+def find_trained(space: FlatSpace, fits: Callable[[int, int], bool]) -> list[int | None] | None:
+    """Find which parameters a buffer holds that has fewer elements than all of them together.
+
+    Parameters that are not trained (``requires_grad=False``) have no place in a buffer, and the
+    files do not list them: the values tell. The others follow one another as if there were none.
+
+    Args:
+        fits: as for ``find_starts``.
+
+    Returns:
+        The start of each parameter, None for one that is not trained; or None if no layout of
+        Megatron's fits.
+
+    Raises:
+        UnsupportedError: the values of a parameter that is not trained are those of a trained one.
+    """
+    vp_rank, pp_rank = space.chunk
+    has_buckets = space.bucketing.has_buckets
+    for choice in (False, True) if has_buckets is None else (has_buckets,):
+        bucketing = replace(space.bucketing, has_buckets=choice)
+        size = bucketing.bucket_size(pp_rank=pp_rank, vp_rank=vp_rank, n_params=space.n_rank)
+        starts, n_elements = _walk_trained(space, size, fits)
+        if n_elements != space.n_elements or all(start is None for start in starts):
+            continue
+
+        # Equal values could mean that another of them is the trained one.
+        for place, start in enumerate(starts):
+            for other, taken in enumerate(starts):
+                if start is not None or taken is None or space.sizes[other] != space.sizes[place]:
+                    continue
+                if fits(place, taken):
+                    raise UnsupportedError(
+                        f"{space.label} of the optimizer holds {space.params[other].name} or "
+                        f"{space.params[place].name}, whose values are equal; only one is trained",
+                        rank=space.rank,
+                        hint=HINT,
+                    )
+        return starts
+    return None
+
+
+def _walk_trained(
+    space: FlatSpace, bucket_size: int | None, fits: Callable[[int, int], bool]
+) -> tuple[list[int | None], int]:
+    """Lay out the parameters whose values fit, as ``lay_out_buffer`` does.
+
+    Returns:
+        The start of each parameter, None if its values do not fit; the length of such a buffer.
+    """
+    starts: list[int | None] = [None] * len(space.params)
+    before = end = 0
+    for place in reversed(range(len(space.params))):
+        param, offset = space.params[place], aligned(end)
+        is_first = param.is_shared and end > 0
+        start = before + offset
+        if start + param.n > space.n_elements or not fits(place, start):
+            continue
+        if is_first:
+            before, offset = start, 0
+        starts[place] = start
+        end = offset + param.n
+        if param.is_shared or (bucket_size is not None and end >= bucket_size):
+            before, end = before + end, 0
+    return starts, before + end
+
+
 def _compute_layouts(space: FlatSpace) -> list[tuple[int, ...]]:
     """Return starts of all parameters, in each layout that fits; the most likely layout first.
 
@@ -169,6 +241,11 @@ def _describe_contradiction(
             f"{space.label} of the optimizer has {space.n_elements} elements, its "
             f"{len(space.params)} parameters have {sum(space.sizes)}: no layout of Megatron's "
             "has both"
+            + (
+                " (parameters that are not trained have no place in it)"
+                if space.n_elements < sum(space.sizes)
+                else ""
+            )
         )
     for starts in candidates:
         for place in reversed(range(len(starts))):

@@ -3,7 +3,8 @@
 The file of a rank contains the states of all data parallel ranks, so it does not depend on their
 number. A buffer lists no names: the offsets of parameters follow from the order of the state dict
 (``core.megatron.optimizer.flat.buffers``) and are proven by the values
-(``core.megatron.optimizer.proof``).
+(``core.megatron.optimizer.proof``). Parameters that are not trained have no place in a buffer;
+which ones these are is known by the values alone.
 
 Supported are files of megatron-core since the first ``distrib_optim.pt`` (2023-05), before and
 after buckets were coalesced (2024-02). Not supported: buffers of FP8 parameters.
@@ -11,7 +12,7 @@ after buckets were coalesced (2024-02). Not supported: buffers of FP8 parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -27,7 +28,7 @@ from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
 from core.megatron.optimizer.flat.content import Buffer, buffers_of, members_of
 from core.megatron.optimizer.flat.groups import shared_groups
-from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts
+from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts, find_trained
 from core.megatron.optimizer.flat.params import (
     is_distributed_expert,
     is_shared_embedding,
@@ -71,9 +72,21 @@ def read_flat(
         except CheckpointingException as err:
             report(err.breaking("optim.buffers"))
             unread.add(file.folder)
+    _check_trained(reader.untrained, states)
     _check_covered(
-        [file for file in files if file.folder not in unread], states, facts, rules, report
+        [file for file in files if file.folder not in unread],
+        states,
+        facts,
+        rules,
+        report,
+        untrained=reader.untrained,
     )
+    if reader.untrained:
+        first = sorted(reader.untrained)
+        reader.notes.append(
+            f"{len(first)} parameters are not trained (they have no place in the optimizer's "
+            f"buffers): {', '.join(first[:3])}{' …' if first[3:] else ''}"
+        )
 
     # Tensors among groups' settings and other entries have a copy in the file of each rank.
     copies: dict[str, list[StoredArray]] = {}
@@ -89,7 +102,11 @@ def read_flat(
 
 @dataclass(frozen=True, slots=True)
 class _BufferReader:
-    """A reader of the buffers of single ranks, which collects notes for the user."""
+    """A reader of the buffers of single ranks, which collects notes for the user.
+
+    Args:
+        untrained: global names of parameters that have no place in a buffer.
+    """
 
     catalog: Catalog
     facts: ModelFacts
@@ -97,6 +114,7 @@ class _BufferReader:
     store: ReadStore | None
     bucketing: Bucketing
     notes: list[str] = field(default_factory=list)
+    untrained: set[str] = field(default_factory=set)
 
     def read_states(self, file: RankFile, content: object) -> Iterator[ParamState]:
         """Yield the states in a rank's distrib_optim.pt."""
@@ -208,9 +226,17 @@ class _BufferReader:
             return are_masters(store, pairs, bind=self.catalog.bind)
 
         # Cut the parameters' shards out of the buffer's states.
-        result = find_starts(space, None if store is None else fits, all_fit=all_fit)
-        self.notes.extend(result.notes)
-        for param, start in zip(params, result.starts, strict=True):
+        starts: Sequence[int | None] | None = None
+        if store is not None and buffer.buckets is None and space.n_elements < sum(space.sizes):
+            starts = find_trained(space, fits)
+        if starts is None:
+            result = find_starts(space, None if store is None else fits, all_fit=all_fit)
+            self.notes.extend(result.notes)
+            starts = result.starts
+        for param, start in zip(params, starts, strict=True):
+            if start is None:
+                self.untrained.add(_global_name(param))
+                continue
             for state in buffer.states:
                 part = _part(buffer, state, start, param.array)
                 assert part is not None, "no layout has a parameter in two buckets"
@@ -230,12 +256,26 @@ def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> Stored
     return part_of(array, at, weight.shape)
 
 
+def _check_trained(untrained: Set[str], states: Sequence[ParamState]) -> None:
+    """Raise CorruptError if a parameter is trained on some ranks, and not on others."""
+    for state in states:
+        if _global_name(state.param) in untrained:
+            raise CorruptError(
+                "the optimizer's buffers hold this parameter on some ranks, but not on others",
+                key=_global_name(state.param),
+                hint="drop the optimizer with --no-optim",
+                rule="optim.buffers",
+            )
+
+
 def _check_covered(
     files: Sequence[RankFile],
     states: Sequence[ParamState],
     facts: ModelFacts,
     rules: Rules,
     report: Report,
+    *,
+    untrained: Set[str],
 ) -> None:
     """Report the ranks with parameters whose optimizer states are in no file."""
     etp = facts.topology.expert_tp
@@ -253,7 +293,9 @@ def _check_covered(
         lost = [
             param
             for param in file.params
-            if shard(param) not in covered and rules.is_param(_global_name(param))
+            if shard(param) not in covered
+            and rules.is_param(_global_name(param))
+            and _global_name(param) not in untrained
         ]
         if lost:
             more = f", nor of {len(lost) - 1} more" if len(lost) > 1 else ""

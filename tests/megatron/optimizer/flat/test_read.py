@@ -19,7 +19,7 @@ from core.files.store import ReadStore
 from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.flat.buffers import bucketing_of
-from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts
+from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts, find_trained
 from core.megatron.optimizer.flat.params import is_shared_embedding
 from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import Global, as_mapping
@@ -311,3 +311,26 @@ def test_scalers_that_differ_between_ranks_are_refused() -> None:
     list(ranks_of(catalog).values())[1][1]["optimizer"]["grad_scaler"]["growth_tracker"] = 4
     with pytest.raises(CorruptError, match="the optimizer's entry grad_scaler differs"):
         unshard(catalog, rules=RULES, store=store)
+
+
+def test_parameters_that_are_not_trained_are_found_by_values() -> None:
+    params = [FlatParam(name, 64) for name in "abcd"]
+    space = FlatSpace(
+        params=params,
+        n_elements=128,
+        buckets=None,
+        bucketing=bucketing_of({"overlap_grad_reduce": False}),
+        chunk=(0, 0),
+        n_rank=256,
+        n_copies=1,
+        label="buffer 0",
+        rank="mp_rank_00",
+    )
+    # b and d are trained; buffers hold them in reverse order.
+    at = {(3, 0), (1, 64)}
+    assert find_trained(space, lambda place, start: (place, start) in at) == [None, 64, None, 0]
+    # No such layout is as long as the buffer.
+    assert find_trained(space, lambda place, start: (place, start) == (3, 0)) is None
+    # a has the values of b.
+    with pytest.raises(UnsupportedError, match="holds b or a, whose values are equal"):
+        find_trained(space, lambda place, start: (place, start) in {*at, (0, 64)})

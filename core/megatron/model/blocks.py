@@ -1,0 +1,142 @@
+"""Heterogeneous models: what each layer consists of, as a JSON text in the arguments states it.
+
+::
+
+    {"block_configs": [
+        {"attention": {"n_heads_in_group": 8}, "ffn": {"ffn_mult": 2.625}},
+        {"attention": {"no_op": true}, "ffn": {"replace_with_linear": true}}, …]}
+
+Attention and MLP of a layer are each the usual one (with a number of query groups and of inner
+channels of the layer's own), one linear, or nothing. torch_dist has a key for every layer, and the
+norm before a linear is a part of it there::
+
+    input_layernorm.weight    self_attention.layer_norm_weight   one linear in place of attention
+    pre_mlp_layernorm.weight  mlp.layer_norm_weight              one linear in place of the MLP
+
+Source: megatron-core 0.16.1 ``transformer/heterogeneous/``,
+``models/gpt/heterogeneous/heterogeneous_layer_specs.py``; Megatron-LM d98e8a64
+``training/arguments.py`` (the text is always among the arguments of a run).
+
+Not supported: attention without a number of query groups of its own, and MLPs without a number of
+inner channels: torch_dist has other names for their norms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from core.errors import CorruptError, UnsupportedError
+from core.files.json_object import parse_json_object
+
+TEXT = "heterogeneous_layers_config_encoded_json"
+"""Argument with the JSON text."""
+_PATH = "heterogeneous_layers_config_path"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+Kind = Literal["usual", "linear", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlocks:
+    """What a layer consists of.
+
+    Args:
+        attention, mlp: ``usual``, ``linear`` (one linear in its place) or ``none``.
+        n_groups: number of query groups of usual attention; None for another one.
+    """
+
+    attention: Kind
+    mlp: Kind
+    n_groups: int | None
+
+    @property
+    def kind(self) -> tuple[Kind, Kind]:
+        """What decides which parameters the layer has."""
+        return self.attention, self.mlp
+
+    def linear_norm_names(self) -> list[tuple[str, str]]:
+        """Return (local, in torch_dist) beginnings of the names of norms before linears."""
+        names = []
+        if self.attention == "linear":
+            names.append(("input_layernorm.", "self_attention.layer_norm_"))
+        if self.mlp == "linear":
+            names.append(("pre_mlp_layernorm.", "mlp.layer_norm_"))
+        return names
+
+
+def blocks_of(fields: Mapping[str, object]) -> tuple[LayerBlocks, ...] | None:
+    """Return what each layer consists of; None if the model is not heterogeneous.
+
+    Raises:
+        CorruptError: the JSON text is malformed, or describes another number of layers than
+            ``num_layers``.
+        UnsupportedError: only the path of the JSON file is known, or a layer lacks a size.
+    """
+    text = fields.get(TEXT)
+    if text in (None, ""):
+        if fields.get(_PATH) in (None, ""):
+            return None
+        raise UnsupportedError(
+            f"the layers are heterogeneous, but the arguments have only the path of their "
+            f"description ({_PATH}), not its content ({TEXT})",
+            hint="use a checkpoint that Megatron's training script saved",
+        )
+    if not isinstance(text, str):
+        raise CorruptError(f"argument {TEXT} is not a text")
+    items = parse_json_object(text.encode(), file=f"the argument {TEXT}").get("block_configs")
+    if not isinstance(items, list):
+        raise CorruptError(f"argument {TEXT} has no list block_configs")
+    n_heads, n_layers = fields.get("num_attention_heads"), fields.get("num_layers")
+    if len(items) != n_layers:
+        raise CorruptError(f"argument {TEXT} has {len(items)} layers, but num_layers is {n_layers}")
+    return tuple(_parse_layer(number, item, n_heads) for number, item in enumerate(items))
+
+
+def _parse_layer(number: int, item: object, n_heads: object) -> LayerBlocks:
+    """Return what a layer consists of, from its entry of ``block_configs``.
+
+    Args:
+        n_heads: number of attention heads of every layer.
+
+    Raises:
+        CorruptError: the entry is malformed.
+        UnsupportedError: usual attention or a usual MLP lacks a size of its own.
+    """
+    parts = item if isinstance(item, Mapping) else {}
+    attention, mlp = parts.get("attention"), parts.get("ffn") or parts.get("mlp")
+    if not isinstance(attention, Mapping) or not isinstance(mlp, Mapping):
+        raise CorruptError(f"argument {TEXT}: layer {number} has no attention or no ffn")
+    kinds = (_kind_of(attention), _kind_of(mlp))
+    n_groups = attention.get("num_query_groups")
+    per_group = attention.get("n_heads_in_group")
+    if n_groups is None and type(per_group) is int and per_group > 0 and type(n_heads) is int:
+        n_groups = n_heads // per_group
+    has_size = mlp.get("ffn_hidden_size", mlp.get("ffn_mult")) is not None
+    if (kinds[0] == "usual" and n_groups is None) or (kinds[1] == "usual" and not has_size):
+        raise UnsupportedError(
+            f"layer {number} has no {'num_query_groups' if has_size else 'ffn_hidden_size'} of its "
+            f"own in the argument {TEXT}, so the names of its norms are unknown"
+        )
+    if kinds[0] != "usual":
+        return LayerBlocks(*kinds, None)
+    if type(n_groups) is not int or n_groups < 1 or type(n_heads) is not int or n_heads % n_groups:
+        raise CorruptError(
+            f"argument {TEXT}: layer {number} has {n_groups!r} query groups for {n_heads} heads"
+        )
+    return LayerBlocks(*kinds, n_groups)
+
+
+def _kind_of(block: Mapping[object, object]) -> Kind:
+    """Return the kind of attention or MLP."""
+    if block.get("no_op"):
+        return "none"
+    return "linear" if block.get("replace_with_linear") else "usual"
+
+
+def layer_number(name: str) -> int | None:
+    """Return the number of the layer in a tensor's global name."""
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])
