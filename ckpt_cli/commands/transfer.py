@@ -137,6 +137,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         else parse_version(options.megatron_version),
         experts=options.experts,
         dequantize=options.dequantize,
+        dequantize_optim=options.dequantize_optim,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),
         strip_prefix=tuple(options.strip_prefix or ()),

@@ -12,7 +12,9 @@ from ckpt_cli.options.transfer import CONTENT, MERGE, OUTPUT, Flag
 from core.errors import UsageError
 from core.files.remote_path import location_of
 
-UNSHARED = frozenset({"src", "dst", "iteration", "metadata_only", "dequantize", "no_optim"})
+UNSHARED = frozenset(
+    {"src", "dst", "iteration", "metadata_only", "dequantize", "dequantize_optim", "no_optim"}
+)
 """Fields of ``TransferOptions`` that merge does not take: they move data, or concern one source."""
 
 
