@@ -252,9 +252,9 @@ def _blockwise(
     elif expected is None and tensors[codes].dtype != "float8_e4m3fn":
         problem = f"codes of type {tensors[codes].dtype} without a table"
     elif expected is not None and table is not None:
-        found = (tensors[codes].dtype, tensors[table].shape)
-        if found != expected or tensors[table].dtype != "float32":
-            problem = f"codes of type {found[0]} with a table of shape {found[1]}"
+        actual = (tensors[codes].dtype, tensors[table].shape)
+        if actual != expected or tensors[table].dtype != "float32":
+            problem = f"codes of type {actual[0]} with a table of shape {actual[1]}"
     if problem is not None or block is None:
         raise CorruptError(
             f"the parts of the optimizer state of shape {shape} do not fit: {problem}", key=codes
