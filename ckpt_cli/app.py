@@ -42,7 +42,8 @@ _TRANSFER_EPILOG = (
     "Sizes to write can also be given under the names that other tools use: --target-tp, "
     "--target-tensor-parallel-size, and so on. The layout of SRC is detected; --tp, --pp, --vpp, "
     "--ep, --etp (or --tensor-model-parallel-size, …) only check it. Content options apply in this "
-    "order, wherever they are on the command line: --dequantize; --include, --exclude; "
+    "order, wherever they are on the command line: --dequantize, --dequantize-optim; --include, "
+    "--exclude; "
     "--strip-prefix, --add-prefix, --rename; --untie, --tie; --stack-layers, --unstack-layers; "
     "--dtype; --quantize. Each sees the names that the previous ones produced."
 )

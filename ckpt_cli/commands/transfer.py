@@ -140,6 +140,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         experts=options.experts,
         param_order=options.param_order,
         dequantize=options.dequantize,
+        dequantize_optim=options.dequantize_optim,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),
         strip_prefix=tuple(options.strip_prefix or ()),

@@ -13,7 +13,8 @@ from core.errors import UsageError
 from core.files.remote_path import location_of
 
 UNSHARED = frozenset({
-    *("src", "dst", "iteration", "metadata_only", "dequantize", "no_optim", "param_order")
+    *("src", "dst", "iteration", "metadata_only", "no_optim"),
+    *("dequantize", "dequantize_optim", "param_order"),
 })  # fmt: skip
 """Fields of ``TransferOptions`` that merge does not take: they move data, or concern one source."""
 

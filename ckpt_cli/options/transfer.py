@@ -49,7 +49,8 @@ TARGETS = (
 CONTENT_OPTIONS = (
     *("max_shard_size", "metadata_only", "transformer_impl", "no_optim"),
     *("include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
-    *("param_order", "stack_layers", "unstack_layers", "dtype", "quantize", "dequantize"),
+    *("param_order", "stack_layers", "unstack_layers"),
+    *("dtype", "quantize", "dequantize", "dequantize_optim"),
 )
 """Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
 
@@ -555,6 +556,14 @@ class TransferOptions:
             "scales).",
         ),
     ] = None
+    dequantize_optim: Annotated[
+        bool,
+        Option(
+            "--dequantize-optim",
+            rich_help_panel=CONTENT,
+            help="Dequantize optimizer states of 8 and 4 bits (bitsandbytes, torchao) to fp32.",
+        ),
+    ] = False
     include: Annotated[
         list[str] | None,
         Option(

@@ -1,7 +1,7 @@
 """Apply a job's changes to the entries of a catalog, in a fixed order; no data moves here.
 
 ===  ============================================  ==============================================
- 1   ``dequantize``                                float8, int8 and MXFP4 times scales
+ 1   ``dequantize``, ``dequantize_optim``          float8, int8 and MXFP4 times scales, states too
  2   ``include``, ``exclude``                      selection of entries
  3   ``strip_prefix``, ``add_prefix``, ``rename``  names of entries
  4   ``untie``, ``tie``                            tied tensors written twice, or once
@@ -29,6 +29,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of, with_documents
 from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, without_tensors_of
+from core.changes.optimizer_states import dequantize_states
 from core.changes.quantize import dequantize, is_float8, quantize
 from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
 from core.changes.restack import stack_layers, unstack_layers
@@ -106,6 +107,8 @@ def apply_changes(
     # Apply the seven changes of the table. Dequantized weights have no scheme any more.
     steps = [_dequantize(catalog, job, config)]
     scheme_config = config if job.dequantize is None else None
+    if job.dequantize_optim:
+        steps.append(_dequantize_optim(steps[-1].catalog))
     steps.append(_select(steps[-1].catalog, job, scheme_config))
     catalog, renamed = _rename(steps[-1].catalog, job)
     steps.append(_tie(catalog, job))
@@ -167,6 +170,16 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
     ]
     edits: dict[str, object] = {} if result.remaining else {"quantization_config": None}
     return _ChangeStep(result.catalog, [*notes, *result.notes], edits=edits)
+
+
+def _dequantize_optim(catalog: Catalog) -> _ChangeStep:
+    """Dequantize the states of the optimizer."""
+    result = dequantize_states(catalog)
+    notes = [f"{len(result.keys)} optimizer states of 8 or 4 bits become float32"]
+    if result.renamed:
+        n = len(result.renamed)
+        notes.append(f"{n} optimizer states in float32 are renamed to exp_avg and exp_avg_sq")
+    return _ChangeStep(result.catalog, notes)
 
 
 def _select(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> _ChangeStep:

@@ -96,6 +96,7 @@ class Job:
             options up to ``quantize`` are applied by ``core.convert.apply_changes``, in its order.
             Each matches the names that the changes before it produced, the first those that
             ``ckpt inspect`` shows.
+        dequantize_optim: dequantize optimizer states of 8 and 4 bits to float32.
         include, exclude: globs of the entries to keep and to drop.
         strip_prefix: prefixes to remove from keys.
         add_prefix: prefix to add to all keys; None for none.
@@ -159,6 +160,7 @@ class Job:
     experts: str | None = None
     param_order: str | None = None
     dequantize: str | None = None
+    dequantize_optim: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     strip_prefix: tuple[str, ...] = ()

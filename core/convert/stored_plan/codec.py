@@ -29,6 +29,7 @@ from core.hf.shifted import Shifted
 from core.merge.combined import Combined
 from core.merge.lora import Folded
 from core.merge.slerp import Slerp
+from core.quantize.from_blockwise import DequantizedState
 from core.quantize.from_float8 import Dequantized
 from core.quantize.from_mxfp4 import DequantizedMxfp4
 from core.quantize.source import SourceTensor
@@ -43,6 +44,7 @@ CLASSES: dict[str, type] = {
             Scales,
             Dequantized,
             DequantizedMxfp4,
+            DequantizedState,
             Rearranged,
             Shifted,
             EncodedChunk,

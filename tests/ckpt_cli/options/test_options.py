@@ -144,6 +144,7 @@ def test_changes_of_content_reach_the_job() -> None:
             "5GB",
             "--stack_layers",
         ),
+        "--dequantize-optim",
         *("--dequantize", "fp32", "--quantize", "block", "--quantize", "*.o_proj.weight=tensor"),
         *("--strip-prefix", "module.", "--strip-prefix=model.", "--add-prefix", "net."),
         *("--tie", "lm_head.weight=embed.weight", "--untie", "a.b=c.d"),
@@ -151,6 +152,7 @@ def test_changes_of_content_reach_the_job() -> None:
     job = build_job(options, keeps_layout=False)
     assert (job.names, job.max_file_bytes, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")
     assert job.quantize == ((None, "block"), ("*.o_proj.weight", "tensor"))
+    assert job.dequantize_optim
     assert (job.strip_prefix, job.add_prefix) == (("module.", "model."), "net.")
     assert (job.tie, job.untie) == ((("lm_head.weight", "embed.weight"),), (("a.b", "c.d"),))
     assert (job.stack_layers, job.unstack_layers) == (True, None)
