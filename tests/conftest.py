@@ -50,6 +50,8 @@ GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 FRAMEWORKS_ARCHIVE = GOLDEN_ARCHIVE.with_name("frameworks.tar.xz")
 LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
+TWO_MODELS_ARCHIVE = GOLDEN_ARCHIVE.with_name("two_models.tar.xz")
+DIFFUSERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("diffusers.tar.xz")
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +88,24 @@ def lightning_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of DeepSpeed's checkpoints with experts, as ``golden``."""
     return _unpacked(DEEPSPEED_ARCHIVE, "deepspeed_parallel", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the pipelines of diffusers, as ``frameworks``."""
+    made_anew = os.environ.get("CKPT_DIFFUSERS")
+    if made_anew:
+        return Path(made_anew)
+    return _unpacked(DIFFUSERS_ARCHIVE, "diffusers", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a state of accelerate with two models, as ``frameworks``."""
+    made_anew = os.environ.get("CKPT_FRAMEWORKS")
+    if made_anew:
+        return Path(made_anew) / "accelerate" / "two_models"
+    return _unpacked(TWO_MODELS_ARCHIVE, "accelerate", tmp_path_factory) / "two_models"
 
 
 def _unpacked(archive_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -167,10 +167,24 @@ class WeightFileFacts:
             itself interprets.
         stem: beginning of the file names when safetensors are written (``model``); None for the
             default one.
+        further_models: stems of further models' files (``model_1``), with which the keys of their
+            tensors begin.
     """
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     stem: str | None = None
+    further_models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFacts:
+    """The facet of a pipeline of several models, whose keys begin with the model's name.
+
+    Args:
+        models: name of the model, which is that of its directory → facts about its weight files.
+    """
+
+    models: Mapping[str, WeightFileFacts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ _WEIGHT_FILE = re.compile(
 """Copies of the weights that a trainer saves next to DeepSpeed's directory."""
 _INDEX_FILE = re.compile(
     r"(^ckpt-manifest\.json$|\.index\.json|^zarr\.json|^\.zarray|^\.zgroup"
-    r"|^manifest\.ocdbt|^config\.json)$"
+    r"|^manifest\.ocdbt|^config\.json|^model_index\.json)$"
 )
 """Files that describe their directory; opening one opens the directory."""
 _MAX_DESCENT = 8

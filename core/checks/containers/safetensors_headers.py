@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from core.catalog.facets import PipelineFacts
 from core.checks.check import Check
 from core.checks.file_codes import ST_HEADER
 from core.checks.finding import Finding
@@ -60,6 +61,9 @@ def _files_of_catalog(subject: Subject) -> Sequence[str]:
     entry = subject.store.entry
     if entry is not None and not entry.endswith(INDEX_SUFFIX):
         return (entry,)
+    if subject.catalog.facet(PipelineFacts) is not None:
+        arrays = (fragment.array for fragment in subject.catalog.all_fragments())
+        return tuple({array.extent.file for array in arrays if array is not None})
     return files_of(subject.store).names
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.catalog.catalog import AnyCatalog, TargetCatalog
-from core.catalog.facets import RankFacts
+from core.catalog.facets import PipelineFacts, RankFacts, WeightFileFacts
 from core.catalog.file_image import FileImage
 from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException
@@ -118,6 +118,8 @@ def _safetensors_call(result: WrittenResult) -> str:
     dst = result.dst
     if result.target.write.is_file:
         return f"load_file({_quoted(dst)})"
+    if result.target.facet(PipelineFacts) is not None:
+        return f"DiffusionPipeline.from_pretrained({_quoted(dst)})"
     paths = [image.path for image in result.images if image.path.endswith(".safetensors")]
     if result.config is not None and CONFIG in {image.path for image in result.images}:
         names = result.config.get("architectures")
@@ -126,6 +128,9 @@ def _safetensors_call(result: WrittenResult) -> str:
         return f"{auto_class}.from_pretrained({_quoted(dst)})"
     if len(paths) == 1:
         return f"load_file({_quoted(dst / paths[0])})"
+    facts = result.target.facet(WeightFileFacts)
+    if facts is not None and facts.further_models:  # their tensors may have the same names
+        return ", ".join(f"load_file({_quoted(dst / path)})" for path in paths)
     pattern = _quoted(dst / "*.safetensors")
     return f"{{k: v for file in glob.glob({pattern}) for k, v in load_file(file).items()}}"
 

@@ -9,6 +9,8 @@ On disk, one of::
     a.safetensors  b.safetensors …        no index; every tensor in one of them
     shard-00001-model-00001-of-00002.safetensors …
                                           pieces, see ``core.formats.safetensors.pieces``
+    model.safetensors  model_1.safetensors …
+                                          models of accelerate's save_state (further_models)
     sharded/shard-00001-model-00001-of-00002.safetensors …
                                           the same, with or without consolidated files
 
@@ -41,6 +43,8 @@ STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
 _OF_A_MODEL = ("config.json", "adapter_config.json", "params.json", "ckpt-manifest.json")
 """Files that are usually next to a model's weights."""
 _PIECE = re.compile(r"shard-\d+-model-(\d+)-of-(\d+)\.safetensors")
+_FURTHER_MODEL = re.compile(r"(model_([1-9]\d{0,3}))\.safetensors")
+_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
@@ -93,9 +97,25 @@ def shard_number(name: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[2]), int(match[3]))
 
 
+def further_models(store: ReadStore) -> tuple[str, ...]:
+    """Return the stems of the files of accelerate's second and further models, in their order.
+
+    ``Accelerator.save_state`` writes ``model.safetensors``, ``model_1.safetensors`` …, each a
+    model of its own, and always the random states.
+    """
+    names = store.files()
+    if f"{STEMS[0]}{SUFFIX}" not in names or not any(map(_RANDOM_STATES.fullmatch, names)):
+        return ()
+    matches = [match for match in map(_FURTHER_MODEL.fullmatch, names) if match is not None]
+    return tuple(match[1] for match in sorted(matches, key=lambda match: int(match[2])))
+
+
 def _stem(name: str) -> str:
-    """Return the stem of a file or index if it is in ``STEMS``, else the first of ``STEMS``."""
-    stem = _series(name.removesuffix(".index.json"))
+    """Return the stem of a file or index if it is in ``STEMS``, else the first of ``STEMS``.
+
+    A file of a variant has the variant after the stem, as in ``model.fp16.safetensors``.
+    """
+    stem = _series(name.removesuffix(".index.json")).partition(".")[0]
     return stem if stem in STEMS else STEMS[0]
 
 
@@ -123,6 +143,8 @@ def files_of(store: ReadStore, report: Report = raising) -> WeightFiles:
         pieces = [f"{PIECES_DIR}/{name}" for name in filter(is_piece, store.files(PIECES_DIR))]
 
     # An index decides which files are read.
+    further = [f"{stem}{SUFFIX}" for stem in further_models(store)]
+    others = [name for name in others if name not in further]
     index, notes = _choose_index(store, weights)
     if index is not None:
         return _files_of_index(store, index, weights + others, pieces, notes, report)

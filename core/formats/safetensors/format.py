@@ -1,9 +1,9 @@
 """safetensors: single files, Hugging Face's sharded directories, and torch's tensor pieces.
 
 On disk: see ``safetensors.header`` for a file, ``safetensors.files`` for a directory,
-``safetensors.pieces`` for pieces. A directory also contains the small files of
-``huggingface.files``, and ``ckpt-objects.pt`` (``torch.side_file``) for entries that are not
-tensors.
+``safetensors.pieces`` for pieces and ``safetensors.pipelines`` for pipelines of diffusers. A
+directory also contains the small files of ``huggingface.files``, and ``ckpt-objects.pt``
+(``torch.side_file``) for entries that are not tensors.
 
 Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps the name of a tied tensor to the name under
 which it is stored. safetensors' ``save_model`` records this pair in the metadata; both names are
@@ -18,8 +18,7 @@ and ``WeightFileFacts`` are written again.
 Versions: the format has none; dtypes as of safetensors 0.8.
 
 Not supported, refused by name: six-bit dtypes, ``complex128`` and ``complex32`` (the format has no
-name for them), several files with a tensor of the same name and no index, pipelines of several
-models in subdirectories.
+name for them), several files with a tensor of the same name and no index.
 
 Source: safetensors 0.8, huggingface_hub 2.4 and transformers 5.23, whose files are pinned in
 tests/golden (``hf``, ``oracle``).
@@ -31,7 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.catalog import Catalog, Fragment, catalog_of_arrays
 from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
 from core.errors import (
@@ -42,6 +41,7 @@ from core.errors import (
     UnsupportedError,
 )
 from core.formats.format import Format
+from core.formats.huggingface import bin_format
 from core.formats.huggingface.files import config_of, with_carried
 from core.formats.huggingface.index import WeightIndex
 from core.formats.safetensors.files import (
@@ -49,6 +49,7 @@ from core.formats.safetensors.files import (
     PIECES_DIR,
     SUFFIX,
     files_of,
+    further_models,
     has_tensors,
     is_piece,
     listed,
@@ -63,6 +64,7 @@ from core.formats.safetensors.pieces import (
     has_pieces,
     pieces_of,
 )
+from core.formats.safetensors.pipelines import component_folders, is_pipeline, read_pipeline
 from core.formats.torch.side_file import OBJECTS_FILE, read_objects, with_objects
 from core.formats.trainer.state import with_training_state
 
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
 def sniff(store: ReadStore) -> bool:
     """Return whether a file or directory is a safetensors checkpoint, by names or first bytes."""
     if store.entry is None:
-        return has_tensors(store)
+        return has_tensors(store) or is_pipeline(store)
     if store.entry.endswith((SUFFIX, INDEX_SUFFIX)):
         return True
     return store.exists(store.entry) and looks_like_header(store, store.entry)
@@ -92,6 +94,8 @@ def read(store: ReadStore) -> Catalog:
     """
     if store.entry is not None and not store.entry.endswith(INDEX_SUFFIX):
         return _read_file(store, store.entry)
+    if is_pipeline(store):
+        return read_pipeline(store, _read_component)
 
     # Read all headers. If one is damaged, the hint lists the files that can be read alone.
     files = files_of(store)
@@ -117,6 +121,7 @@ def read(store: ReadStore) -> Catalog:
         notes += _check_pieces(store, catalog, files.index if files.is_pieces else None)
     else:
         catalog = _catalog_of_headers(headers, stem=files.stem)
+    catalog = _with_further_models(catalog, store)
     catalog = with_objects(catalog, read_objects(store))
     catalog = with_training_state(catalog, store, is_ordered=False)
     return with_carried(catalog, store).noted(notes)
@@ -132,6 +137,8 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     Raises:
         CheckpointingException: it is unclear which files to read, or a tensor is in two of them.
     """
+    if is_pipeline(store):
+        return read_pipeline(store, lambda view: _salvage_component(view, report), report=report)
     headers: list[Header] = []
     for name in files_of(store, report).names:
         try:
@@ -142,6 +149,25 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         if not has_pieces(header):
             headers.append(header)
     return _catalog_of_headers(headers)
+
+
+def _read_component(store: ReadStore) -> Catalog | None:
+    """Read the weights of a pipeline's component; None if it has none."""
+    if has_tensors(store):
+        return read(store)
+    return bin_format.read(store) if bin_format.sniff(store) else None
+
+
+def _salvage_component(store: ReadStore, report: Report) -> Catalog | None:
+    """Read what can be read of a pipeline's component; None if it has no weights."""
+    if has_tensors(store):
+        return salvage(store, report)
+    return bin_format.salvage(store, report) if bin_format.sniff(store) else None
+
+
+def _own_folders(store: ReadStore) -> tuple[str, ...]:
+    """Return the directories with pieces of tensors, or with components of a pipeline."""
+    return (PIECES_DIR, *(component_folders(store) if is_pipeline(store) else ()))
 
 
 def _read_file(store: ReadStore, name: str) -> Catalog:
@@ -205,6 +231,38 @@ def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -
     return replace(catalog, aliases=aliases, notes=notes).with_facet(
         WeightFileFacts(metadata, stem)
     )
+
+
+def _with_further_models(catalog: Catalog, store: ReadStore) -> Catalog:
+    """Add the tensors of accelerate's further models, as ``model_1.…``, to those of the first one.
+
+    Raises:
+        CorruptError, TruncatedError: a file is damaged, or a tensor of the first model has the key
+            of another model's.
+    """
+    stems = further_models(store)
+    for stem in stems:
+        header = read_header(store, f"{stem}{SUFFIX}")
+        arrays = {
+            (key := f"{stem}.{name}"): replace(array, name=key)
+            for name, array in header.arrays.items()
+        }
+        taken = next((key for key in arrays if key in catalog.tensors), None)
+        if taken is not None:
+            raise CorruptError("a tensor of the first model has this key", file=stem, key=taken)
+        part = catalog_of_arrays(format=catalog.format, arrays=arrays)
+        catalog = _joined(catalog, part)
+    facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
+    return catalog.with_facet(replace(facts, further_models=stems)) if stems else catalog
+
+
+def _joined(first: Catalog, second: Catalog) -> Catalog:
+    """Return a catalog with the tensors of both."""
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        return second.fragments(key) if key in second.tensors else first.fragments(key)
+
+    return replace(first, tensors={**first.tensors, **second.tensors}, fragments_of=fragments_of)
 
 
 def _catalog_of_pieces(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
@@ -321,5 +379,5 @@ FORMAT = Format(
     has_objects_beside=True,
     splits_files=True,
     records_ties=True,
-    own_folders=lambda store: (PIECES_DIR,),
+    own_folders=_own_folders,
 )

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from core.catalog.catalog import TargetCatalog
-from core.catalog.facets import WeightFileFacts, WriteOptions
+from core.catalog.facets import PipelineFacts, WeightFileFacts, WriteOptions
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
@@ -48,43 +48,121 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         UnsupportedError: the format cannot store a dtype or name, a tensor is in several chunks, an
             object was not read, or two files have the same name.
     """
-    facts = target.facet(WeightFileFacts) or WeightFileFacts()
-    stem = facts.stem if facts.stem in STEMS else STEMS[0]
-    metadata = {**DEFAULT_METADATA, **facts.metadata}
-
-    # Distribute the tensors over files.
-    aliases = _recordable_aliases(target, metadata)
-    arrays = {key: target.whole_array(key) for key in target.tensors if key not in aliases}
-    shards = _fill_files(arrays, target.write)
-
-    # Each file records the aliases of its tensors.
-    weights = []
-    file_of: dict[str, str] = {}
-    for number, keys in enumerate(shards, start=1):
-        name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + SUFFIX
-        file_of |= dict.fromkeys(keys, name)
-        keys_in_file = set(keys)
-        recorded = {key: original for key, original in aliases.items() if original in keys_in_file}
-        weights.append(
-            file_image(name, {key: arrays[key] for key in keys}, {**metadata, **recorded})
-        )
+    pipeline = target.facet(PipelineFacts)
+    if target.write.is_file or pipeline is None:
+        facts = target.facet(WeightFileFacts) or WeightFileFacts()
+        models = _images_of_models(target, facts)
+    else:
+        models = [
+            _model_images(target, _keys_of_model(target, name, pipeline), facts, folder=f"{name}/")
+            for name, facts in pipeline.models.items()
+        ]
+    weights = [image for model in models for image in model if not image.is_metadata]
     if target.write.is_file:
         return tuple(weights)
 
-    # Add the small files, the objects and, for several shards, the index.
+    # Add the small files, the objects and the indexes.
     objects = objects_image(target)
     images = [*weights, *file_images(target), *([] if objects is None else [objects])]
-    if len(shards) > 1:
-        total = sum(array.n_bytes for array in arrays.values())
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        images.append(literal_file(stem + INDEX_SUFFIX, text.encode(), is_metadata=True))
+    images += [image for model in models for image in model if image.is_metadata]
 
     # A carried file may have the name of a file that is written.
     path, n_files = Counter(image.path for image in images).most_common(1)[0]
     if n_files > 1:
         raise UnsupportedError("two files would have the same name", file=path)
     return tuple(images)
+
+
+def _images_of_models(target: TargetCatalog, facts: WeightFileFacts) -> list[list[FileImage]]:
+    """Lay out the weight files of the model, and of accelerate's further models.
+
+    A further model is one file, as accelerate reads it.
+    """
+    stem_of = {
+        key: next((stem for stem in facts.further_models if key.startswith(f"{stem}.")), None)
+        for key in target.tensors
+    }
+    if target.write.is_file or not any(stem_of.values()):
+        return [_model_images(target, {key: key for key in target.tensors}, facts)]
+    models = [
+        _model_images(target, {key: key for key in target.tensors if not stem_of[key]}, facts)
+    ]
+    for stem in dict.fromkeys(filter(None, stem_of.values())):
+        name_of = {
+            key: key.removeprefix(f"{stem}.") for key in target.tensors if stem_of[key] == stem
+        }
+        arrays = {name: target.whole_array(key) for key, name in name_of.items()}
+        models.append([file_image(f"{stem}{SUFFIX}", arrays, DEFAULT_METADATA)])
+    return models
+
+
+def _keys_of_model(target: TargetCatalog, model: str, pipeline: PipelineFacts) -> dict[str, str]:
+    """Return key → name in the model's own files, of the tensors of one model of a pipeline.
+
+    Raises:
+        UnsupportedError: the model has no tensors, or a tensor belongs to no model.
+    """
+    for key in target.tensors:
+        if key.partition(".")[0] not in pipeline.models:
+            raise UnsupportedError(
+                f"the tensor belongs to no model of the pipeline: {', '.join(pipeline.models)}",
+                key=key,
+                hint="keep the names of the models, or write another format: --to dcp",
+            )
+    keys = {
+        key: key.removeprefix(f"{model}.") for key in target.tensors if key.startswith(f"{model}.")
+    }
+    if not keys:
+        raise UnsupportedError(
+            f"the pipeline would be without the weights of {model}",
+            hint="to convert a part of the pipeline, point at the directory of a model",
+        )
+    return keys
+
+
+def _model_images(
+    target: TargetCatalog, name_of: Mapping[str, str], facts: WeightFileFacts, *, folder: str = ""
+) -> list[FileImage]:
+    """Lay out the weight files of one model and, for several, their index.
+
+    Args:
+        name_of: key → name in the files, of the model's tensors.
+        facts: the stem and the metadata of the files.
+        folder: the directory of the files, with a slash at its end.
+    """
+    stem = facts.stem if facts.stem in STEMS else STEMS[0]
+    metadata = {**DEFAULT_METADATA, **facts.metadata}
+
+    # Distribute the tensors over files.
+    aliases = {
+        key: original
+        for key, original in _recordable_aliases(target, metadata).items()
+        if key in name_of and original in name_of
+    }
+    arrays = {key: target.whole_array(key) for key in name_of if key not in aliases}
+    shards = _fill_files(arrays, target.write)
+
+    # Each file records the aliases of its tensors.
+    images = []
+    file_of: dict[str, str] = {}
+    for number, keys in enumerate(shards, start=1):
+        name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + SUFFIX
+        file_of |= {name_of[key]: name for key in keys}
+        keys_in_file = set(keys)
+        recorded = {
+            name_of[key]: name_of[original]
+            for key, original in aliases.items()
+            if original in keys_in_file
+        }
+        tensors = {name_of[key]: arrays[key] for key in keys}
+        images.append(file_image(f"{folder}{name}", tensors, {**metadata, **recorded}))
+    if len(shards) > 1 and not target.write.is_file:
+        total = sum(array.n_bytes for array in arrays.values())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        path = f"{folder}{stem}{INDEX_SUFFIX}"
+        images.append(literal_file(path, text.encode(), is_metadata=True))
+    return images
 
 
 def _fill_files(arrays: Mapping[str, PlannedArray], options: WriteOptions) -> list[list[str]]:

@@ -37,11 +37,15 @@ class Weights:
         shapes: parameter → shape, without buffers and other names of tied parameters.
         is_ordered: the parameters are in the order of the model.
         model_type: the family of transformers, or None if it is unknown.
+        is_further: they are those of a further model, whose keys begin with its name.
+        problem: why the parameters are not known to be those of the optimizer; None if they are.
     """
 
     shapes: Mapping[str, Shape]
     is_ordered: bool
     model_type: str | None
+    is_further: bool = False
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +119,14 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
         for number, shape in zip(group, group_shapes, strict=True)
     )
     result = None
-    if is_shown and states:
+    if is_shown and states and weights.problem is None:
         result = _recorded(recorded, shapes, weights) or named_numbers(
             weights.shapes, shapes, is_ordered=weights.is_ordered, model_type=weights.model_type
         )
     if result is None:
-        if not is_shown or not states:
+        if weights.problem is not None:
+            reason = weights.problem
+        elif not is_shown or not states:
             reason = "no state shows the shapes of its parameters"
         elif len(flat) > len(weights.shapes):
             reason = f"it has {len(flat)}, but the model has {len(weights.shapes)}"

@@ -17,8 +17,11 @@ needed, like those of DCP.
 Facet: ``TrainingState``. Formats that store weights only leave these entries out, with a note
 (``core.convert.report.training_state``).
 
+Second and further models of accelerate (``model_1.safetensors``) have entries ``model_1.…`` and the
+optimizers ``optimizer_1``.
+
 Not supported: state next to DeepSpeed's directory (its own files have the optimizer, by name), and
-the second and further models of accelerate (``model_1.safetensors``).
+second models in torch files (``pytorch_model_1.bin``).
 
 Source: see ``files``; directories that transformers 5.23 and accelerate 1.15.0 wrote, pinned in
 tests/golden (``trainer``, ``accelerate``).
@@ -32,13 +35,13 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog, StoredObject, metas_of
-from core.catalog.facets import TrainingState
+from core.catalog.facets import TrainingState, WeightFileFacts
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException
 from core.files.json_object import read_json_object
 from core.formats.torch.tree import TorchTree, keys_of, parse
 from core.formats.trainer.files import is_optimizer, state_files
-from core.formats.trainer.optimizer import Weights, is_state_dict, named
+from core.formats.trainer.optimizer import Weights, is_state_dict, named, numbers_of, with_names
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
+_SECOND_MODEL = "pytorch_model_1.bin"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
 """Last parts of the names of buffers that state dicts contain and optimizers do not."""
 
@@ -87,7 +91,8 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
         if not is_optimizer(entry):
             parts.append(_object_part(entry, file, store))
             continue
-        weights = _weights(catalog, store, is_ordered=is_ordered)
+        n_optimizers = sum(map(is_optimizer, files))
+        weights = _weights(catalog, store, entry, n_optimizers=n_optimizers, is_ordered=is_ordered)
         part = _optimizer_part(entry, file, store, weights)
         if part is None:
             unread[entry] = file
@@ -144,6 +149,11 @@ def _optimizer_part(
         return None
     shapes = {key: array.shape for key, array in tree.arrays.items()}
     optimizer = named(tree.value, shapes, weights)
+    # The tensors of a further model have the model's name before their own.
+    container = _container_of(entry)
+    if weights.is_further and optimizer.value is not tree.value:
+        groups = [[f"{container}{name}" for name in group] for group in numbers_of(optimizer.value)]
+        optimizer = replace(optimizer, value=with_names(optimizer.value, groups))
     note = () if optimizer.note is None else (f"{file} {optimizer.note}",)
     return _keyed(entry, optimizer.value, tree, notes=(*tree.notes, *note))
 
@@ -212,12 +222,38 @@ def _joined(catalog: Catalog, skeleton: object, parts: list[_StateEntries]) -> C
     ).noted(note for part in parts for note in part.notes)
 
 
-def _weights(catalog: Catalog, store: ReadStore, *, is_ordered: bool) -> Weights:
-    """Return the parameters among the weights, and the family of the model."""
+def _container_of(entry: str) -> str:
+    """Return the beginning of the keys of an optimizer's model, ``model_1.`` for ``optimizer_1``.
+
+    The keys of the first model have none.
+    """
+    number = entry.partition("_")[2]
+    return f"model_{number}." if number not in ("", "0") else ""
+
+
+def _weights(
+    catalog: Catalog, store: ReadStore, entry: str, *, n_optimizers: int, is_ordered: bool
+) -> Weights:
+    """Return the parameters among the weights of an optimizer's model, and the family of the model.
+
+    Args:
+        entry: the optimizer.
+        n_optimizers: number of optimizers in the directory. Several optimizers may belong to one
+            model, but several models must have one each.
+    """
+    facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
+    further = [f"{stem}." for stem in facts.further_models]
+    container = _container_of(entry) if further else ""
+    problem = None
+    if further and (len(further) + 1 != n_optimizers or container not in ("", *further)):
+        problem = f"which of {len(further) + 1} models is its own is not recorded"
+    elif store.exists(_SECOND_MODEL):
+        problem = f"{_SECOND_MODEL}, which was not read, may be its model"
     shapes = {
-        key: meta.shape
+        key.removeprefix(container): meta.shape
         for key, meta in catalog.tensors.items()
         if key not in catalog.aliases
+        and (key.startswith(container) if container else not key.startswith(tuple(further)))
         and dtype_of(meta.dtype).kind == "float"
         and key.rpartition(".")[2] not in BUFFERS
     }
@@ -225,4 +261,5 @@ def _weights(catalog: Catalog, store: ReadStore, *, is_ordered: bool) -> Weights
     if store.exists(_CONFIG):
         config = read_json_object(store, _CONFIG, max_bytes=_MAX_CONFIG_BYTES)
         model_type = config.get("model_type")
-    return Weights(shapes, is_ordered, model_type if isinstance(model_type, str) else None)
+    model_type = model_type if isinstance(model_type, str) else None
+    return Weights(shapes, is_ordered, model_type, is_further=container != "", problem=problem)
