@@ -1,6 +1,8 @@
 """DeepSpeed's ZeRO 0 to 3, read only: partitions of flat buffers in rank files.
 
 Start at ``format``, then ``partition`` (where each part of a parameter is stored) and ``runs``.
-``universal`` is the format that DeepSpeed converts to.
-Imports: arrays, catalog, errors, files, formats, formats.torch, pickle.
+``model_parallel`` joins pipeline stages and tensor-parallel ranks, ``universal`` is the format that
+DeepSpeed converts to.
+Imports: arrays, catalog, errors, files, formats, formats.deepspeed.model_parallel, formats.torch,
+pickle.
 """

@@ -12,9 +12,11 @@
 ``pp_rank`` is DeepSpeed's word for the data-parallel rank here. Versions before 0.3.8 omitted the
 underscore before ``optim_states``.
 
-Refused by name: more than one model-parallel rank, files of pipeline stages, AutoEP, states that
-were offloaded to NVMe, and a mixture of files with and without ``bf16_``, which comes from two
-runs.
+Model-parallel ranks and the layers of a pipeline have files as well, see
+``core.formats.deepspeed.model_parallel``.
+
+Refused by name: AutoEP, states that were offloaded to NVMe, and a mixture of files with and without
+``bf16_``, which comes from two runs.
 
 Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``,
 ``_get_expert_ckpt_name``).
@@ -47,15 +49,13 @@ _EXPERT = re.compile(
 _EXPERT_OPTIM = re.compile(
     r"expp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp_rank>\d{2,6})_optim_states\.pt$"
 )
-_LAYER = re.compile(r"layer_\d+-.*model_states\.pt$")
+_LAYER = re.compile(r"layer_(?P<layer>\d{2,6})-(?:model_(?P<tp_rank>\d{2,6})-)?model_states\.pt$")
 _OFFLOADED = "offloaded_tensors"
 UNIVERSAL_HINT = (
     "convert it to a universal checkpoint with deepspeed's ds_to_universal.py, which knows the "
     "model's rules; ckpt reads universal checkpoints"
 )
-"""The hint for what that tool converts: model-parallel ranks and pipeline stages with ZeRO's
-optimizer files, and AutoEP.
-"""
+"""The hint for what that tool converts and ckpt does not: AutoEP."""
 _SAVE_AGAIN = (
     "load it with DeepSpeed in the topology that it was saved with, gather the weights, "
     "and save them with torch.save"
@@ -114,18 +114,64 @@ def kind_and_rank(name: str) -> tuple[str, int] | None:
     return ("model", 0) if _MODEL.match(name) else None
 
 
-def rank_files(store: ReadStore) -> ZeroRankFiles:
-    """List the files of a directory by rank, and check that none of them is missing.
+def model_parallel_ranks(store: ReadStore) -> Sequence[int]:
+    """Return the numbers of the model-parallel ranks that have files.
+
+    Raises:
+        UnsupportedError: an offload is not supported.
+        MissingShardError: a rank has no files.
+    """
+    if _OFFLOADED in store.folders():
+        raise UnsupportedError(
+            "optimizer states that were offloaded to NVMe are not supported",
+            file=_OFFLOADED,
+            hint=SAVE_AGAIN_HINT,
+        )
+    ranks = {rank for name in store.files() if (rank := _mp_rank(name)) is not None}
+    for rank in range(max(ranks, default=0)):
+        if rank not in ranks:
+            raise missing_model_parallel_rank(rank)
+    return sorted(ranks) or [0]
+
+
+def missing_model_parallel_rank(rank: int) -> MissingShardError:
+    """Return the error about a model-parallel rank that has no files."""
+    return MissingShardError(
+        f"the files of model-parallel rank {rank} are missing",
+        file=f"mp_rank_{rank:02d}_model_states.pt",
+        hint="copy the checkpoint again, with all its files; or the rank did not finish saving",
+    )
+
+
+def _mp_rank(name: str) -> int | None:
+    """Return the model-parallel rank of a file; None for other files."""
+    for pattern in (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _EXPERT_OPTIM):
+        match = pattern.match(name)
+        if match is not None:
+            return int(match["mp_rank"])
+    return None
+
+
+def layer_files(store: ReadStore) -> dict[int, dict[int, str]]:
+    """Return a pipeline's files of layers: number of the layer → tensor-parallel rank → name."""
+    layers: dict[int, dict[int, str]] = {}
+    for name in store.files():
+        match = _LAYER.match(name)
+        if match is not None:
+            layers.setdefault(int(match["layer"]), {})[int(match["tp_rank"] or 0)] = name
+    return layers
+
+
+def rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
+    """List the files of a model-parallel rank, and check that none of them is missing.
 
     Missing files of the highest ranks cannot be recognized by names.
 
     Raises:
-        UnsupportedError: a kind of parallelism or an offload is not supported.
         MissingShardError: a rank's file is missing, or there are only optimizer files.
         CorruptError: the directory contains files of two runs.
     """
-    names = store.files()
-    _refuse_unsupported(store, names)
+    names = [name for name in store.files() if _mp_rank(name) == mp_rank]
     model = next(filter(_MODEL.match, names), None)
     zero_models = {int(match["rank"]): name for name in names if (match := _ZERO_MODEL.match(name))}
     # Prefix and suffix of optimizer files depend on the settings and the version of the run.
@@ -194,38 +240,3 @@ def missing_rank(like: str, rank: int) -> MissingShardError:
         file=name_of_rank(like, rank),
         hint="copy the checkpoint again, with all its files; or the rank did not finish saving",
     )
-
-
-def way_out(*, has_zero_files: bool) -> str:
-    """Return the hint for a model-parallel checkpoint, with or without ZeRO's optimizer files."""
-    return UNIVERSAL_HINT if has_zero_files else SAVE_AGAIN_HINT
-
-
-def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
-    """Raise if the names of files show a kind of parallelism or an offload that is not supported.
-
-    Raises:
-        UnsupportedError: names the first such file.
-    """
-    # The model decides how shards of other kinds of model parallelism are joined.
-    hint = way_out(has_zero_files=any(map(_OPTIM.match, names)))
-    for name in names:
-        if _LAYER.match(name):
-            raise UnsupportedError(
-                "files of pipeline stages are not supported", file=name, hint=hint
-            )
-        patterns = (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _EXPERT_OPTIM)
-        match = next((match for pattern in patterns if (match := pattern.match(name))), None)
-        if match is not None and int(match["mp_rank"]) != 0:
-            raise UnsupportedError(
-                f"files of model-parallel rank {int(match['mp_rank'])} are not supported: how "
-                "their tensors are joined depends on the model",
-                file=name,
-                hint=hint,
-            )
-    if _OFFLOADED in store.folders():
-        raise UnsupportedError(
-            "optimizer states that were offloaded to NVMe are not supported",
-            file=_OFFLOADED,
-            hint=SAVE_AGAIN_HINT,
-        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
-from core.formats.deepspeed.files import way_out
+from core.formats.deepspeed.files import UNIVERSAL_HINT
 from core.formats.deepspeed.state_file import mapping_or_empty
 from core.pickle.inert import TensorLeaf, as_mapping
 
@@ -55,24 +55,21 @@ CONSUMED_MODEL = frozenset({
 _AUTOEP = ("ds_autoep_layers", "autoep_layers")
 
 
-def parse_model_states(
-    state: StateFile, *, is_universal: bool = False, has_zero_files: bool = True
-) -> ModelStates:
+def parse_model_states(state: StateFile, *, is_universal: bool = False) -> ModelStates:
     """Parse the content of a ``*_model_states.pt`` file.
 
     Args:
-        is_universal: the file belongs to a universal checkpoint, which has no model parallelism.
-        has_zero_files: the checkpoint has ZeRO's optimizer files; decides the hint of errors.
+        is_universal: the file belongs to a universal checkpoint, which has complete experts.
 
     Raises:
         CorruptError: an entry is missing or of another type.
-        UnsupportedError: the checkpoint is model parallel, or has sharded experts.
+        UnsupportedError: the checkpoint has sharded experts.
     """
     root = state.root
     if "module" not in root:
         raise state.corrupt("the entry 'module' is missing; this is not a file of model states")
     if not is_universal:
-        _refuse_parallel(state, has_zero_files=has_zero_files)
+        _refuse_autoep(state)
     # Parameters and buffers of the module, which may also have entries that are not tensors.
     module = {}
     for name, value in mapping_or_empty(root["module"]).items():
@@ -107,26 +104,17 @@ def parse_model_states(
     return ModelStates(state, module, buffers, groups, frozen, fragments, shared, other_entries)
 
 
-def _refuse_parallel(state: StateFile, *, has_zero_files: bool) -> None:
-    """Raise if the file is that of one of several model-parallel ranks, or has sharded experts.
+def _refuse_autoep(state: StateFile) -> None:
+    """Raise if the file is that of a model with sharded experts.
 
     Raises:
-        UnsupportedError: names the kind of parallelism.
+        UnsupportedError: the model has layers of AutoEP.
     """
-    degrees = mapping_or_empty(state.root.get("checkpoint_parallel_dimensions"))
-    reasons = [
-        f"saved with {kind} parallelism of {degrees[name]}, whose shards depend on the model"
-        for name, kind in (("tp_degree", "tensor"), ("pp_degree", "pipeline"))
-        if isinstance(degrees.get(name), int) and degrees[name] != 1
-    ]
-    size = state.root.get("mp_world_size")
-    if isinstance(size, int) and size > 1:
-        reasons.append(f"saved with {size} model-parallel ranks, whose shards depend on the model")
     if any(state.root.get(name) for name in _AUTOEP):
-        reasons.append("experts that are sharded among ranks (AutoEP) are not supported")
-    if reasons:
         raise UnsupportedError(
-            reasons[0], file=state.file, hint=way_out(has_zero_files=has_zero_files)
+            "experts that are sharded among ranks (AutoEP) are not supported",
+            file=state.file,
+            hint=UNIVERSAL_HINT,
         )
 
 

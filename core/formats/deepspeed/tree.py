@@ -30,6 +30,8 @@ OPTIMIZER = "optimizer"
 STATE = "state"
 PARAM_GROUPS = "param_groups"
 PARAMS = "params"
+EXTRAS = "universal"
+"""Prefix of the keys of the objects that describe how tensor parallelism shards a parameter."""
 
 
 @dataclass(frozen=True, slots=True)

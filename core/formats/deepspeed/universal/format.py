@@ -60,6 +60,7 @@ from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, OPTIMIZER_STATE,
 from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
 from core.formats.deepspeed.state_file import StateFile, mapping_or_empty, read_state_file
 from core.formats.deepspeed.tree import (
+    EXTRAS,
     PARAM_GROUPS,
     PARAMS,
     STATE,
@@ -69,7 +70,6 @@ from core.formats.deepspeed.tree import (
     tree_of,
 )
 from core.formats.deepspeed.universal.names import (
-    EXTRAS,
     FP32,
     LATEST,
     MODEL_FILE,

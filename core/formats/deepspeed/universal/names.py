@@ -16,8 +16,6 @@ FP32 = "fp32"
 STEP = "step"
 PARAM = "param"
 CAT_DIM = "cat_dim"
-EXTRAS = "universal"
-"""Prefix of the keys of the objects that describe how tensor parallelism shards a parameter."""
 
 MASTER = "fp32_param"
 STEP_COPY = "universal step"

@@ -18,12 +18,11 @@ from core.changes.rename import is_optimizer_key
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import check_name
 from core.formats.deepspeed.facets import ZeroFacts
-from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, STATE
+from core.formats.deepspeed.tree import EXTRAS, OPTIMIZER, PARAM_GROUPS, STATE
 from core.formats.deepspeed.universal.groups import UniversalParamGroup, param_groups, stored_groups
 from core.formats.deepspeed.universal.names import (
     CAT_DIM,
     DS_VERSION,
-    EXTRAS,
     FP32,
     LATEST,
     MASTER,

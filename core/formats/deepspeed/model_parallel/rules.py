@@ -1,0 +1,382 @@
+"""How tensor parallelism cut each parameter, as ``universal_checkpoint_info`` says.
+
+The entry of a model file lists regular expressions, which match from the beginning of names::
+
+    affine_map                              boxes, for each parameter (AutoTP of 0.19)
+    tp_replicated_parameter_patterns        complete on every rank
+    parameter_with_2_sub_params_cat_dim_0   two matrices, each cut along axis 0 (SwiGLU)
+    parameter_with_sub_params               several matrices, each cut along one axis (QKV)
+    parameter_with_row_parallelism_patterns cut along axis 1
+    all others                              cut along axis 0
+    vocabulary_parameter_patterns           of these, rows beyond original_vocab_size are padding
+
+Not supported, refused by name: ``parameter_to_average_patterns`` and scaled pieces, whose values
+are computed; boxes that are no slices; regular expressions that could take forever.
+
+Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``),
+``checkpoint/affine.py``. The tests compare with its result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from core.arrays.box import Box, Shape, c_strides, full_box
+from core.errors import CorruptError, UnsupportedError
+from core.formats.deepspeed.files import SAVE_AGAIN_HINT
+from core.formats.deepspeed.model_parallel.join import ShardPiece
+from core.formats.deepspeed.state_file import mapping_or_empty
+from core.pickle.inert import as_mapping
+
+if TYPE_CHECKING:
+    from core.formats.deepspeed.model_states import ModelStates
+
+INFO = "universal_checkpoint_info"
+_REPLICATED = "tp_replicated_parameter_patterns"
+_AVERAGED = "parameter_to_average_patterns"
+_ROW = "parameter_with_row_parallelism_patterns"
+_TWO = "parameter_with_2_sub_params_cat_dim_0"
+_SUB = "parameter_with_sub_params"
+_WIDTHS = "sub_param_shard_widths"
+_VOCABULARY = "vocabulary_parameter_patterns"
+_PIPELINE = "pipeline_replicated_parameter_patterns"
+_ROWS = "original_vocab_size"
+_MOST_CHARACTERS = 512
+_MOST_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPlan:
+    """How a parameter is joined.
+
+    Args:
+        shape: shape of the parameter.
+        pieces: pieces of the shards, disjoint in the parameter.
+        extras: what a universal checkpoint records of it.
+        is_replicated: all ranks have the same.
+        n_padding: rows of padding that are left out.
+    """
+
+    shape: Shape
+    pieces: Sequence[ShardPiece]
+    extras: Mapping[str, object]
+    is_replicated: bool = False
+    n_padding: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelRules:
+    """The entry ``universal_checkpoint_info`` of a model file.
+
+    Args:
+        file: name of the file.
+        info: the entry; {} if there is none.
+    """
+
+    file: str
+    info: Mapping[object, object]
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the checkpoint has the entry."""
+        return bool(self.info)
+
+    def is_pipeline_replicated(self, name: str) -> bool:
+        """Return whether several pipeline stages have the parameter."""
+        return self._match(_PIPELINE, name) is not None
+
+    def plan(self, name: str, shapes: Sequence[Shape]) -> JoinPlan:
+        """Return how a parameter is joined.
+
+        Args:
+            shapes: shapes of its shards, by tensor-parallel rank.
+
+        Raises:
+            UnsupportedError: its values would have to be computed, or its pieces are no slices.
+            CorruptError: the entry contradicts itself or the shapes.
+        """
+        if len({len(shape) for shape in shapes}) > 1:
+            raise self._contradiction(name, shapes)
+        if self._match(_AVERAGED, name) is not None:
+            raise UnsupportedError(
+                "the parameter is the average of those of all tensor-parallel ranks",
+                file=self.file,
+                key=name,
+                hint=SAVE_AGAIN_HINT,
+            )
+        affine = self._affine(name, shapes)
+        if affine is not None:
+            return self._without_padding(name, affine)
+        if self._match(_REPLICATED, name) is not None:
+            if len(set(shapes)) > 1:
+                raise self._contradiction(name, shapes)
+            piece = ShardPiece(0, full_box(shapes[0]), (0,) * len(shapes[0]))
+            return self._without_padding(name, JoinPlan(shapes[0], [piece], {}, is_replicated=True))
+        extras: dict[str, object]
+        if self._match(_TWO, name) is not None and shapes[0]:
+            axis, extras = 0, {"cat_dim": 0, "param_n_sub_params": 2}
+            # As ``torch.chunk`` divides: the first part is the longer one.
+            widths = [[-(-shape[0] // 2) for shape in shapes], [shape[0] // 2 for shape in shapes]]
+        elif (sub := self._sub_parameters(name, shapes)) is not None:
+            axis, widths, extras = sub
+        else:
+            axis = 0 if self._match(_ROW, name) is None else 1
+            extras = {"cat_dim": axis}
+            if any(axis >= len(shape) for shape in shapes):
+                raise self._contradiction(name, shapes)
+            widths = [[shape[axis] for shape in shapes]]
+        return self._without_padding(name, self._cut(name, shapes, axis, widths, extras))
+
+    def _cut(
+        self,
+        name: str,
+        shapes: Sequence[Shape],
+        axis: int,
+        widths: Sequence[Sequence[int]],
+        extras: Mapping[str, object],
+    ) -> JoinPlan:
+        """Return the plan of a parameter of sub-parameters, each cut along an axis.
+
+        Args:
+            widths: per sub-parameter, the extent of each shard's part along the axis.
+
+        Raises:
+            CorruptError: the widths do not add up to the shapes.
+        """
+        others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
+        if len(others) > 1 or any(
+            sum(width[tp_rank] for width in widths) != shape[axis]
+            or any(width[tp_rank] < 0 for width in widths)
+            for tp_rank, shape in enumerate(shapes)
+        ):
+            raise self._contradiction(name, shapes)
+        pieces, end, offsets = [], 0, [0] * len(shapes)
+        for width in widths:
+            for tp_rank, shape in enumerate(shapes):
+                start, to = [0] * len(shape), [0] * len(shape)
+                start[axis], to[axis] = offsets[tp_rank], end
+                extent = (*shape[:axis], width[tp_rank], *shape[axis + 1 :])
+                pieces.append(ShardPiece(tp_rank, Box(tuple(start), extent), tuple(to)))
+                offsets[tp_rank] += width[tp_rank]
+                end += width[tp_rank]
+        return JoinPlan((*shapes[0][:axis], end, *shapes[0][axis + 1 :]), pieces, extras)
+
+    def _sub_parameters(
+        self, name: str, shapes: Sequence[Shape]
+    ) -> tuple[int, list[list[int]], dict[str, object]] | None:
+        """Return the axis, the widths and the extras of a parameter of several sub-parameters.
+
+        Returns:
+            None for other parameters.
+
+        Raises:
+            UnsupportedError: the recorded shape has other axes than the parameter.
+            CorruptError: the entry contradicts itself or the shapes.
+        """
+        for item in _items(self.info.get(_SUB)):
+            fields = mapping_or_empty(item)
+            patterns = [str(pattern) for pattern in _items(fields.get("patterns"))]
+            pattern = next((text for text in patterns if self._matches(text, name)), None)
+            if pattern is None:
+                continue
+            axis, logical = fields.get("partition_dim"), _items(fields.get("shape"))
+            if type(axis) is not int or not 0 <= axis < len(logical):
+                raise self._contradiction(name, shapes)
+            if len(logical) != len(shapes[0]):
+                raise UnsupportedError(
+                    f"the sub-parameters are recorded with {len(logical)} axes, but the parameter "
+                    f"has {len(shapes[0])}",
+                    file=self.file,
+                    key=name,
+                    hint=SAVE_AGAIN_HINT,
+                )
+            # Sizes of the sub-parameters, or, before version 0.4, only their number.
+            total = sum(shape[axis] for shape in shapes)
+            sizes = _items(logical[axis])
+            if not sizes:
+                count = logical[axis]
+                if type(count) is not int or count < 1 or total % count:
+                    raise self._contradiction(name, shapes)
+                sizes = [total // count] * count
+            recorded = mapping_or_empty(self.info.get(_WIDTHS)).get(pattern)
+            widths = [
+                [number for number in _items(width) if type(number) is int]
+                for width in _items(recorded)
+            ]
+            if not widths:
+                tp = len(shapes)
+                if any(type(size) is not int or size % tp for size in sizes):
+                    raise self._contradiction(name, shapes)
+                widths = [[size // tp] * tp for size in sizes if type(size) is int]
+            if any(len(width) != len(shapes) for width in widths):
+                raise self._contradiction(name, shapes)
+            stored = list(logical)
+            stored[axis] = tuple(sizes)
+            shape = {"patterns": patterns, "shape": tuple(stored), "partition_dim": axis}
+            return axis, widths, {"sub_param_shape": shape}
+        return None
+
+    def _affine(self, name: str, shapes: Sequence[Shape]) -> JoinPlan | None:
+        """Return the plan of a parameter whose pieces are recorded; None for others.
+
+        Raises:
+            UnsupportedError: a piece is scaled, or no slice.
+            CorruptError: the pieces do not fit the shapes.
+        """
+        by_pattern = mapping_or_empty(mapping_or_empty(self.info.get("affine_map")).get("params"))
+        pattern = next((text for text in by_pattern if self._matches(str(text), name)), None)
+        if pattern is None:
+            return None
+        entry = mapping_or_empty(by_pattern[pattern])
+        shape = _shape(entry.get("logical_shape"))
+        ranks = mapping_or_empty(entry.get("ranks"))
+        pieces, n_elements, is_replicated = [], 0, False
+        for tp_rank, shard in enumerate(shapes):
+            recorded = mapping_or_empty(ranks.get(tp_rank))
+            if _shape(recorded.get("shard_shape")) != shard:
+                raise self._contradiction(name, shapes)
+            for item in _items(recorded.get("pieces")):
+                piece = mapping_or_empty(item)
+                # Of pieces that several ranks have, the first one is taken.
+                locations = _items(piece.get("locations"))
+                is_replicated |= len(locations) > 1
+                if locations and locations[0] != tp_rank:
+                    continue
+                extent = _shape(piece.get("shape"))
+                start = _start(piece.get("dest"), shard, extent)
+                to = _start(piece.get("source"), shape, extent)
+                if start is None or to is None or piece.get("scale", 1) != 1:
+                    raise UnsupportedError(
+                        "the affine map has a piece that is scaled, or no slice of the parameter",
+                        file=self.file,
+                        key=name,
+                        hint=SAVE_AGAIN_HINT,
+                    )
+                pieces.append(ShardPiece(tp_rank, Box(start, extent), to))
+                n_elements += Box(start, extent).n_elements
+        boxes = [Box(piece.to, piece.box.shape) for piece in pieces]
+        if n_elements != full_box(shape).n_elements or any(
+            (common := box.intersect(other)) is not None and not common.is_empty
+            for box, other in combinations(boxes, 2)
+        ):
+            raise self._contradiction(name, shapes)
+        return JoinPlan(shape, pieces, {}, is_replicated=is_replicated and set(shapes) == {shape})
+
+    def _without_padding(self, name: str, plan: JoinPlan) -> JoinPlan:
+        """Return a plan without the rows of padding that a vocabulary has.
+
+        Raises:
+            CorruptError: the size of the vocabulary is missing.
+        """
+        if self._match(_VOCABULARY, name) is None:
+            return plan
+        rows = self.info.get(_ROWS)
+        n = plan.shape[0] if plan.shape else 0
+        if type(rows) is not int or not 0 < rows <= n:
+            raise CorruptError(
+                f"{INFO}.{_ROWS} is {rows!r}, but the parameter has {n} rows",
+                file=self.file,
+                key=name,
+            )
+        pieces = []
+        for piece in plan.pieces:
+            n_kept = min(piece.box.shape[0], rows - piece.to[0])
+            if n_kept > 0:
+                box = Box(piece.box.offset, (n_kept, *piece.box.shape[1:]))
+                pieces.append(ShardPiece(piece.tp_rank, box, piece.to))
+        return JoinPlan(
+            (rows, *plan.shape[1:]),
+            pieces,
+            {**plan.extras, "vocab_tensor": True},
+            plan.is_replicated,
+            n - rows,
+        )
+
+    def _match(self, kind: str, name: str) -> str | None:
+        """Return the pattern of a kind that matches a name, None if none does.
+
+        Raises:
+            UnsupportedError: see ``_matches``.
+        """
+        patterns = map(str, _items(self.info.get(kind)))
+        return next((pattern for pattern in patterns if self._matches(pattern, name)), None)
+
+    def _matches(self, pattern: str, name: str) -> bool:
+        """Return whether a pattern matches the beginning of a name.
+
+        Raises:
+            UnsupportedError: the pattern is no regular expression, or could take forever.
+        """
+        n_repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+        is_nested = re.search(r"(?<!\\)\)[*+{]", pattern) is not None
+        try:
+            if (
+                max(len(pattern), len(name)) > _MOST_CHARACTERS
+                or n_repeats > _MOST_REPEATS
+                or is_nested
+            ):
+                raise UnsupportedError(
+                    f"the pattern {pattern[:80]!r} is too complex to be tried on names of a file",
+                    file=self.file,
+                    hint=SAVE_AGAIN_HINT,
+                )
+            return re.match(pattern, name) is not None
+        except re.error as err:
+            raise CorruptError(
+                f"{INFO} has the pattern {pattern[:80]!r}, which is no regular expression: {err}",
+                file=self.file,
+            ) from err
+
+    def _contradiction(self, name: str, shapes: Sequence[Shape]) -> CorruptError:
+        """Return the error about shards that do not fit what is recorded."""
+        return CorruptError(
+            f"the shards have shapes {', '.join(map(str, shapes))}, which contradict {INFO}",
+            file=self.file,
+            key=name,
+        )
+
+
+def rules_of(model: ModelStates) -> TensorParallelRules:
+    """Return what a model file says about tensor parallelism."""
+    return TensorParallelRules(model.state.file, as_mapping(model.state.root.get(INFO)) or {})
+
+
+def _items(value: object) -> Sequence[object]:
+    """Return a list or tuple; () for anything else."""
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _shape(value: object) -> Shape:
+    """Return a recorded shape; () if it is none."""
+    return tuple(size for size in _items(value) if type(size) is int and size >= 0)
+
+
+def _start(value: object, shape: Shape, extent: Shape) -> Shape | None:
+    """Return the first index of a box that is recorded as its first element and strides.
+
+    Returns:
+        None if the elements are no box of the shape.
+    """
+    items = _items(value)
+    if len(items) != 2 or len(extent) != len(shape) or type(items[0]) is not int:
+        return None
+    strides = c_strides(shape)
+    recorded = _shape(items[1])
+    if len(recorded) != len(shape) or any(
+        found != wanted and size > 1
+        for found, wanted, size in zip(recorded, strides, extent, strict=True)
+    ):
+        return None
+    start, rest = [], items[0]
+    for stride in strides:
+        index, rest = divmod(rest, max(stride, 1))
+        start.append(index)
+    if rest or any(
+        index + size > limit for index, size, limit in zip(start, extent, shape, strict=True)
+    ):
+        return None
+    return tuple(start)

@@ -1,0 +1,263 @@
+"""What the files of all data-parallel ranks of ZeRO-1, 2 or 3 contain together, by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from core.errors import CorruptError, MissingShardError
+from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
+from core.formats.deepspeed.facets import ZeroFacts
+from core.formats.deepspeed.files import missing_rank
+from core.formats.deepspeed.model_states import parse_model_states
+from core.formats.deepspeed.moments import states_by_parameter
+from core.formats.deepspeed.optim_states import parse_optim_states
+from core.formats.deepspeed.partition import CutGroups, cut_parameters
+from core.formats.deepspeed.runs import tensor_in_groups
+from core.formats.deepspeed.state_file import read_state_file
+from core.formats.deepspeed.weights import buffers, frozen, unlisted_weights, with_shared
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+    from core.formats.deepspeed.files import ZeroRankFiles
+    from core.formats.deepspeed.model_states import ModelStates
+    from core.formats.deepspeed.optim_states import OptimStates
+    from core.formats.deepspeed.partition import CutParameters
+    from core.formats.deepspeed.runs import UnkeyedTensor
+    from core.formats.deepspeed.state_file import StateFile
+
+ROUNDED_COPIES = (
+    "the model file's 16-bit copies of the weights are not carried; they are the rounded master "
+    "weights"
+)
+"""The note for ZeRO-1 and 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedStates:
+    """Weights, states and settings that data-parallel ranks share.
+
+    Args:
+        model: the model file; in ZeRO-3 that of rank 0.
+        state: the optimizer file of rank 0.
+        facts: stage and number of ranks.
+        weights: weights by name.
+        aliases: shared name → name of the owner.
+        states: parameter → state name → ``UnkeyedTensor`` or ``WholeObject``.
+        param_groups: the settings of the optimizer's groups, as stored.
+        names_of: number of a flat group → names of its parameters; {} if unknown.
+        other_entries: all other entries of the optimizer's state.
+        notes: messages for the user.
+        dropped: what is not stored or cannot be read, with the reason.
+        extras: parameter → how tensor parallelism cut it, as a universal checkpoint records it.
+    """
+
+    model: ModelStates
+    state: StateFile
+    facts: ZeroFacts
+    weights: Mapping[str, UnkeyedTensor]
+    aliases: Mapping[str, str]
+    states: Mapping[str, Mapping[str, object]]
+    param_groups: Sequence[Mapping[object, object]]
+    names_of: Mapping[int, Sequence[str]]
+    other_entries: Mapping[str, object]
+    notes: Sequence[str]
+    dropped: Sequence[str]
+    extras: Mapping[str, object] = field(default_factory=dict)
+
+
+def read_data_parallel(store: ReadStore, files: ZeroRankFiles) -> PartitionedStates | None:
+    """Return what the files of a model-parallel rank contain; None without optimizer files.
+
+    Raises:
+        MissingShardError: a rank's file is missing.
+        CorruptError: a file is malformed, or files contradict each other.
+        ReplicaMismatchError: a scalar of the optimizer differs between ranks.
+    """
+    store.expect_headers(files.names)
+    optim = [parse_optim_states(read_state_file(store, name)) for name in files.optim]
+    if not optim:
+        return None
+    check_ranks(optim, files)
+    # ZeRO-3 has a model file per rank, with the rank's parts of frozen parameters.
+    if optim[0].stage == 3:
+        if len(files.zero_model) < len(optim):
+            like = files.optim[0].partition("zero_pp")
+            name = f"{like[1]}{like[2]}".replace("optim_states", "model_states")
+            raise missing_rank(name, len(files.zero_model))
+        models = [parse_model_states(read_state_file(store, name)) for name in files.zero_model]
+        return read_partitioned(store, models, optim)
+    if files.model is None:
+        raise MissingShardError(
+            f"the model file of ZeRO-{optim[0].stage} is missing",
+            file="mp_rank_00_model_states.pt",
+            hint="copy the checkpoint again, with all its files",
+        )
+    model = parse_model_states(read_state_file(store, files.model))
+    experts = [read_state_file(store, name) for name in files.experts]
+    return read_partitioned(store, [with_experts(model, experts)], optim)
+
+
+def read_partitioned(
+    store: ReadStore, models: Sequence[ModelStates], optim: Sequence[OptimStates]
+) -> PartitionedStates:
+    """Return what the files of all data-parallel ranks of ZeRO-1, 2 or 3 contain.
+
+    Args:
+        models: the model files: one, or in ZeRO-3 one per rank.
+        optim: the optimizer files by rank.
+
+    Raises:
+        CorruptError: files contradict each other.
+        ReplicaMismatchError: a scalar of the optimizer differs between ranks.
+    """
+    head, model = optim[0], models[0]
+    if model.groups is None:
+        raise model.state.corrupt(f"param_shapes is missing, which ZeRO-{head.stage} needs")
+    for other in models[1:]:
+        if other.groups != model.groups or other.frozen != model.frozen:
+            raise other.state.corrupt(f"param_shapes differ from those of {model.state.file}")
+    partition = _partition(store, model, optim)
+
+    # The weights: master weights in the flat groups, and those that only model files contain. An
+    # entry that comes later takes precedence.
+    shapes = partition.shapes
+    weights = buffers(model) | frozen(models, head.stage)
+    flat = [rank_optim.fp32 for rank_optim in optim]
+    weights |= {
+        name: tensor_in_groups(partition, name, shape, flat) for name, shape in shapes.items()
+    }
+    unlisted = unlisted_weights(model, weights, head.stage)
+    weights, aliases = with_shared(model, weights | unlisted.tensors)
+
+    # The optimizer's states and settings by parameter. ZeRO-3 may divide a group into several flat
+    # groups; the numbers in the settings are then kept, as they are no groups of parameters.
+    by_parameter = states_by_parameter(store, partition, shapes, optim)
+    names_of = {number: list(group) for number, group in enumerate(model.groups)}
+    if isinstance(partition, CutGroups):
+        names_of = {group.number: [] for group in partition.groups}
+        for group in partition.groups:
+            names_of[group.number] += group.shapes
+    return PartitionedStates(
+        model=model,
+        state=head.state,
+        facts=ZeroFacts(head.stage, len(optim)),
+        weights=weights,
+        aliases=aliases,
+        states=by_parameter.states,
+        param_groups=head.param_groups,
+        names_of=names_of if len(model.groups) == len(head.fp32) else {},
+        other_entries=head.other_entries,
+        notes=unlisted.notes,
+        dropped=[*unlisted.dropped, *by_parameter.dropped],
+    )
+
+
+def _partition(
+    store: ReadStore, model: ModelStates, optim: Sequence[OptimStates]
+) -> CutGroups | CutParameters:
+    """Return the positions of the parameters in the flat groups, checked against the files.
+
+    Raises:
+        CorruptError: shapes, sizes and recorded positions contradict each other.
+    """
+    assert model.groups is not None
+    try:
+        if optim[0].stage == 3:
+            sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
+            return cut_parameters(model.groups, sizes)
+        if len(model.groups) != len(optim[0].fp32):
+            raise model.state.corrupt(
+                f"param_shapes has {len(model.groups)} groups, but the optimizer files have "
+                f"{len(optim[0].fp32)}"
+            )
+        partition = cut_with_experts(store, model, optim)
+        _check_slices(partition, optim)
+    except CorruptError as err:
+        err.file = err.file or model.state.file  # the partition knows no files
+        raise
+    return partition
+
+
+def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
+    """Check that the positions recorded in every file agree with those of a partition.
+
+    Raises:
+        CorruptError: names the first parameter that is recorded at another position, or not at all.
+    """
+    if any(rank_optim.slices is None for rank_optim in optim):
+        return
+    # The files have the numbers that experts have on their ranks.
+    local = local_names(cut)
+    expected = {
+        (run.rank, run.group, local.get(name, name)): (run.at, run.n)
+        for name in cut.first
+        for run in cut.runs(name)
+    }
+    for rank, rank_optim in enumerate(optim):
+        for group, slices in enumerate(rank_optim.slices or ()):
+            for name, recorded in slices.items():
+                position = expected.pop((rank, group, name), None)
+                # A parameter without elements has no run, but may be recorded.
+                if recorded != position and not (position is None and recorded[1] == 0):
+                    raise rank_optim.state.corrupt(
+                        f"param_slice_mappings records (start, elements) {recorded}, but the "
+                        f"shapes of the parameters before it give {position}",
+                        key=name,
+                    )
+    # Positions that no file records are left over.
+    for rank, group, name in expected:
+        raise optim[rank].state.corrupt(
+            "param_slice_mappings lacks the parameter, which is in this rank's part of group "
+            f"{group}",
+            key=name,
+        )
+
+
+def check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
+    """Check that the optimizer files are complete and come from one run.
+
+    Raises:
+        MissingShardError: the file of a rank is missing.
+        CorruptError: the number of ranks, the stage or the number of groups differs between files.
+    """
+    # Names cannot show that the files of the highest ranks are missing, but every file records the
+    # number of ranks.
+    n_ranks = max(rank_optim.n_ranks for rank_optim in optim)
+    if len(optim) < n_ranks:
+        raise missing_rank(files.optim[0], len(optim))
+    # Files that an older run left behind show up as other numbers of ranks, stages or groups.
+    head = optim[0]
+    for rank, rank_optim in enumerate(optim):
+        file = rank_optim.state.file
+        if rank_optim.n_ranks != len(optim):
+            raise CorruptError(
+                f"the file records {rank_optim.n_ranks} ranks, but there are files from "
+                f"{len(optim)}",
+                file=file,
+                rank=str(rank),
+                hint="remove files that an older run with more ranks left behind",
+            )
+        if rank_optim.stage != head.stage:
+            raise CorruptError(
+                f"the file is from ZeRO-{rank_optim.stage}, but that of rank 0 is from "
+                f"ZeRO-{head.stage}",
+                file=file,
+                rank=str(rank),
+            )
+        if len(rank_optim.fp32) != len(head.fp32):
+            raise CorruptError(
+                f"the file has {len(rank_optim.fp32)} flat groups, but that of rank 0 has "
+                f"{len(head.fp32)}",
+                file=file,
+                rank=str(rank),
+            )
+    # Fewer model files are reported when they are read.
+    if head.stage == 3 and len(files.zero_model) > len(optim):
+        raise CorruptError(
+            f"there are {len(files.zero_model)} files of model states, but {len(optim)} of "
+            "optimizer states",
+            file=files.zero_model[-1],
+            hint="remove files that an older run with more ranks left behind",
+        )

@@ -1,0 +1,262 @@
+"""Pipeline stages and tensor-parallel ranks of DeepSpeed, against its own ds_to_universal."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.convert.contract import check_reading
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    ReplicaMismatchError,
+    UnsupportedError,
+)
+from core.files.store import LocalStore
+from core.formats.deepspeed import format as deepspeed
+from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
+from core.formats.deepspeed.universal.source import for_universal
+from tests.formats.deepspeed.deepspeed_samples import Zero, written
+from tests.support.materialize import tensor_bytes
+
+CASES = ("pipeline_zero1", "pipeline_tp2_zero1", "autotp_zero1", "autotp_zero3")
+HINT = "universal_checkpoint_info"
+
+
+def plain_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def truth_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Parameter → file → what ds_to_universal wrote there."""
+    truth: dict[str, dict[str, Any]] = torch.load(folder / "truth.pt", weights_only=True)
+    return truth
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_those_of_ds_to_universal(deepspeed_parallel: Path, case: str) -> None:
+    store = LocalStore(deepspeed_parallel / case / "global_step2")
+    catalog = deepspeed.read(store)
+    truth = truth_of(deepspeed_parallel / case)
+    assert {key for key in catalog.tensors if not key.startswith("optimizer.")} == set(truth)
+    for name, files in truth.items():
+        for state, content in files.items():
+            key = name if state == "fp32" else f"optimizer.state.{name}.{state}"
+            wanted = content["param"] if isinstance(content, dict) else content
+            assert catalog.tensors[key].shape == tuple(wanted.shape), key
+            assert tensor_bytes(catalog, store, key).tobytes() == plain_bytes(wanted), key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_universal_checkpoint_records_the_cuts_of_ds_to_universal(
+    deepspeed_parallel: Path, tmp_path: Path, case: str
+) -> None:
+    store = LocalStore(deepspeed_parallel / case / "global_step2")
+    root = written(for_universal(deepspeed.read(store)), store, tmp_path / "ucp")
+    folder = next(root.glob("*_universal")) / "zero"
+    truth = truth_of(deepspeed_parallel / case)
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == set(truth)
+    for name, files in truth.items():
+        for state, content in files.items():
+            found = torch.load(folder / name / f"{state}.pt", weights_only=True)
+            if not isinstance(content, dict):
+                assert torch.equal(found, content)
+                continue
+            assert torch.equal(found.pop("param"), content["param"])
+            assert found == {key: value for key, value in content.items() if key != "param"}
+
+
+def test_the_settings_name_the_parameters_of_all_stages(deepspeed_parallel: Path) -> None:
+    catalog = deepspeed.read(LocalStore(deepspeed_parallel / "pipeline_zero1" / "global_step2"))
+    names = [catalog.objects[f"optimizer.param_groups.{n}.params"].value for n in (0, 1)]
+    trained = {name for group in names for name in group}
+    assert trained == {key for key in catalog.tensors if not key.startswith("optimizer.")}
+    assert len(trained) == sum(map(len, names))
+    assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
+
+
+def edited(source: Path, folder: Path, change: Callable[[str, Any], None]) -> LocalStore:
+    """A copy of a checkpoint, each model file of which went through ``change``."""
+    shutil.copytree(source, folder)
+    for path in folder.glob("*model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        change(path.name, content)
+        torch.save(content, path)
+    return LocalStore(folder)
+
+
+def of_info(name: str, value: object) -> Callable[[str, Any], None]:
+    """Change an entry of universal_checkpoint_info; remove it if the value is None."""
+
+    def change(file: str, content: Any) -> None:
+        info = content.get(HINT)
+        if info is not None:
+            info[name] = value
+            if value is None:
+                del info[name]
+
+    return change
+
+
+def forget(file: str, content: Any) -> None:
+    content.pop(HINT, None)
+
+
+def test_without_patterns_tensor_parallel_ranks_are_refused(
+    deepspeed_parallel: Path, tmp_path: Path
+) -> None:
+    source = deepspeed_parallel / "pipeline_tp2_zero1" / "global_step2"
+    with pytest.raises(UnsupportedError, match=f"have no {HINT}"):
+        deepspeed.read(edited(source, tmp_path / "x", forget))
+
+
+def test_without_patterns_a_pipeline_keeps_its_padding(
+    deepspeed_parallel: Path, tmp_path: Path
+) -> None:
+    source = deepspeed_parallel / "pipeline_zero1" / "global_step2"
+    store = edited(source, tmp_path / "x", forget)
+    catalog = deepspeed.read(store)
+    name = "tied_modules.embed.weight"
+    assert catalog.tensors[name].shape == (12, 8)
+    wanted = truth_of(deepspeed_parallel / "pipeline_zero1")[name]["fp32"]["param"]
+    assert tensor_bytes(catalog, store, name).tobytes().startswith(plain_bytes(wanted))
+
+
+def _older(file: str, content: Any) -> None:
+    content.pop("checkpoint_parallel_dimensions", None)
+
+
+def test_sizes_are_found_where_they_are_not_recorded(
+    deepspeed_parallel: Path, tmp_path: Path
+) -> None:
+    for case in ("pipeline_tp2_zero1", "autotp_zero1"):
+        store = edited(deepspeed_parallel / case / "global_step2", tmp_path / case, _older)
+        assert set(truth_of(deepspeed_parallel / case)) <= set(deepspeed.read(store).tensors)
+
+
+def _frozen(file: str, content: Any) -> None:
+    if file.startswith("layer_04-"):
+        content["frozen"] = torch.arange(3.0, dtype=torch.bfloat16)
+
+
+def test_what_only_files_of_layers_contain_is_read_with_a_note(
+    deepspeed_parallel: Path, tmp_path: Path
+) -> None:
+    store = edited(deepspeed_parallel / "pipeline_zero1" / "global_step2", tmp_path / "x", _frozen)
+    catalog = deepspeed.read(store)
+    found = tensor_bytes(catalog, store, "4.frozen").tobytes()
+    assert found == plain_bytes(torch.arange(3.0, dtype=torch.bfloat16))
+    assert any("4.frozen" in note for note in catalog.notes)
+
+
+REPLICATED = "tp_replicated_parameter_patterns"
+BROKEN: dict[str, tuple[Callable[[str, Any], None], type[CheckpointingException], str]] = {
+    "averages": (
+        of_info("parameter_to_average_patterns", [r"4.weight"]),
+        UnsupportedError,
+        "is the average",
+    ),
+    "shards called replicas": (
+        of_info(REPLICATED, [r"\d+.gate_up.weight"]),
+        ReplicaMismatchError,
+        "differs between tensor-parallel ranks",
+    ),
+    "a pattern that takes forever": (
+        of_info(REPLICATED, [r"(a+)+$"]),
+        UnsupportedError,
+        "too complex",
+    ),
+    "no pattern": (of_info(REPLICATED, ["("]), CorruptError, "no regular expression"),
+    "a vocabulary of more rows": (
+        of_info("original_vocab_size", 13),
+        CorruptError,
+        "but the parameter has 12 rows",
+    ),
+    "an axis that a vector lacks": (
+        of_info("parameter_with_row_parallelism_patterns", [r"\d+.gate_up.bias"]),
+        CorruptError,
+        "have shapes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_contradicts_itself_is_refused(
+    deepspeed_parallel: Path, tmp_path: Path, what: str
+) -> None:
+    change, kind, message = BROKEN[what]
+
+    def changes(file: str, content: Any) -> None:
+        change(file, content)
+        if what == "an axis that a vector lacks":
+            of_info("parameter_with_2_sub_params_cat_dim_0", None)(file, content)
+
+    source = deepspeed_parallel / "pipeline_tp2_zero1" / "global_step2"
+    with pytest.raises(kind, match=message):
+        deepspeed.read(edited(source, tmp_path / "x", changes))
+
+
+@pytest.mark.parametrize(
+    ("case", "pattern"),
+    [
+        ("pipeline_tp2_zero1", "*mp_rank_01*"),
+        ("pipeline_tp2_zero1", "*mp_rank_03*"),
+        ("pipeline_tp2_zero1", "layer_02-model_01*"),
+        ("autotp_zero3", "*mp_rank_01*"),
+        ("autotp_zero3", "zero_pp_rank_1_mp_rank_01_model_states.pt"),
+        ("pipeline_zero1", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+    ],
+)
+def test_a_missing_rank_is_named(
+    deepspeed_parallel: Path, tmp_path: Path, case: str, pattern: str
+) -> None:
+    shutil.copytree(deepspeed_parallel / case / "global_step2", tmp_path / "x")
+    for path in (tmp_path / "x").glob(pattern):
+        path.unlink()
+    with pytest.raises((MissingShardError, CorruptError)) as caught:
+        deepspeed.read(LocalStore(tmp_path / "x"))
+    number = re.search(r"_(\d\d)\*|mp_rank_(\d\d)_", pattern)
+    assert number is not None
+    assert f"rank_{number[1] or number[2]}" in str(caught.value) or "layer 2" in str(caught.value)
+
+
+def test_zero_0_with_model_parallel_ranks_is_refused(tmp_path: Path) -> None:
+    folder = Zero(2, 2).write(tmp_path / "x")
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
+    with pytest.raises(UnsupportedError, match="without ZeRO") as caught:
+        deepspeed.read(LocalStore(folder))
+    assert "torch.save" in (caught.value.hint or "")
+
+
+def test_damage_is_an_error_of_ours(deepspeed_parallel: Path, tmp_path: Path) -> None:
+    source = deepspeed_parallel / "pipeline_zero1" / "global_step2"
+    check_reading(deepspeed.FORMAT, source, tmp_path / "damaged")
+
+
+def test_fused_sub_parameters_are_divided_by_their_widths() -> None:
+    # Q of 6 and K, V of 3 rows, on two ranks that have 4, 2, 2 and 2, 1, 1 of them.
+    sub = {"patterns": ["qkv"], "shape": ((6, 3, 3), -1), "partition_dim": 0}
+    widths = [[4, 2], [2, 1], [2, 1]]
+    info = {"parameter_with_sub_params": [sub], "sub_param_shard_widths": {"qkv": widths}}
+    plan = TensorParallelRules("file", info).plan("qkv.weight", [(8, 5), (4, 5)])
+    whole = torch.arange(60).reshape(12, 5)
+    parts = whole.split([6, 3, 3])
+    shards = [
+        torch.cat([part.split(width)[rank] for part, width in zip(parts, widths, strict=True)])
+        for rank in (0, 1)
+    ]
+    result = torch.full(plan.shape, -1)
+    for piece in plan.pieces:
+        (row, _), (n, _), to = piece.box.offset, piece.box.shape, piece.to[0]
+        result[to : to + n] = shards[piece.tp_rank][row : row + n]
+    assert torch.equal(result, whole)
+    assert plan.extras == {"sub_param_shape": sub}
