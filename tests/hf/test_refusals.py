@@ -190,7 +190,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "llama",
         {"model_type": None},
         UnsupportedError,
-        "'None' are not supported.*llama, mamba2, minimax",
+        "'None' are not supported.*llama, mamba2, mimo, minimax",
     ),
     "a hostile family": (
         "llama",
