@@ -10,11 +10,11 @@ Every value is rounded as torch 2.13's ``Tensor.to`` rounds it, bit for bit:
   depend on the instruction set.
 
 Supported: all pairs of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and their
-``fnuz`` forms; from float8_e8m0fnu; from bool and integers to integers and floats that represent
-each of their values exactly.
+``fnuz`` forms; from float8_e8m0fnu and jax's own types (float8_e3m4, float4_e2m1fn, int4 …); from
+bool and integers to integers and floats that represent each of their values exactly.
 
-Not supported: complex, packed four-bit types, to float8_e8m0fnu (scales are not rounded values),
-and casts that would lose integers or fractions.
+Not supported: complex, packed four-bit types, bits; to float8_e8m0fnu (scales are not rounded
+values) and jax's own types; casts that would lose integers or fractions.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ Cast = Callable[[memoryview, memoryview], None]
 
 _EXACT_BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 """Type → bits of the integers that it represents exactly."""
+_SOURCES_ONLY = frozenset(
+    ("float8_e8m0fnu", "float8_e3m4", "float8_e4m3b11fnuz", "float4_e2m1fn", "int4", "int2")
+)
+"""Types that are only cast from: scales, which are not rounded values, and types without torch's
+rounding."""
 _BATCH_SIZE = 1 << 16
 """Elements per batch, so that temporary arrays stay small and in the cache."""
 
@@ -66,12 +71,15 @@ def is_supported(source: str, target: str) -> bool:
     if source == target:
         return True
     old, new = dtype_of(source), dtype_of(target)
+    if target in _SOURCES_ONLY:
+        return False
     if old.kind == "float":
-        return new.kind == "float" and target != "float8_e8m0fnu"
+        return new.kind == "float"
     if old.kind not in ("bool", "int", "uint"):
         return False
     # The new type must represent every integer of the old type.
-    value_bits = 1 if old.kind == "bool" else 8 * old.itemsize - (old.kind == "int")
+    n_bits = old.value_bits or 8 * old.itemsize
+    value_bits = 1 if old.kind == "bool" else n_bits - (old.kind == "int")
     if new.kind == "float":
         return value_bits <= _EXACT_BITS.get(target, 0)
     if new.kind == "int":

@@ -7,8 +7,11 @@ Sources: torch 2.13 ``torch/storage.py`` (storage classes) and ``torch/_utils.py
 (``_rebuild_tensor_v3`` for the types without a storage class); safetensors 0.8 ``Dtype``; names of
 ml_dtypes 0.6.
 
-Not supported: torch's quantized and sub-byte shell types (``qint8``, ``int4`` …), which torch
-itself cannot save as plain storages.
+``int4``, ``int2`` and ``float4_e2m1fn`` are those of jax and ml_dtypes: a value in the low bits of
+each byte. torch has no operations for its ``int4`` and ``int2``, but loads them as they are.
+
+Not supported: torch's quantized types (``qint8`` …) and other types of less than a byte (``uint4``,
+``int7`` …), which torch 2.13 refuses to save.
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ class DType:
     Args:
         name: canonical name, torch's without the ``torch.`` prefix.
         itemsize: bytes per stored element (``float4_e2m1fn_x2`` holds two values in one).
-        kind: ``float``, ``int``, ``uint``, ``bool``, ``complex`` or ``packed``.
+        kind: ``float``, ``int``, ``uint``, ``bool``, ``complex``, ``packed``, or ``bits`` (no
+            numbers).
         storage: name of torch's typed storage class, or None if pickles use ``UntypedStorage``
             and name the dtype.
         numpy: name in numpy or ml_dtypes, or None if neither has the type.
         safetensors: name in a safetensors header, or None if the format does not have the type.
+        value_bits: bits of an element that hold its value; None if that is all of them.
+        is_in_torch: whether torch has the type.
     """
 
     name: str
@@ -39,6 +45,8 @@ class DType:
     storage: str | None
     numpy: str | None
     safetensors: str | None
+    value_bits: int | None = None
+    is_in_torch: bool = True
 
 
 _TABLE = (
@@ -64,6 +72,16 @@ _TABLE = (
     DType("complex128", 16, "complex", "ComplexDoubleStorage", "complex128", None),
     DType("complex64", 8, "complex", "ComplexFloatStorage", "complex64", "C64"),
     DType("complex32", 4, "complex", None, None, None),
+    DType("int4", 1, "int", None, "int4", None, value_bits=4),
+    DType("int2", 1, "int", None, "int2", None, value_bits=2),
+    DType("float4_e2m1fn", 1, "float", None, "float4_e2m1fn", None, 4, is_in_torch=False),
+    DType("float8_e3m4", 1, "float", None, "float8_e3m4", None, is_in_torch=False),
+    DType("float8_e4m3b11fnuz", 1, "float", None, "float8_e4m3b11fnuz", None, is_in_torch=False),
+    DType("bits8", 1, "bits", None, None, None),
+    DType("bits16", 2, "bits", None, None, None),
+    DType("bits1x8", 1, "bits", None, None, None),
+    DType("bits2x4", 1, "bits", None, None, None),
+    DType("bits4x2", 1, "bits", None, None, None),
 )
 
 DTYPES = {dtype.name: dtype for dtype in _TABLE}

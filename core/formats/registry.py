@@ -31,6 +31,7 @@ _BUILT_IN = (
         "mcore.local",
         "torch_sharded.format",
         "nemo",
+        "flax",
         "torch.format",
     ),
 )

@@ -20,7 +20,7 @@ from math import inf, sqrt
 from typing import Any
 
 from core.arrays.cast import cast_of
-from core.arrays.dtypes import DTYPES, itemsize
+from core.arrays.dtypes import DTYPES, itemsize, numpy_dtype
 
 Number = int | float
 
@@ -159,7 +159,7 @@ def sum_squares(data: memoryview, dtype: str) -> float:
 
 def has_numbers(dtype: str) -> bool:
     """Return True if elements of a type have values that can be subtracted."""
-    return DTYPES[dtype].kind != "packed"
+    return DTYPES[dtype].kind not in ("packed", "bits")
 
 
 def has_nan(data: memoryview, dtype: str) -> bool:
@@ -307,6 +307,8 @@ def decode_numbers(data: memoryview, dtype: str) -> Any:
     row = DTYPES[dtype]
     if row.kind == "bool":
         return np.frombuffer(data, "u1")
+    if row.value_bits is not None and row.kind == "int":
+        return np.frombuffer(data, numpy_dtype(dtype)).astype("i1")
     if row.kind in ("int", "uint"):
         return np.frombuffer(data, f"{row.kind[0]}{row.itemsize}")
     if row.kind == "complex":

@@ -16,10 +16,12 @@ float8_e4m3fn      7f          no infinities: 7f and ff are NaN
 float8_e4m3fnuz    –           only 80 is NaN
 float8_e5m2fnuz    –           only 80 is NaN
 float8_e8m0fnu     –           no sign; only ff is NaN
+float8_e3m4        70
+float8_e4m3b11fnuz –           only 80 is NaN
 =================  ==========  ==========================================
 
-Complex numbers are two of float64, float32 or float16. ``float4_e2m1fn_x2`` has neither NaN nor
-infinity.
+Complex numbers are two of float64, float32 or float16. ``float4_e2m1fn`` and its packed form have
+neither NaN nor infinity.
 
 Source: IEEE 754-2019; OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0;
 ml_dtypes 0.6 for the ``fnuz`` types.
@@ -62,6 +64,8 @@ KINDS = {
     "float8_e4m3fnuz": NumberKind(1, None, nan=0x80),
     "float8_e5m2fnuz": NumberKind(1, None, nan=0x80),
     "float8_e8m0fnu": NumberKind(1, None, nan=0xFF),
+    "float8_e3m4": NumberKind(1, 0x70),
+    "float8_e4m3b11fnuz": NumberKind(1, None, nan=0x80),
     "complex128": NumberKind(8, 0x7FF0 << 48, n_parts=2, huge=(1023 + 100) << 52),
     "complex64": NumberKind(4, 0x7F80_0000, n_parts=2, huge=(127 + 100) << 23),
     "complex32": NumberKind(2, 0x7C00, n_parts=2),

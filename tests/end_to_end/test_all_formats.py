@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,12 @@ from tests.support.real_readers import READERS, Tensors, of_tensor
 
 def _gold(path: str) -> Callable[[Path, Path], Path]:
     return lambda golden, folder: golden / path
+
+
+def _flax(golden: Path, folder: Path) -> Path:
+    with tarfile.open(Path(__file__).parents[1] / "golden" / "flax.tar.xz") as archive:
+        archive.extractall(folder / "flax", filter="data")
+    return folder / "flax" / "single"
 
 
 def _zarr3_by_zarr_python(golden: Path, folder: Path) -> Path:
@@ -103,6 +110,7 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "zarr-moe": _gold("mcore0121_zarr/moe_seq/tp2_pp2_ep2"),
     "mcore_local": _local,
     "nemo": _nemo,
+    "flax": _flax,
     "dcp": _gold("torch_dcp/fsdp2_dp4"),
     "dcp-tp": _gold("torch_dcp/tp2_fsdp2_dp2"),
     "dcp-zstd": _dcp_zstd,

@@ -70,7 +70,7 @@ def test_what_other_software_wrote_is_read_and_its_damage_is_survived(
 
 
 def test_every_format_has_a_checkpoint_of_other_software() -> None:
-    written_in_its_own_tests = {"zarr3", "mcore_local", "torch_sharded", "nemo"}
+    written_in_its_own_tests = {"zarr3", "mcore_local", "torch_sharded", "nemo", "flax"}
     assert {format.name for format in FORMATS} == set(GOLDEN) | written_in_its_own_tests
 
 

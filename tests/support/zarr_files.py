@@ -33,11 +33,15 @@ def element_bytes(
     """Dense elements as bytes (the shape, then one axis of itemsize): a function of key and
     index.
     """
-    size = DTYPES[dtype].itemsize
+    size, n_bits = DTYPES[dtype].itemsize, DTYPES[dtype].value_bits
     n = int(np.prod(shape, dtype=np.int64)) * size
     numbers = np.arange(n, dtype=np.uint64) * 2654435761 + sum(key.encode()) * 97
     data = ((numbers >> 7) ^ (numbers >> 19)).astype(np.uint8)
-    return (data & 1 if dtype == "bool" else data).reshape(*shape, size)
+    if dtype == "bool":
+        data &= 1
+    elif n_bits is not None:  # in the low bits of a byte
+        data &= (1 << n_bits) - 1
+    return data.reshape(*shape, size)
 
 
 def source_of(

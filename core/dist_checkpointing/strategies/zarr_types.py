@@ -31,8 +31,8 @@ _RAW = {1: torch.uint8, 2: torch.int16}
 """Dtypes, by itemsize, that torch and numpy share, for elements whose own dtype numpy lacks."""
 _NATIVE: dict[str, np.dtype[Any]] = {
     name: np.dtype(getattr(ml_dtypes, name))
-    for name in DTYPES
-    if hasattr(ml_dtypes, name) and v2_dtype(name)
+    for name, dtype in DTYPES.items()
+    if hasattr(ml_dtypes, name) and v2_dtype(name) and hasattr(torch, name) and not dtype.value_bits
 }
 """The dtypes of zarr arrays that ml_dtypes adds to numpy, by canonical name."""
 
@@ -135,7 +135,7 @@ data_type_registry.register(NamedFloat._zarr_v3_name, NamedFloat)
 numpy_to_torch_dtype_dict: dict[np.dtype[Any], torch.dtype] = {
     _NATIVE.get(name) or np.dtype(dtype.numpy): getattr(torch, name)
     for name, dtype in DTYPES.items()
-    if dtype.numpy is not None and hasattr(torch, name)
+    if dtype.numpy is not None and hasattr(torch, name) and not dtype.value_bits
 }
 torch_to_numpy_dtype_dict = {
     torch_dtype: dtype for dtype, torch_dtype in numpy_to_torch_dtype_dict.items()

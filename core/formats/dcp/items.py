@@ -28,6 +28,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, overload
 
 from core.arrays.box import Box, Shape
+from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import TargetCatalog, held_boxes
 from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
 from core.catalog.stored import Coords, PlannedArray
@@ -267,6 +268,14 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
             offsets.add(box.offset)
             plan = plans.get((stored.dtype, box.shape))
             if plan is None:
+                # torch 2.13 loads int4 from a torch file, but has no copy_ for it, which DCP needs.
+                dtype = DTYPES[stored.dtype]
+                if not dtype.is_in_torch or dtype.value_bits is not None:
+                    raise UnsupportedError(
+                        f"PyTorch's DCP cannot load elements of type {dtype.name}",
+                        key=key,
+                        hint=f"cast it (--dtype '{key}=float32') or skip it (--exclude '{key}')",
+                    )
                 plan = plans[stored.dtype, box.shape] = plan_chunk(stored.dtype, box.shape)
             items.append(Item(key, plan.size, box, stored.coords, plan, stored))
     return items_of

@@ -4,9 +4,9 @@ zarr 2 has numpy's type strings (``<f4``, ``|b1``); for the types that numpy lac
 Megatron before it, write the bare name (``bfloat16``). zarr 3 has names throughout. What
 zarr-python 3.1 cannot open (bfloat16, all 8-bit floats) tensorstore opens.
 
-Not supported: types with one value of four bits per byte (``int4``, ``float4_e2m1fn``), strings,
-times, structures, opaque bytes (``|V2``), zarr 3 extension types; on writing, ``complex32`` and
-``float4_e2m1fn_x2``.
+Types of less than a byte have one value per byte. Not supported: ``uint4``, which tensorstore does
+not store, strings, times, structures, opaque bytes (``|V2``), zarr 3 extension types; on writing,
+``complex32`` and ``float4_e2m1fn_x2``.
 
 Source: zarr 2 and 3 specifications; tensorstore 0.1.86 and zarr-python 3.1.6.
 """
@@ -39,6 +39,11 @@ TENSORSTORE_ONLY = (
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
+    "float8_e3m4",
+    "float8_e4m3b11fnuz",
+    "float4_e2m1fn",
+    "int4",
+    "int2",
 )
 """Types without a numpy code, which zarr-python cannot open. zarr 3 spells them as the registry of
 extensions does.
@@ -113,7 +118,9 @@ def v3_spelling(dtype: str, *, key: str) -> str:
         raise UnsupportedError(
             f"zarr has no element type for {dtype}",
             key=key,
-            hint=f"cast it (--dtype '{key}=float32') or skip it (--exclude '{key}')",
+            hint=f"skip it (--exclude '{key}')"
+            if DTYPES[dtype].kind == "bits"
+            else f"cast it (--dtype '{key}=float32') or skip it (--exclude '{key}')",
         )
     return dtype
 

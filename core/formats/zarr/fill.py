@@ -49,6 +49,8 @@ _NAN_BITS = {
     "float8_e5m2": 0x7E,
     "float8_e4m3fnuz": 0x80,
     "float8_e5m2fnuz": 0x80,
+    "float8_e3m4": 0x78,
+    "float8_e4m3b11fnuz": 0x80,
 }
 _MANIFEST = "ckpt-manifest.json"
 _MAX_MANIFEST_BYTES = 512 << 20
@@ -129,6 +131,10 @@ def _integer_bytes(value: object, kind: DType) -> bytes | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
         return None
     try:
+        if kind.value_bits is not None:
+            half = 1 << (kind.value_bits - 1)
+            number = int(value)
+            return bytes((number % (2 * half),)) if -half <= number < half else None
         return int(value).to_bytes(kind.itemsize, "little", signed=kind.kind == "int")
     except OverflowError:
         return None
@@ -153,7 +159,7 @@ def _float_bytes(value: object, dtype: str, *, allows_bits: bool) -> bytes | Non
         if isnan(number):
             bits = _NAN_BITS.get(dtype)
             return None if bits is None else bits.to_bytes(itemsize, "little")
-        if str(number) in ("0", "0.0") and dtype in _NAN_BITS:
+        if str(number) in ("0", "0.0") and dtype in (*_NAN_BITS, "float4_e2m1fn"):
             return bytes(itemsize)
         # Only numbers that the type holds exactly: libraries round and saturate differently.
         wide, narrow, back = struct.pack("<d", number), bytearray(itemsize), bytearray(8)

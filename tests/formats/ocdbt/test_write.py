@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -163,3 +164,37 @@ def test_an_iteration_without_a_scalar_is_kept(golden: Path, tmp_path: Path) -> 
     assert checkpoint.iteration == original.iteration is not None
     checkpoint.store.close()
     original.store.close()
+
+
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+def test_element_types_of_jax_are_read_cast_and_written(driver: str, tmp_path: Path) -> None:
+    """Values of less than a byte have a byte each, as Orbax stores them."""
+    names = ("int4", "int2", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
+    values = {name: np.arange(-2, 2).astype(getattr(ml_dtypes, name)) for name in names}
+    for name, value in values.items():
+        store = {"driver": "ocdbt", "base": f"file://{tmp_path / 'src'}/", "path": f"{name}/"}
+        spec = {"driver": driver, "kvstore": store, "create": True}
+        ts.open(spec, dtype=ts.dtype(name), shape=value.shape).result().write(value).result()
+    run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="orbax", fsync=False, verify=True))
+    for name, value in values.items():
+        array = array_in(tmp_path / "out", name)
+        assert array.dtype == value.dtype
+        assert array.tobytes() == value.tobytes(), name
+    # Casts give numbers that torch has; without one it has no such type.
+    dtypes = tuple((name, "float32") for name in names)
+    run(Job(src=tmp_path / "src", dst=tmp_path / "out.pt", to="torch", dtype=dtypes, fsync=False))
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    for name, value in values.items():
+        assert (state[name].numpy() == value.astype(np.float32)).all(), name
+    for dtype, to in (("float8_e3m4", "torch"), ("int4", "dcp"), ("int4", "safetensors")):
+        others = tuple(name for name in names if name != dtype)
+        job = Job(src=tmp_path / "src", dst=tmp_path / "no", to=to, exclude=others, fsync=False)
+        with pytest.raises(UnsupportedError) as raised:
+            run(job)
+        assert raised.value.key == dtype
+    # torch has int4 as a name, and loads its bytes.
+    rest = tuple(name for name in names if not name.startswith("int"))
+    run(Job(src=tmp_path / "src", dst=tmp_path / "i.pt", to="torch", exclude=rest, fsync=False))
+    int4 = torch.load(tmp_path / "i.pt", weights_only=True)["int4"]
+    assert int4.dtype == torch.int4
+    assert int4.view(torch.uint8).numpy().tobytes() == values["int4"].tobytes()

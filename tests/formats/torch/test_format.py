@@ -328,7 +328,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[], object], str]] = {
     "meta": (lambda: torch.empty(3, device="meta"), "meta tensor"),
     "conj": (lambda: torch.ones(3, dtype=torch.complex64).conj(), "view with the conj bit"),
     "neg": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "view with the neg bit"),
-    "bits": (lambda: torch.zeros(3, dtype=torch.uint8).view(torch.bits8), "tensor of dtype bits8"),
     "subclass": (lambda: torch.ones(3).as_subclass(Subclass), "tensor of the class .*Subclass"),
     "expanded": (lambda: torch.ones(1).expand(1 << 40), "expanded view of more than 4 GiB"),
     "parameter": (lambda: torch.nn.Parameter(torch.empty(3, device="meta")), "meta tensor"),

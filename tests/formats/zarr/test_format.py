@@ -35,6 +35,7 @@ from core.formats.dcp import torch_dist
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.format import load_object
 from core.formats.zarr import format as zarr
+from core.formats.zarr.dtypes import TENSORSTORE_ONLY
 from core.formats.zarr.metadata2 import parse_zarray
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import load_rules, stack, unshard
@@ -286,7 +287,11 @@ def test_metadata_json_is_the_last_image() -> None:
     assert [image.is_metadata for image in images] == [False, False, False, True]
 
 
-TYPES = [name for name in DTYPES if name not in ("complex32", "float4_e2m1fn_x2")]
+TYPES = [
+    name
+    for name, dtype in DTYPES.items()
+    if dtype.kind != "bits" and name not in ("complex32", "float4_e2m1fn_x2")
+]
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "one": (1,),
@@ -318,7 +323,7 @@ def test_tensorstore_reads_every_type_and_shape_that_we_write(tmp_path: Path) ->
 
 
 def test_zarr_python_reads_what_we_write_in_the_types_that_it_knows(tmp_path: Path) -> None:
-    known = [name for name in TYPES if not name.startswith(("bfloat", "float8"))]
+    known = [name for name in TYPES if name not in TENSORSTORE_ONLY]
     tensors = {
         f"{dtype}.{name}": (dtype, shape) for dtype in known for name, shape in SHAPES.items()
     }
@@ -431,7 +436,9 @@ def test_what_tensorstore_writes_is_read(
         for fragment in catalog.fragments(name):
             assert fragment.array is not None
             assert (fragment.array.extent.encoding is not None) == is_encoded
-            assert fragment.array.shape == (3, 5, 4), "chunks are stored in full, also at the edges"
+            # Chunks are stored in full, also at the edges; padding at the end is not read.
+            is_cut = fragment.box.shape == (1, 5, 4) and order == "C" and not is_encoded
+            assert fragment.array.shape == ((1, 5, 4) if is_cut else (3, 5, 4))
     folder = written(catalog, store, zarr.FORMAT, tmp_path / "ours")
     for name in catalog.tensors:
         ours = by_tensorstore(folder / name, "zarr")
@@ -642,8 +649,8 @@ def test_a_zarray_that_is_no_json_object_is_corrupt(data: bytes) -> None:
         "|S5",
         "<U3",
         "<M8[ns]",
-        "int4",
-        "float4_e2m1fn",
+        "uint4",
+        "float6_e3m2fn",
         "|f4",
         "=f4",
         "",

@@ -25,6 +25,7 @@ from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import torch_dist
 from core.formats.zarr import format3 as zarr3
 from core.formats.zarr.array import ZarrArray
+from core.formats.zarr.dtypes import TENSORSTORE_ONLY
 from core.formats.zarr.metadata3 import node_of, parse_array
 from tests.support.materialize import tensor_bytes
 from tests.support.zarr_files import (
@@ -38,8 +39,12 @@ from tests.support.zarr_files import (
 
 Shape = tuple[int, ...]
 
-TYPES = [name for name in DTYPES if name not in ("complex32", "float4_e2m1fn_x2")]
-KNOWN_TO_ZARR_PYTHON = [name for name in TYPES if not name.startswith(("bfloat", "float8"))]
+TYPES = [
+    name
+    for name, dtype in DTYPES.items()
+    if dtype.kind != "bits" and name not in ("complex32", "float4_e2m1fn_x2")
+]
+KNOWN_TO_ZARR_PYTHON = [name for name in TYPES if name not in TENSORSTORE_ONLY]
 SHAPES: dict[str, Shape] = {
     "scalar": (),
     "one": (1,),
@@ -506,7 +511,7 @@ def test_malformed_metadata_is_corrupt_and_named(changes: dict[str, object]) -> 
     ("changes", "name"),
     [
         ({"zarr_format": 2}, "is not 3"),
-        ({"data_type": "int4"}, "int4"),
+        ({"data_type": "uint4"}, "uint4"),
         ({"data_type": "string"}, "string"),
         ({"data_type": {"name": "numpy.datetime64", "configuration": {}}}, "numpy.datetime64"),
         ({"data_type": 7}, "7"),

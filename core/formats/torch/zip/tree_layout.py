@@ -172,6 +172,12 @@ def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: i
     """
     # torch refuses to load an integer tensor that requires grad.
     dtype = DTYPES[array.dtype]
+    if not dtype.is_in_torch:
+        raise UnsupportedError(
+            f"torch has no element type {array.dtype}",
+            key=leaf.key,
+            hint=f"cast it (--dtype '{leaf.key}=float32') or skip it (--exclude '{leaf.key}')",
+        )
     needs_grad = leaf.requires_grad and dtype.kind in ("float", "complex")
     hooks = Inert("reduce", Global("collections", "OrderedDict"))
     geometry = (0, array.shape, c_strides(array.shape), needs_grad and leaf.wrapper is None, hooks)
