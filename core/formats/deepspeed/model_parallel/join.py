@@ -41,7 +41,7 @@ def joined(
     """
 
     def fragments(key: str) -> Sequence[Fragment]:
-        found = []
+        parts = []
         for piece in pieces:
             delta = [to - start for to, start in zip(piece.to, piece.box.offset, strict=True)]
             for fragment in shards[piece.tp_rank].fragments(key):
@@ -54,8 +54,8 @@ def joined(
                         fragment.at, box.offset, fragment.box.offset, strict=True
                     )
                 )
-                found.append(Fragment(key, box.shift(delta), fragment.array, at))
-        return found
+                parts.append(Fragment(key, box.shift(delta), fragment.array, at))
+        return parts
 
     return UnkeyedTensor(shards[0].dtype, shape, fragments)
 

@@ -367,8 +367,8 @@ def _start(value: object, shape: Shape, extent: Shape) -> Shape | None:
     strides = c_strides(shape)
     recorded = _shape(items[1])
     if len(recorded) != len(shape) or any(
-        found != wanted and size > 1
-        for found, wanted, size in zip(recorded, strides, extent, strict=True)
+        stride != dense and size > 1
+        for stride, dense, size in zip(recorded, strides, extent, strict=True)
     ):
         return None
     start, rest = [], items[0]
