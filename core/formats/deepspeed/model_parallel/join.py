@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPiece:
+class TensorParallelPiece:
     """A box of a shard, and its position in the parameter.
 
     Args:
@@ -30,7 +30,7 @@ class ShardPiece:
 
 
 def joined(
-    shards: Sequence[UnkeyedTensor], shape: Shape, pieces: Sequence[ShardPiece]
+    shards: Sequence[UnkeyedTensor], shape: Shape, pieces: Sequence[TensorParallelPiece]
 ) -> UnkeyedTensor:
     """Return the tensor that consists of pieces of shards.
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from core.arrays.box import Box, Shape, c_strides, full_box
 from core.errors import CorruptError, UnsupportedError
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT
-from core.formats.deepspeed.model_parallel.join import ShardPiece
+from core.formats.deepspeed.model_parallel.join import TensorParallelPiece
 from core.formats.deepspeed.state_file import mapping_or_empty
 from core.pickle.inert import as_mapping
 
@@ -62,7 +62,7 @@ class JoinPlan:
     """
 
     shape: Shape
-    pieces: Sequence[ShardPiece]
+    pieces: Sequence[TensorParallelPiece]
     extras: Mapping[str, object]
     is_replicated: bool = False
     n_padding: int = 0
@@ -114,7 +114,7 @@ class TensorParallelRules:
         if self._match(_REPLICATED, name) is not None:
             if len(set(shapes)) > 1:
                 raise self._contradiction(name, shapes)
-            piece = ShardPiece(0, full_box(shapes[0]), (0,) * len(shapes[0]))
+            piece = TensorParallelPiece(0, full_box(shapes[0]), (0,) * len(shapes[0]))
             return self._without_padding(name, JoinPlan(shapes[0], [piece], {}, is_replicated=True))
         extras: dict[str, object]
         if self._match(_TWO, name) is not None and shapes[0]:
@@ -160,7 +160,7 @@ class TensorParallelRules:
                 start, to = [0] * len(shape), [0] * len(shape)
                 start[axis], to[axis] = offsets[tp_rank], end
                 extent = (*shape[:axis], width[tp_rank], *shape[axis + 1 :])
-                pieces.append(ShardPiece(tp_rank, Box(tuple(start), extent), tuple(to)))
+                pieces.append(TensorParallelPiece(tp_rank, Box(tuple(start), extent), tuple(to)))
                 offsets[tp_rank] += width[tp_rank]
                 end += width[tp_rank]
         return JoinPlan((*shapes[0][:axis], end, *shapes[0][axis + 1 :]), pieces, extras)
@@ -256,7 +256,7 @@ class TensorParallelRules:
                         key=name,
                         hint=SAVE_AGAIN_HINT,
                     )
-                pieces.append(ShardPiece(tp_rank, Box(start, extent), to))
+                pieces.append(TensorParallelPiece(tp_rank, Box(start, extent), to))
                 n_elements += Box(start, extent).n_elements
         boxes = [Box(piece.to, piece.box.shape) for piece in pieces]
         if n_elements != full_box(shape).n_elements or any(
@@ -287,7 +287,7 @@ class TensorParallelRules:
             n_kept = min(piece.box.shape[0], rows - piece.to[0])
             if n_kept > 0:
                 box = Box(piece.box.offset, (n_kept, *piece.box.shape[1:]))
-                pieces.append(ShardPiece(piece.tp_rank, box, piece.to))
+                pieces.append(TensorParallelPiece(piece.tp_rank, box, piece.to))
         return JoinPlan(
             (rows, *plan.shape[1:]),
             pieces,
