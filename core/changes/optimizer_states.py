@@ -58,7 +58,7 @@ class DequantizedStates:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _QuantizedState:
     """A state with the keys of its parts; ``shape`` and ``block`` as in ``DequantizedState``.
 
     Args:
@@ -159,7 +159,7 @@ def _without_parts(
     return nest_again(leaves)
 
 
-def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, _State]:
+def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, _QuantizedState]:
     """Return the states of bitsandbytes' Adam by their key in float32.
 
     Raises:
@@ -167,7 +167,7 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, _State]:
         CorruptError: the number of scales does not fit any block.
     """
     tensors = catalog.tensors
-    states: dict[str, _State] = {}
+    states: dict[str, _QuantizedState] = {}
     for key, meta in tensors.items():
         owner, _, name = key.rpartition(".")
         if name not in ("state1", "state2") or not is_optimizer_key(key):
@@ -182,7 +182,7 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, _State]:
             )
         target = f"{owner}.{_MOMENTS[number]}"
         if meta.dtype == "float32":
-            states[target] = _State(key, None, None, meta.shape, 0)
+            states[target] = _QuantizedState(key, None, None, meta.shape, 0)
             continue
         scales, table = f"{owner}.absmax{number}", f"{owner}.qmap{number}"
         if meta.dtype != "uint8" or scales not in tensors or table not in tensors:
@@ -196,7 +196,7 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, _State]:
     return states
 
 
-def _states_of_torchao(catalog: Catalog) -> dict[str, _State]:
+def _states_of_torchao(catalog: Catalog) -> dict[str, _QuantizedState]:
     """Return the states of torchao's classes by their key in float32.
 
     Raises:
@@ -204,7 +204,7 @@ def _states_of_torchao(catalog: Catalog) -> dict[str, _State]:
         CorruptError: the parts do not fit each other.
     """
     tensors = catalog.tensors
-    states: dict[str, _State] = {}
+    states: dict[str, _QuantizedState] = {}
     for key, meta in tensors.items():
         target = key.removesuffix(".codes")
         if target == key or not is_optimizer_key(key) or f"{target}.scale" not in tensors:
@@ -232,7 +232,7 @@ def _recorded_shape(catalog: Catalog, target: str) -> Shape:
 
 def _blockwise(
     catalog: Catalog, codes: str, scales: str, table: str | None, *, shape: Shape
-) -> _State:
+) -> _QuantizedState:
     """Return a state after checking that its parts fit each other.
 
     Raises:
@@ -259,4 +259,4 @@ def _blockwise(
         raise CorruptError(
             f"the parts of the optimizer state of shape {shape} do not fit: {problem}", key=codes
         )
-    return _State(codes, scales, table, shape, block)
+    return _QuantizedState(codes, scales, table, shape, block)
