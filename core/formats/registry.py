@@ -31,7 +31,7 @@ _BUILT_IN = (
         "mcore.local",
         "torch_sharded.format",
         "nemo",
-        "flax",
+        "flax.format",
         "torch.format",
     ),
 )
