@@ -86,7 +86,12 @@ def lightning_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of DeepSpeed's checkpoints with experts, as ``golden``."""
+    """Directory of DeepSpeed's checkpoints with experts and model-parallel ranks, as
+    ``frameworks``.
+    """
+    made_anew = os.environ.get("CKPT_DEEPSPEED")
+    if made_anew:
+        return Path(made_anew)
     return _unpacked(DEEPSPEED_ARCHIVE, "deepspeed_parallel", tmp_path_factory)
 
 
