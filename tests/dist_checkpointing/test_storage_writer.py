@@ -511,7 +511,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="unknown format"):
         CkptStorageWriter(tmp_path / "out", "pickle")
     with pytest.raises(UnsupportedError, match="not written"):
-        CkptStorageWriter(tmp_path / "out", "orbax")
+        CkptStorageWriter(tmp_path / "out", "flax")
     with pytest.raises(TypeError):
         CkptStorageWriter(tmp_path / "out", "dcp", layers=3)
     assert CkptStorageWriter.validate_checkpoint_id("gs://bucket/x")

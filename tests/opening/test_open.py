@@ -114,7 +114,6 @@ def test_nothing_and_emptiness_are_told_apart(tmp_path: Path) -> None:
     [
         ("model.gguf", "a GGUF file"),
         ("model.nemo", "a NeMo archive"),
-        ("flax_model.msgpack", "a Flax file"),
     ],
 )
 def test_the_usual_formats_that_are_not_read_are_named(

@@ -155,7 +155,7 @@ def converted(source: Path, dst: Path, to: str, **options: Any) -> list[str]:
     return list(run(Job(src=source, dst=dst, to=to, fsync=False, **options)).notes)
 
 
-FLAT = ("safetensors", "dcp", "torch_dist", "zarr", "zarr3", "deepspeed_universal")
+FLAT = ("safetensors", "dcp", "torch_dist", "orbax", "zarr", "zarr3", "deepspeed_universal")
 
 
 @pytest.mark.parametrize("to", FLAT)

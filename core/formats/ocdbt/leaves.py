@@ -74,9 +74,14 @@ def storable(catalog: Catalog) -> Catalog:
     tensors_inside: set[str] = set()
     for key, item in catalog.objects.items():
         problem = _problem(item.value)
+        inside = {node.key for node in walk(item.value) if isinstance(node, TensorLeaf)}
+        if problem is None and inside != {
+            leaf.tensor_key for leaf in _leaves_below(item.value, (key,)) if leaf.kind == _ARRAY
+        }:
+            problem = "attributes of dicts"
         if problem is not None:
             dropped[key] = f"{key} (Orbax trees cannot hold {problem})"
-            tensors_inside |= {n.key for n in walk(item.value) if isinstance(n, TensorLeaf)}
+            tensors_inside |= inside
     if not dropped:
         return catalog
     return replace(

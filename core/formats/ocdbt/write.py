@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.errors import UnsupportedError
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.ocdbt.leaves import leaves_to_write, tree_json
 from core.formats.ocdbt.node_writer import encode_database
@@ -63,8 +64,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         target: every tensor is one array; objects are ``storable``.
 
     Raises:
-        UnsupportedError: a tensor's key or dtype cannot be stored, or two entries have the same
-            name.
+        UnsupportedError: a tensor's key or dtype cannot be stored, two entries have the same name,
+            or there is neither a tensor nor a number.
     """
     leaves = leaves_to_write(target)
     check_keys(dict.fromkeys(leaf.name for leaf in leaves), reserved=frozenset())
@@ -93,6 +94,12 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             values[f"{leaf.name}/{names.name(index)}"] = ValueLocation(
                 "", path, offset + number * chunk_bytes, chunk_bytes
             )
+
+    if not values:
+        raise UnsupportedError(
+            "Orbax has nothing to store: there is neither a tensor nor a number",
+            hint="write a format that keeps other entries: --to torch or --to dcp",
+        )
 
     # The other files. The manifest comes last, as it makes the checkpoint recognisable.
     node_file = _data_name("nodes")
