@@ -69,19 +69,13 @@ def frameworks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the checkpoints of training frameworks, as ``golden``. scripts/framework-tests
     names one that it has made anew.
     """
-    made_anew = os.environ.get("CKPT_FRAMEWORKS")
-    if made_anew:
-        return Path(made_anew)
-    return _unpacked(FRAMEWORKS_ARCHIVE, "frameworks", tmp_path_factory)
+    return _made_or_unpacked("CKPT_FRAMEWORKS", FRAMEWORKS_ARCHIVE, "frameworks", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def lightning_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the checkpoints of Lightning, as ``frameworks``."""
-    made_anew = os.environ.get("CKPT_LIGHTNING")
-    if made_anew:
-        return Path(made_anew)
-    return _unpacked(LIGHTNING_ARCHIVE, "lightning", tmp_path_factory)
+    return _made_or_unpacked("CKPT_LIGHTNING", LIGHTNING_ARCHIVE, "lightning", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -89,19 +83,15 @@ def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of DeepSpeed's checkpoints with experts and model-parallel ranks, as
     ``frameworks``.
     """
-    made_anew = os.environ.get("CKPT_DEEPSPEED")
-    if made_anew:
-        return Path(made_anew)
-    return _unpacked(DEEPSPEED_ARCHIVE, "deepspeed_parallel", tmp_path_factory)
+    return _made_or_unpacked(
+        "CKPT_DEEPSPEED", DEEPSPEED_ARCHIVE, "deepspeed_parallel", tmp_path_factory
+    )
 
 
 @pytest.fixture(scope="session")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the pipelines of diffusers, as ``frameworks``."""
-    made_anew = os.environ.get("CKPT_DIFFUSERS")
-    if made_anew:
-        return Path(made_anew)
-    return _unpacked(DIFFUSERS_ARCHIVE, "diffusers", tmp_path_factory)
+    return _made_or_unpacked("CKPT_DIFFUSERS", DIFFUSERS_ARCHIVE, "diffusers", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +101,14 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if made_anew:
         return Path(made_anew) / "accelerate" / "two_models"
     return _unpacked(TWO_MODELS_ARCHIVE, "accelerate", tmp_path_factory) / "two_models"
+
+
+def _made_or_unpacked(
+    variable: str, archive_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return the directory that an environment variable names, or that of an archive."""
+    made_anew = os.environ.get(variable)
+    return Path(made_anew) if made_anew else _unpacked(archive_path, name, tmp_path_factory)
 
 
 def _unpacked(archive_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -41,7 +41,7 @@ Kind = Literal["usual", "linear", "none"]
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
-    """What a layer consists of.
+    """The attention and the MLP of one layer of a heterogeneous model.
 
     Args:
         attention, mlp: ``usual``, ``linear`` (one linear in its place) or ``none``.
@@ -54,7 +54,7 @@ class LayerBlocks:
 
     @property
     def kind(self) -> tuple[Kind, Kind]:
-        """What decides which parameters the layer has."""
+        """The kinds of attention and MLP, which decide the parameters of the layer."""
         return self.attention, self.mlp
 
     def linear_norm_names(self) -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ class LayerBlocks:
 
 
 def blocks_of(fields: Mapping[str, object]) -> tuple[LayerBlocks, ...] | None:
-    """Return what each layer consists of; None if the model is not heterogeneous.
+    """Return the blocks of each layer; None if the model is not heterogeneous.
 
     Raises:
         CorruptError: the JSON text is malformed, or describes another number of layers than

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.universal.source import EXPERTS, for_universal
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero, written
+from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes
 
 EXPERT_1 = "layer_0_expert_1_mp_rank_00_model_states.pt"
@@ -24,16 +24,6 @@ SHARDED = ("moe_zero1", "moe_zero2_two_sizes", "moe_zero1_data_first")
 
 def plain_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def edited(source: Path, folder: Path, change: Callable[[str, Any], None]) -> LocalStore:
-    """A copy of a checkpoint, each model file of which went through ``change``."""
-    shutil.copytree(source, folder)
-    for path in folder.glob("*model_states.pt"):
-        content = torch.load(path, weights_only=False)
-        change(path.name, content)
-        torch.save(content, path)
-    return LocalStore(folder)
 
 
 @pytest.mark.parametrize("case", [*SHARDED, "moe_zero0"])

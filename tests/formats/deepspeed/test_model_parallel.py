@@ -24,6 +24,7 @@ from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
 from core.formats.deepspeed.universal.source import for_universal
 from tests.formats.deepspeed.deepspeed_samples import Zero, written
+from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes
 
 CASES = ("pipeline_zero1", "pipeline_tp2_zero1", "autotp_zero1", "autotp_zero3")
@@ -80,16 +81,6 @@ def test_the_settings_name_the_parameters_of_all_stages(deepspeed_parallel: Path
     assert trained == {key for key in catalog.tensors if not key.startswith("optimizer.")}
     assert len(trained) == sum(map(len, names))
     assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
-
-
-def edited(source: Path, folder: Path, change: Callable[[str, Any], None]) -> LocalStore:
-    """A copy of a checkpoint, each model file of which went through ``change``."""
-    shutil.copytree(source, folder)
-    for path in folder.glob("*model_states.pt"):
-        content = torch.load(path, weights_only=False)
-        change(path.name, content)
-        torch.save(content, path)
-    return LocalStore(folder)
 
 
 def of_info(name: str, value: object) -> Callable[[str, Any], None]:

@@ -51,7 +51,7 @@ _MOST_REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class JoinPlan:
-    """How a parameter is joined.
+    """The pieces of a parameter's shards, and the shape that they fill.
 
     Args:
         shape: shape of the parameter.
