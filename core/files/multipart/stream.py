@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from core.files.object_client import client_of, translate_store_errors
+from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
 from core.files.requests.traffic import count_bytes
 from core.files.requests.waiting import call_interruptibly
@@ -52,3 +53,4 @@ def upload_stream(path: RemotePath, pieces: Iterable[Piece], n_bytes: int) -> No
             )
         )
         count_bytes(n_bytes)
+    forget_listings()

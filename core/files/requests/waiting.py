@@ -21,7 +21,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _POLL_S = 0.1
-_LAST_S = 1.0
+_LAST_S = 2.0
 """Time that a store has to answer after the process was asked to end."""
 _MOST_CALLS = 1024
 
@@ -68,7 +68,10 @@ def is_ending() -> bool:
 
 
 def stop_waiting_when(is_stopped: Callable[[], bool]) -> None:
-    """Make the calling thread give up waiting for stores when ``is_stopped`` returns True."""
+    """Make the calling thread give up waiting for stores when ``is_stopped`` returns True.
+
+    Such a thread does the work that a signal ends; after ``end_requests`` it calls no store.
+    """
     _this_thread.is_stopped = is_stopped
 
 
@@ -85,7 +88,8 @@ def call_interruptibly(call: Callable[[], T], *, grace_s: float = 0.0) -> T:
         grace_s: seconds that a call may still take when a signal comes while it runs.
 
     Raises:
-        StorageError: the wait was given up.
+        StorageError: the wait was given up; or the process was asked to end before the call was
+            begun, and this thread does not clean up.
     """
 
     def counted() -> T:
@@ -98,6 +102,10 @@ def call_interruptibly(call: Callable[[], T], *, grace_s: float = 0.0) -> T:
             with _count_lock:
                 _n_unanswered -= 1
 
+    # Begin nothing that only the end of the process would end: a store that leaves it unanswered
+    # would pass for one that answers nothing, and the cleaning up would be given up.
+    if _ending.is_asked and _this_thread.is_stopped is not None:
+        raise _interrupted()
     # Nobody has to wait for these threads, so that the call may block one of them.
     return counted() if is_daemon_thread() else wait_for(_threads.submit(counted), grace_s=grace_s)
 
@@ -177,7 +185,11 @@ def check_wait(give_up_at: float | None) -> None:
         _ending.is_silent = True
     # What was begun before is given up at once; what cleans up, when the store takes too long.
     if give_up_at is None or _ending.is_silent:
-        raise StorageError("interrupted while waiting for the store")
+        raise _interrupted()
+
+
+def _interrupted() -> StorageError:
+    return StorageError("interrupted while waiting for the store")
 
 
 def _forget_threads() -> None:

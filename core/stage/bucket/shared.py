@@ -25,6 +25,7 @@ from core.arrays.checksum import crc32
 from core.errors import CorruptError, UsageError
 from core.files.multipart.client import upload_client
 from core.files.multipart.stream import upload_stream
+from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
 from core.files.store import translate_os_errors
@@ -119,6 +120,8 @@ def join_shares(store: PartStore, shares: Iterable[SentShare]) -> None:
         CorruptError: leftovers are not those that the worker has put.
         StorageError: the store refuses, or cannot be reached.
     """
+    # A listing made before the workers put their leftovers does not name them.
+    forget_listings()
     for share in shares:
         for name, numbers in share.parts.items():
             store.take_sent(name, numbers)
@@ -171,6 +174,7 @@ def local_copy(path: RemotePath) -> Iterator[Path]:
         StorageError: the store refuses, or cannot be reached.
     """
     label = tempfile.gettempdir()
+    forget_listings()  # another process may have put the object after the last listing
     with translate_os_errors(label, doing="create a file in"):
         file = tempfile.NamedTemporaryFile(prefix="ckpt-")
     with file, closing(RemoteStore(path.parent)) as store:
