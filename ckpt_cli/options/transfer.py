@@ -101,14 +101,16 @@ def accepts(
             # help_all is False: its callback prints the page and exits.
             # Checkpoints to read may be URLs. Everything else is local, and is refused here: for
             # Python, Path("s3://bucket/x") is a local path.
+            urls: list[RemotePath] = []
             for name, value in values.items():
                 for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(item, Path) and not (
-                        name in _CHECKPOINTS and isinstance(item, RemotePath)
-                    ):
+                    if isinstance(item, RemotePath) and name in _CHECKPOINTS:
+                        urls.append(item)
+                    elif isinstance(item, Path):
                         refuse_url(item)
             if "storage_option" in values:
-                set_storage_options(parse_storage_options(values["storage_option"] or ()))
+                texts = values["storage_option"] or ()
+                set_storage_options(parse_storage_options(texts, schemes={u.scheme for u in urls}))
                 limit_requests(values.get("threads"))
             values[WORDS] = given_words()
             return body(

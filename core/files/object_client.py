@@ -119,7 +119,12 @@ _WITHOUT_PERMISSION = ("AccessDenied", "AuthorizationPermissionMismatch")
 _DENIED, _NO_PERMISSION = "access denied", "no permission"
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _WRONG_REGION = ("PermanentRedirect", "IllegalLocation", "AuthorizationHeaderMalformed")
-_NETWORK_HINT = "check the endpoint (AWS_ENDPOINT_URL, --storage-option endpoint=URL) and the proxy"
+_NETWORK_HINTS = {
+    "s3": "check the endpoint (AWS_ENDPOINT_URL, --storage-option endpoint=URL) and the proxy",
+    "gs": "check the network and the proxy",
+    "az": "check the endpoint (--storage-option endpoint=URL) and the proxy",
+    "https": "check the host and the port of the URL, and the proxy",
+}
 _CERTIFICATE_HINT = (
     "let SSL_CERT_FILE name a file with the certificate of its authority, or check the endpoint"
 )
@@ -536,8 +541,10 @@ def _unanswered(path: Address, text: str) -> tuple[str, str | None] | None:
         return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
     for part, happened in _TRANSPORT:
         if part in text:
-            hint = _CERTIFICATE_HINT if "certificate" in happened else _NETWORK_HINT
-            return f"no answer from the store: {happened}", hint
+            scheme = _canonical_scheme(path)
+            whom = "server" if scheme == "https" else "store"
+            hint = _CERTIFICATE_HINT if "certificate" in happened else _NETWORK_HINTS[scheme]
+            return f"no answer from the {whom}: {happened}", hint
     return None
 
 

@@ -195,6 +195,20 @@ def test_an_endpoint_without_a_scheme_is_a_usage_error(
     assert f"write --storage-option endpoint=https://{value}" in capsys.readouterr().err
 
 
+def test_options_of_object_stores_are_refused_for_web_servers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["inspect", "https://127.0.0.1:9/a", "--storage-option", "region=eu"]) == 2
+    assert "--storage-option region: no such option for https://" in capsys.readouterr().err
+
+
+def test_a_web_server_that_does_not_answer_is_no_store(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", "https://127.0.0.1:9/a", "--storage-option", "timeout=5s"]
+    assert main(words) == 6
+    shown = capsys.readouterr().err
+    assert "no answer from the server" in shown and "the host and the port of the URL" in shown
+
+
 def test_an_endpoint_in_the_environment_that_is_no_url_is_named(
     monkeypatch: pytest.MonkeyPatch, store: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
