@@ -7,6 +7,7 @@ each with the way in which it is converted:
 way                     config.json                  argument
 ======================  ===========================  ===============================================
 ``number``, ``text``    the same                     the same; None if it is null
+``numbers``             a list of numbers            a tuple of them
 ``window``              W, the keys that a query     ``window_size`` (W - 1, 0), the keys before and
                         sees                         after its own
 ``window_layers``       ``layer_types``, one name    ``window_attn_skip_freq``, 1 for a layer with a
@@ -41,6 +42,7 @@ from core.megatron.model.args import linear_layers
 WAYS = (
     "number",
     "text",
+    "numbers",
     "window",
     "window_layers",
     "positions",
@@ -106,6 +108,8 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return (count_of(config, setting.name) - 1, 0)
     if setting.way == "text":
         return str(value)
+    if setting.way == "numbers":
+        return tuple(_numbers(setting.name, value))
     number = _number(setting.name, value)
     if setting.way == "number":
         return value
@@ -152,6 +156,8 @@ def setting_value(
         return before + 1
     if setting.way == "text":
         return str(argument)
+    if setting.way == "numbers":
+        return _numbers(setting.name, argument)
     number = _number(setting.name, argument)
     if setting.way == "number":
         return argument
@@ -259,6 +265,17 @@ def _layer_types(
         "full_attention" if not has_window or exception else "sliding_attention"
         for exception in is_exception
     ]
+
+
+def _numbers(name: str, value: object) -> list[float]:
+    """Return a list of finite numbers.
+
+    Raises:
+        CorruptError: it is none.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise CorruptError(f"{name} is {repr(value)[:80]}, not a list of numbers")
+    return [_number(name, item) for item in value]
 
 
 def _number(name: str, value: object) -> float:

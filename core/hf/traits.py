@@ -59,6 +59,8 @@ FEATURES: Mapping[str, str] = {
     "router_groups": "moe_router_num_groups",
     "moe_latent": "moe_latent_size",
     "mtp": "mtp_num_layers",
+    "parallel_mamba": "falconh1_ratio",
+    "mamba_norm": "rmsnorm",
     "hybrid": "hybrid_override_pattern",
     "hybrid_attention": "hybrid_override_pattern",
     "hybrid_mlp": "hybrid_override_pattern",
@@ -168,6 +170,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         }
     if kinds is not None:
         features |= hybrid_features(kinds)
+    if kinds is not None or "parallel_mamba" in features:
         sizes |= mamba_sizes(
             heads=size_of(fields, "mamba_num_heads"),
             head_dim=size_of(fields, "mamba_head_dim"),
@@ -264,6 +267,8 @@ def _features(
         "mtp": has_mtp,
         "linear_attention": fields.get("linear_attention_freq"),
         "output_gate": fields.get("attention_output_gate"),
+        "parallel_mamba": fields.get("falconh1_ratio"),
+        "mamba_norm": fields.get("falconh1_ratio") and fields.get("rmsnorm", True),
     }
     features = {name for name, condition in conditions.items() if condition}
     return frozenset(features | _moe_features(fields) if has_experts else features)

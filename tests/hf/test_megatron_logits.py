@@ -98,7 +98,8 @@ def scan(x, dt, a, b, c, chunk_size, *, D, z, dt_bias, dt_softplus, **unused):
             step * x[:, t, :, :, None] * b[:, t, :, None]
         )
         rows.append((state * c[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
-    return torch.stack(rows, 1)
+    result = torch.stack(rows, 1)
+    return result if z is None else result * torch.nn.functional.silu(z)
 
 
 class GatedNorm(torch.nn.Module):
@@ -334,6 +335,111 @@ def hybrid(args, config):
     ).eval()
 
 
+def scale(module, factors):
+    # What a module of megatron-core returns, with or without a bias, times factors.
+    module.register_forward_hook(
+        lambda _, __, out: (out[0] * factors, *out[1:]) if isinstance(out, tuple) else out * factors
+    )
+
+
+class ScaledKeys(SelfAttention):
+    # Megatron-Bridge's FalconH1SelfAttention.
+    def get_query_key_value_tensors(self, *args, **others):
+        query, key, value = super().get_query_key_value_tensors(*args, **others)
+        return query, key * self.key_multiplier, value
+
+
+class FalconLayer(torch.nn.Module):
+    # Megatron-Bridge's FalconH1Layer of the same parts, with the local modules.
+    def __init__(self, args, config, number):
+        super().__init__()
+        from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+        from megatron.core.transformer.attention import SelfAttentionSubmodules
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from megatron.core.transformer.enums import AttnMaskType
+        from megatron.core.transformer.mlp import MLP, MLPSubmodules
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        hidden, self.args = args["hidden_size"], args
+        self.norm = WrappedTorchNorm(config, hidden, config.layernorm_epsilon)
+        self.mamba_mixer = MambaMixer(
+            config,
+            MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+            hidden,
+            rmsnorm=args["rmsnorm"],
+            layer_number=number,
+            pg_collection=groups,
+        )
+        attention = SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+        )
+        self.self_attention = ScaledKeys(
+            config, attention, number, AttnMaskType.causal, pg_collection=groups
+        )
+        self.self_attention.key_multiplier = args["key_multiplier"]
+        self.pre_mlp_layernorm = WrappedTorchNorm(config, hidden, config.layernorm_epsilon)
+        fc = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        self.mlp = MLP(config, fc, tp_group=groups.tp)
+        # One factor for each of z, x, B, C and dt; one for the gate, one behind the MLP.
+        inner = args["mamba_num_heads"] * args["mamba_head_dim"]
+        group = args["mamba_num_groups"] * args["mamba_state_dim"]
+        sizes = torch.tensor([inner, inner, group, group, args["mamba_num_heads"]])
+        factors = torch.tensor(args["ssm_multipliers"])
+        scale(self.mamba_mixer.in_proj, factors.repeat_interleave(sizes))
+        scale(self.mamba_mixer, args["ssm_out_multiplier"])
+        scale(self.self_attention, args["attention_out_multiplier"])
+        gate, down = args["mlp_multipliers"]
+        ffn = args["ffn_hidden_size"]
+        scale(self.mlp.linear_fc1, torch.tensor([gate, 1.0]).repeat_interleave(ffn))
+        scale(self.mlp, down)
+
+    def forward(self, x, mask, rotary):
+        y = self.norm(x)
+        mamba, _ = self.mamba_mixer(y * self.args["ssm_in_multiplier"])
+        attention, _ = self.self_attention(
+            y * self.args["attention_in_multiplier"], mask, rotary_pos_emb=rotary
+        )
+        x = x + mamba + attention
+        return x + self.mlp(self.pre_mlp_layernorm(x))[0]
+
+
+class Falcon(torch.nn.Module):
+    # Megatron-Bridge's FalconH1Model.
+    def __init__(self, args, config):
+        super().__init__()
+        from megatron.core.models.common.embeddings.language_model_embedding import (
+            LanguageModelEmbedding,
+        )
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        hidden, n_rows = args["hidden_size"], args["vocab_size"]
+        self.embedding = LanguageModelEmbedding(
+            config, n_rows, args["max_position_embeddings"], "rope"
+        )
+        scale(self.embedding, args["embedding_multiplier"])
+        self.rotary_pos_emb = RotaryEmbedding(
+            args["kv_channels"], 1.0, rotary_base=args["rotary_base"], use_cpu_initialization=True
+        )
+        self.decoder = torch.nn.Module()
+        layers = [FalconLayer(args, config, 1 + number) for number in range(args["num_layers"])]
+        self.decoder.layers = torch.nn.ModuleList(layers)
+        self.decoder.final_norm = WrappedTorchNorm(config, hidden, config.layernorm_epsilon)
+        self.output_layer = ColumnParallelLinear(
+            hidden, n_rows, config=config, init_method=config.init_method, bias=False
+        )
+        scale(self.output_layer, args["lm_head_multiplier"])
+
+    def forward(self, tokens, positions, mask):
+        x = self.embedding(tokens, positions)
+        rotary = self.rotary_pos_emb(tokens.shape[1])
+        for layer in self.decoder.layers:
+            x = layer(x, mask, rotary)
+        return self.output_layer(self.decoder.final_norm(x))[0].transpose(0, 1)
+
+
 def built(args, family):
     is_latent = args["multi_latent_attention"]
     kind = MLATransformerConfig if is_latent else TransformerConfig
@@ -362,6 +468,8 @@ def built(args, family):
     }
     if args.get("hybrid_override_pattern"):
         return hybrid(args, kind(**fields, use_mamba_mem_eff_path=False))
+    if family == "falcon_h1":
+        return Falcon(args, kind(**fields, use_mamba_mem_eff_path=False)).eval()
     config = kind(**fields)
     if args["position_embedding_type"] == "yarn":  # training/argument_utils.py
         config.yarn_rotary_scaling_factor = args["rotary_scaling_factor"]

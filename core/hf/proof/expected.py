@@ -273,6 +273,7 @@ def _derive_model(
     kinds = kinds_of(str(config[PATTERN]))[:n_layers] if PATTERN in family.settings else None
     if kinds is not None:
         traits |= hybrid_features(kinds)
+    if kinds is not None or "parallel_mamba" in family.requires:
         names = family.config
         sizes |= mamba_sizes(
             heads=number_of(config, names["mamba_num_heads"]),
