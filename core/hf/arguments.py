@@ -20,6 +20,7 @@ _OFF = [
     "apply_layernorm_1p",
     "apply_residual_connection_post_layernorm",
     "attention_output_gate",
+    "dsa_indexer_rope_interleaved",
     "experimental_attention_variant",
     "falconh1_ratio",
     "heterogeneous_layers_config_encoded_json",

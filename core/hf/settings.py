@@ -21,6 +21,8 @@ way                     config.json                  argument
                                                      with linear attention and 0 for another one
 ``inverse_root``        x                            ``softmax_scale`` 1 / √x
 ``flag``                the same                     true or false
+``indexers``            ``indexer_types``, one name  1: every layer has an indexer of its own
+                        per layer
 ``pattern``             ``layers_block_type`` or     ``hybrid_override_pattern``, one symbol per
                         ``num_hidden_layers``        layer (``core.hf.config_json.hybrid``)
 ======================  ===========================  ===============================================
@@ -51,6 +53,7 @@ WAYS = (
     "inverse_root",
     "flag",
     "pattern",
+    "indexers",
 )
 _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
@@ -100,6 +103,9 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return config["hybrid_override_pattern"]
     if setting.way == "linear_layers":
         return _linear_frequency(setting, config, n_layers)
+    if setting.way == "indexers":
+        _check_indexers(setting, config)
+        return 1
     if value is None:
         return None
     if setting.way == "flag":
@@ -139,6 +145,13 @@ def setting_value(
         return [int(kind == "sliding_attention") for kind in types]
     if setting.way == "flag":
         return bool(argument)
+    if setting.way == "indexers":
+        if argument not in (None, 1):
+            raise UnsupportedError(
+                f"dsa_indexer_topk_freq is {argument!r}: layers that use the choice of an earlier "
+                "layer's indexer are not supported"
+            )
+        return ["full"] * n_layers
     if setting.way == "linear_layers":
         linear = linear_layers(fields, n_layers)
         return [
@@ -224,6 +237,20 @@ def _linear_frequency(
     # Megatron's own number if it describes the layers; the first full layer may be the only one.
     first = linear.index(0) + 1 if 0 in linear else max(interval, n_layers + 1)
     return first if linear == [int(bool((n + 1) % first)) for n in range(n_layers)] else linear
+
+
+def _check_indexers(setting: Setting, config: Mapping[str, object]) -> None:
+    """Raise UnsupportedError if a layer of sparse attention has no indexer of its own."""
+    types = config.get(setting.name)
+    names = () if types is not None else ("index_topk_freq", "index_topk_pattern")
+    others = [name for name in names if config.get(name) not in (None, 1)]
+    if others or (isinstance(types, list) and set(map(str, types)) - {"full"}):
+        name = others[0] if others else setting.name
+        raise UnsupportedError(
+            f"{name} is {repr(config[name])[:80]}: layers that use the choice of an earlier "
+            "layer's indexer are not supported",
+            file=CONFIG,
+        )
 
 
 def _rotated_layers(setting: Setting, config: Mapping[str, object], n_layers: int) -> list[int]:

@@ -66,6 +66,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+INDEXER = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 9}
 KIMI_K2 = {
     **DEEPSEEK,
     "n_group": 1,
@@ -330,6 +331,8 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mamba2_tied": ("mamba2", {**MAMBA2, "tie_word_embeddings": True, "residual_in_fp32": False}),
     "nemotron_h": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M-*"}),
     "nemotron_h_moe": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M*EM-E"}),
+    "deepseek_v32": ("deepseek_v32", {**DEEPSEEK, **INDEXER}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**DEEPSEEK, **INDEXER}),
     "falcon_h1": ("falcon_h1", FALCON_H1),
     "falcon_h1_norm": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": True}),
     "deepseek_v3_plain_query": (

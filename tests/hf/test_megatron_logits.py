@@ -192,6 +192,54 @@ class PlainAttention(torch.nn.Module):
         return torch.einsum("bhst,tbhc->sbhc", weights, value).flatten(2)
 
 
+class Indexer(torch.nn.Module):
+    # The indexer of sparse attention: which keys a query may see.
+    def __init__(self, config):
+        super().__init__()
+        self.heads, self.size = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.top, self.base = config.dsa_indexer_topk, config.rotary_base
+        self.rotated = config.qk_pos_emb_head_dim
+        self.is_interleaved = config.indexer_is_interleaved
+        common = {"config": config, "init_method": config.init_method, "bias": False}
+        hidden = config.hidden_size
+        self.linear_wq_b = ColumnParallelLinear(
+            config.q_lora_rank, self.heads * self.size, **common
+        )
+        self.linear_wk = ColumnParallelLinear(hidden, self.size, **common)
+        self.k_norm = torch.nn.LayerNorm(self.size, eps=1e-6)
+        self.linear_weights_proj = ColumnParallelLinear(hidden, self.heads, **common)
+
+    def rotate(self, x):
+        half = torch.arange(0, self.rotated, 2) / self.rotated
+        angles = torch.outer(torch.arange(x.shape[0]), self.base**-half)[:, None, None]
+        turned = x[..., : self.rotated]
+        first, second = (
+            (turned[..., ::2], turned[..., 1::2]) if self.is_interleaved else turned.chunk(2, -1)
+        )
+        cos, sin = angles.cos(), angles.sin()
+        both = first * cos - second * sin, second * cos + first * sin
+        return torch.cat((*both, x[..., self.rotated :]), -1)
+
+    def forward(self, x, compressed, mask):
+        query = self.rotate(self.linear_wq_b(compressed)[0].unflatten(-1, (self.heads, -1)))
+        key = self.rotate(self.k_norm(self.linear_wk(x)[0])[:, :, None])[:, :, 0]
+        scores = torch.einsum("sbhc,tbc->bsth", query, key).relu()
+        weights = self.linear_weights_proj(x)[0] * (self.heads * self.size) ** -0.5
+        scores = torch.einsum("bsth,sbh->bst", scores, weights)
+        chosen = scores.masked_fill(mask[:, 0], -math.inf).topk(self.top).indices
+        return mask | torch.ones_like(mask).scatter(-1, chosen[:, None], False)
+
+
+class SparseAttention(PlainAttention):
+    # Latent attention to the keys that an indexer chooses.
+    def __init__(self, config, layer_number, **others):
+        super().__init__(config, layer_number, **others)
+        self.indexer = Indexer(config)
+
+    def forward(self, query, key, value, mask, *, x, qr, **unused):
+        return super().forward(query, key, value, self.indexer(x, qr, mask))
+
+
 class Norm(torch.nn.Module):
     # A norm that stores its weight minus one, which the local implementation does not have.
     def __init__(self, config, hidden_size, eps=1e-5, **unused):
@@ -482,7 +530,10 @@ def built(args, family):
         config, use_transformer_engine=False, normalization=args["normalization"]
     )
     is_linear = [False] * config.num_layers
-    if config.experimental_attention_variant:
+    is_sparse = config.experimental_attention_variant == "dsa"
+    if is_sparse:
+        config.indexer_is_interleaved = args["dsa_indexer_rope_interleaved"]
+    elif config.experimental_attention_variant:
         # The lists of experimental_attention_variant_module_specs.py, without Transformer Engine.
         every = config.linear_attention_freq
         is_linear = every if isinstance(every, list) else [
@@ -499,7 +550,8 @@ def built(args, family):
                 module=gated_delta_net.GatedDeltaNet, submodules=modules
             )
         if is_latent or family == "gemma2":
-            parts.self_attention.submodules.core_attention = PlainAttention
+            core = SparseAttention if is_sparse else PlainAttention
+            parts.self_attention.submodules.core_attention = core
         if args["layernorm_zero_centered_gamma"]:
             parts.input_layernorm = parts.pre_mlp_layernorm = spec.layer_norm = Norm
             if args["qk_layernorm"] and not is_linear[number]:
