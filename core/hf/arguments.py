@@ -20,7 +20,9 @@ _OFF = [
     "apply_layernorm_1p",
     "apply_residual_connection_post_layernorm",
     "attention_output_gate",
+    "dsa_indexer_rope_interleaved",
     "experimental_attention_variant",
+    "falconh1_ratio",
     "heterogeneous_layers_config_encoded_json",
     "heterogeneous_layers_config_path",
     "hybrid_layer_pattern",
@@ -43,6 +45,16 @@ _OFF = [
     "window_size",
 ]
 
+_FACTORS = (
+    "attention_in_multiplier",
+    "attention_out_multiplier",
+    "embedding_multiplier",
+    "key_multiplier",
+    "lm_head_multiplier",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
+)
+
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
@@ -53,6 +65,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "softmax_scale": (None,),
     "glu_linear_offset": (0, 0.0, None),
     "layernorm_epsilon": (1e-5,),
+    **dict.fromkeys(_FACTORS, (1, 1.0, None)),
     **dict.fromkeys(_OFF, (False, None, 0, "")),
 }
 """Argument → values that it has in a model of any family whose table states nothing else."""

@@ -1,4 +1,4 @@
-"""Unpack matrices of experts from the tensors of gpt-oss, and pack them again.
+"""Unpack matrices of experts from tensors that hold them transposed, and pack them again.
 
 ::
 
@@ -6,9 +6,10 @@
         expert 3, transposed, its rows sorted
     local_experts.3.linear_fc1.weight  (2 × inner, hidden)    rows g0 g1 … u0 u1 …
 
-A column is no box of a tensor's rows, so these are encodings that compute one matrix from another:
-the elements are moved, none is changed. A bias is the same with a single column that is not
-transposed.
+That is gpt-oss; published files of Qwen3-VL have columns g0 g1 … u0 u1 … and are only transposed
+(``transpose_matrix``). A column is no box of a tensor's rows, so these are encodings that compute
+one matrix from another: the elements are moved, none is changed. A bias is the same with a single
+column that is not transposed.
 
 Source: transformers 5.23.0 ``models/gpt_oss/modeling_gpt_oss.py`` ``GptOssExperts``; megatron-core
 0.16.1 ``transformer/mlp.py`` (gate, then up); Megatron-Bridge 067f987d
@@ -164,3 +165,16 @@ def pack_experts(
         box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
         fragments.append(Fragment(expert.key, box, array, (0,) * len(entry)))
     return fragments
+
+
+def transpose_matrix(catalog: Catalog, key: str, number: int) -> list[Fragment]:
+    """Return the fragments of one matrix of a stack, transposed.
+
+    Args:
+        catalog: the catalog with the stack.
+        key: name of the stack, whose first axis has one entry per matrix.
+        number: number of the matrix.
+    """
+    n_matrices, *shape = catalog.tensors[key].shape
+    matrix = PackedExpert(key, number, n_matrices, n_parts=1)
+    return unpack_expert(catalog, f"{key}[{number}]", matrix, tuple(reversed(shape)))

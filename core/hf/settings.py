@@ -7,6 +7,7 @@ each with the way in which it is converted:
 way                     config.json                  argument
 ======================  ===========================  ===============================================
 ``number``, ``text``    the same                     the same; None if it is null
+``numbers``             a list of numbers            a tuple of them
 ``window``              W, the keys that a query     ``window_size`` (W - 1, 0), the keys before and
                         sees                         after its own
 ``window_layers``       ``layer_types``, one name    ``window_attn_skip_freq``, 1 for a layer with a
@@ -20,6 +21,8 @@ way                     config.json                  argument
                                                      with linear attention and 0 for another one
 ``inverse_root``        x                            ``softmax_scale`` 1 / √x
 ``flag``                the same                     true or false
+``indexers``            ``indexer_types``, one name  1: every layer has an indexer of its own
+                        per layer
 ``pattern``             ``layers_block_type`` or     ``hybrid_override_pattern``, one symbol per
                         ``num_hidden_layers``        layer (``core.hf.config_json.hybrid``)
 ======================  ===========================  ===============================================
@@ -41,6 +44,7 @@ from core.megatron.model.args import linear_layers
 WAYS = (
     "number",
     "text",
+    "numbers",
     "window",
     "window_layers",
     "positions",
@@ -49,6 +53,7 @@ WAYS = (
     "inverse_root",
     "flag",
     "pattern",
+    "indexers",
 )
 _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
@@ -98,6 +103,9 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return config["hybrid_override_pattern"]
     if setting.way == "linear_layers":
         return _linear_frequency(setting, config, n_layers)
+    if setting.way == "indexers":
+        _check_indexers(setting, config)
+        return 1
     if value is None:
         return None
     if setting.way == "flag":
@@ -106,6 +114,8 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return (count_of(config, setting.name) - 1, 0)
     if setting.way == "text":
         return str(value)
+    if setting.way == "numbers":
+        return tuple(_numbers(setting.name, value))
     number = _number(setting.name, value)
     if setting.way == "number":
         return value
@@ -135,6 +145,13 @@ def setting_value(
         return [int(kind == "sliding_attention") for kind in types]
     if setting.way == "flag":
         return bool(argument)
+    if setting.way == "indexers":
+        if argument not in (None, 1):
+            raise UnsupportedError(
+                f"dsa_indexer_topk_freq is {argument!r}: layers that use the choice of an earlier "
+                "layer's indexer are not supported"
+            )
+        return ["full"] * n_layers
     if setting.way == "linear_layers":
         linear = linear_layers(fields, n_layers)
         return [
@@ -152,6 +169,8 @@ def setting_value(
         return before + 1
     if setting.way == "text":
         return str(argument)
+    if setting.way == "numbers":
+        return _numbers(setting.name, argument)
     number = _number(setting.name, argument)
     if setting.way == "number":
         return argument
@@ -220,6 +239,20 @@ def _linear_frequency(
     return first if linear == [int(bool((n + 1) % first)) for n in range(n_layers)] else linear
 
 
+def _check_indexers(setting: Setting, config: Mapping[str, object]) -> None:
+    """Raise UnsupportedError if a layer of sparse attention has no indexer of its own."""
+    types = config.get(setting.name)
+    names = () if types is not None else ("index_topk_freq", "index_topk_pattern")
+    others = [name for name in names if config.get(name) not in (None, 1)]
+    if others or (isinstance(types, list) and set(map(str, types)) - {"full"}):
+        name = others[0] if others else setting.name
+        raise UnsupportedError(
+            f"{name} is {repr(config[name])[:80]}: layers that use the choice of an earlier "
+            "layer's indexer are not supported",
+            file=CONFIG,
+        )
+
+
 def _rotated_layers(setting: Setting, config: Mapping[str, object], n_layers: int) -> list[int]:
     """Return a 1 for each layer with rotary embeddings, and a 0 for each other layer.
 
@@ -259,6 +292,17 @@ def _layer_types(
         "full_attention" if not has_window or exception else "sliding_attention"
         for exception in is_exception
     ]
+
+
+def _numbers(name: str, value: object) -> list[float]:
+    """Return a list of finite numbers.
+
+    Raises:
+        CorruptError: it is none.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise CorruptError(f"{name} is {repr(value)[:80]}, not a list of numbers")
+    return [_number(name, item) for item in value]
 
 
 def _number(name: str, value: object) -> float:

@@ -13,24 +13,33 @@ embeddings turn text as ordinary ones do (``mrope``).
 
 Text models that differ from a family only in what concerns images become models of that family.
 
-Source: names and configurations that transformers 5.23.0 writes for ``models/gemma3``,
-``mistral3``, ``qwen2_5_vl``, ``qwen3_vl``, ``qwen3_5`` and ``qwen3_5_moe``, and published ones.
+The experts of Qwen3-VL's text model become single tensors, as Qwen3's files have them::
 
-Not supported: Qwen3-VL with experts, which stores the matrices of experts transposed; towers
-without their text model.
+    mlp.experts.gate_up_proj  (experts, 2 × inner, hidden)   as transformers 5 writes it
+    mlp.experts.gate_up_proj  (experts, hidden, 2 × inner)   as transformers 4.57 does: transposed
+        ──▶ mlp.experts.3.{gate,up}_proj.weight  (inner, hidden)
+
+Source: names and configurations that transformers 5.23.0 writes for ``models/gemma3``,
+``mistral3``, ``qwen2_5_vl``, ``qwen3_vl``, ``qwen3_vl_moe``, ``qwen3_5`` and ``qwen3_5_moe``, and
+published ones; ``conversion_mapping.py`` for the two orientations.
+
+Not supported: towers without their text model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.files_beside import with_documents
-from core.errors import UnsupportedError, UsageError
+from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf.config_json.config import document
 from core.hf.family import families, family_of
-from core.hf.values import CONFIG
+from core.hf.fuse import Strip, interleave_by_group, take_apart, take_from_stack
+from core.hf.packed import transpose_matrix
+from core.hf.values import CONFIG, count_of
 
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.language_model.": "model.", "lm_head.": "lm_head.", "mtp.": "mtp."},
@@ -38,15 +47,15 @@ _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.": "model.", "lm_head.": "lm_head."},
 )
 """Beginnings of the text model's names → those in a text model; the first layout with a layer."""
+_QWEN3_VL_MOE = "qwen3_vl_moe_text"
 _TEXT_TYPES: Mapping[str, str] = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    _QWEN3_VL_MOE: "qwen3_moe",
 }
 """Type of a text model without a class of its own → the family that computes the same."""
-_REFUSED: Mapping[str, str] = {
-    "qwen3_vl_moe_text": "its files hold the matrices of experts transposed",
-}
+_STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 _OF_BOTH = ("dtype", "torch_dtype", "transformers_version")
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
@@ -58,14 +67,18 @@ class TextModel:
     Args:
         catalog: its tensors, named as in a text model, with a ``config.json``.
         config: the parsed ``config.json``.
-        name_of: name of a tensor in the text model → in the complete model.
+        name_of: name of a tensor in the text model, or of the stack of all experts that it is a
+            part of → in the complete model.
         towers: beginnings of the names of all other tensors, sorted.
+        transposed: stacks of experts whose matrices the complete model has transposed, by their
+            names there.
     """
 
     catalog: Catalog
     config: Mapping[str, object]
     name_of: Mapping[str, str]
     towers: tuple[str, ...]
+    transposed: frozenset[str] = frozenset()
 
 
 def is_composite(config: Mapping[str, object] | None) -> bool:
@@ -113,7 +126,11 @@ def text_model_of(catalog: Catalog, config: Mapping[str, object] | None) -> Text
         ),
     )
     text = with_documents(text, {CONFIG: document(text_config)})
-    return TextModel(text, text_config, names, towers)
+    transposed: frozenset[str] = frozenset()
+    if _type_of_text(config) == _QWEN3_VL_MOE:
+        transposed = frozenset(_transposed_stacks(text, text_config))
+        text = _with_single_experts(text, transposed)
+    return TextModel(text, text_config, names, towers, frozenset(names[key] for key in transposed))
 
 
 def towers_text(catalog: Catalog, config: Mapping[str, object]) -> str:
@@ -160,29 +177,104 @@ def _text_config(config: Mapping[str, object], *, has_head: bool) -> dict[str, o
         config: parsed ``config.json`` of the complete model.
         has_head: the model has an output layer that is not the embedding.
 
-    Raises:
-        UnsupportedError: the text model is of no supported family.
     """
     # Files of transformers 4 may have the values of Qwen2-VL's text model among the others.
+    kind = _type_of_text(config)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         text = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
         text |= {name: config[name] for name in ("rope_scaling",) if name in config}
-        text["model_type"] = f"{config['model_type']}_text"
-    kind = str(text.get("model_type"))[:80]
-    if kind in _REFUSED:
-        raise UnsupportedError(f"text models of type {kind!r} are not supported: {_REFUSED[kind]}")
     result = {name: config[name] for name in _OF_BOTH if name in config} | dict(text)
+    result["model_type"] = kind
     if kind in _TEXT_TYPES:
         result["model_type"] = _TEXT_TYPES[kind]
         for name in ("rope_parameters", "rope_scaling"):
             result[name] = _plain_rope(result.get(name))
+    if kind == _QWEN3_VL_MOE:  # its router knows no other way, whatever the configuration states
+        result["norm_topk_prob"] = True
     # The complete model decides whether embedding and output layer are one tensor.
     declared = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     result["tie_word_embeddings"] = bool(declared) or not has_head
     if result["model_type"] in _family_types():
         result["architectures"] = [family_of(result["model_type"]).architecture]
     return result
+
+
+def _type_of_text(config: Mapping[str, object]) -> str:
+    """Return the type of the text model of a complete model's configuration."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        return str(text.get("model_type"))[:80]
+    return f"{str(config['model_type'])[:80]}_text"
+
+
+def _transposed_stacks(text: Catalog, config: Mapping[str, object]) -> Iterator[str]:
+    """Yield the names of the stacks of experts whose matrices are transposed.
+
+    A square matrix looks the same either way; that of the same layer's other stack then decides.
+
+    Raises:
+        CorruptError: the shape of a stack does not fit the configuration.
+    """
+    hidden = count_of(config, "hidden_size")
+    inner = count_of(config, "moe_intermediate_size")
+    shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    stacks: dict[str, dict[str, bool]] = {}
+    for key, meta in text.tensors.items():
+        if (match := _STACK.fullmatch(key)) is None:
+            continue
+        shape, plain = meta.shape[1:], shapes[match[2]]
+        if len(shape) != 2 or shape not in (plain, plain[::-1]):
+            raise CorruptError(
+                f"shape {meta.shape}, but {CONFIG} implies experts of the shape {plain}, or "
+                "transposed (elements)",
+                key=key,
+                hint="is this the configuration of these weights?",
+            )
+        stacks.setdefault(match[1], {})[key] = shape != plain
+    for layer in stacks.values():
+        is_square = {key: len(set(text.tensors[key].shape[1:])) == 1 for key in layer}
+        for key, is_transposed in layer.items():
+            if is_transposed or (is_square[key] and any(layer.values())):
+                yield key
+
+
+def _with_single_experts(text: Catalog, transposed: Set[str]) -> Catalog:
+    """Return the catalog with a tensor per matrix of an expert in place of the stacks.
+
+    Args:
+        text: tensors of the text model.
+        transposed: names of the stacks whose matrices are transposed.
+    """
+    tensors: dict[str, TensorMeta] = {}
+    place_of: dict[str, tuple[str, int, int]] = {}
+    strips_of: dict[str, list[Strip]] = {}
+    for key, meta in text.tensors.items():
+        if (match := _STACK.fullmatch(key)) is None:
+            tensors[key] = meta
+            continue
+        n_experts, *matrix = meta.shape
+        n_rows, n_columns = reversed(matrix) if key in transposed else matrix
+        parts = match[2].split("_")
+        strips_of[key] = interleave_by_group([n_rows // len(parts)] * len(parts), 1)
+        for number in range(n_experts):
+            for part, kind in enumerate(parts):
+                name = f"{match[1]}.{number}.{kind}_proj.weight"
+                tensors[name] = TensorMeta(name, meta.dtype, (n_rows // len(parts), n_columns))
+                place_of[name] = key, number, part
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        if key not in place_of:
+            return text.fragments(key)
+        stack, number, part = place_of[key]
+        expert = (
+            transpose_matrix(text, stack, number)
+            if stack in transposed
+            else list(take_from_stack(key, text.fragments(stack), number))
+        )
+        return take_apart(key, strips_of[stack], part, expert)
+
+    return replace(text, tensors=tensors, fragments_of=fragments_of)
 
 
 def _plain_rope(parameters: object) -> object:

@@ -18,6 +18,8 @@ shared_ffn     inner channels of all shared experts together
 q_lora, q_b    channels that queries are compressed to; channels of all query heads (both latent)
 kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
 kv_b           channels of all keys, without the rotated ones, and all values
+index_heads    heads of the indexer of sparse attention; ``index_head`` channels of one of them;
+               ``index_q`` of all
 hidden2        twice ``hidden``
 moe_in         channels that an expert sees: ``hidden``, or those that they are compressed to
 mamba_heads    heads of a Mamba-2 layer
@@ -48,6 +50,7 @@ FEATURES: Mapping[str, str] = {
     "qkv_bias": "add_qkv_bias",
     "qk_norm": "qk_layernorm",
     "latent": "multi_latent_attention",
+    "sparse": "experimental_attention_variant",
     "moe": "num_experts",
     "dense_layers": "moe_layer_freq",
     "shared_expert": "moe_shared_expert_intermediate_size",
@@ -59,6 +62,8 @@ FEATURES: Mapping[str, str] = {
     "router_groups": "moe_router_num_groups",
     "moe_latent": "moe_latent_size",
     "mtp": "mtp_num_layers",
+    "parallel_mamba": "falconh1_ratio",
+    "mamba_norm": "rmsnorm",
     "hybrid": "hybrid_override_pattern",
     "hybrid_attention": "hybrid_override_pattern",
     "hybrid_mlp": "hybrid_override_pattern",
@@ -159,6 +164,11 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     sizes |= {"heads": heads, "head": head, "q": heads * head, "kv": groups * head}
     if "latent" in features:
         sizes |= _latent_sizes(fields, heads)
+    if "sparse" in features:
+        sizes |= indexer_sizes(
+            heads=size_of(fields, "dsa_indexer_n_heads"),
+            head_dim=size_of(fields, "dsa_indexer_head_dim"),
+        )
     if n_experts:
         sizes |= {
             "experts": n_experts,
@@ -168,6 +178,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         }
     if kinds is not None:
         features |= hybrid_features(kinds)
+    if kinds is not None or "parallel_mamba" in features:
         sizes |= mamba_sizes(
             heads=size_of(fields, "mamba_num_heads"),
             head_dim=size_of(fields, "mamba_head_dim"),
@@ -249,6 +260,11 @@ def mamba_sizes(*, heads: int, head_dim: int, groups: int, state: int) -> dict[s
     }
 
 
+def indexer_sizes(*, heads: int, head_dim: int) -> dict[str, int]:
+    """Return the sizes of the indexer of sparse attention, see the module's table."""
+    return {"index_heads": heads, "index_head": head_dim, "index_q": heads * head_dim}
+
+
 def _features(
     fields: Mapping[str, object], *, has_experts: bool, has_dense_layers: bool, has_mtp: bool
 ) -> frozenset[str]:
@@ -259,11 +275,14 @@ def _features(
         "qkv_bias": fields.get("add_qkv_bias"),
         "qk_norm": fields.get("qk_layernorm"),
         "latent": fields.get("multi_latent_attention"),
+        "sparse": fields.get("experimental_attention_variant") == "dsa",
         "moe": has_experts,
         "dense_layers": has_dense_layers,
         "mtp": has_mtp,
         "linear_attention": fields.get("linear_attention_freq"),
         "output_gate": fields.get("attention_output_gate"),
+        "parallel_mamba": fields.get("falconh1_ratio"),
+        "mamba_norm": fields.get("falconh1_ratio") and fields.get("rmsnorm", True),
     }
     features = {name for name, condition in conditions.items() if condition}
     return frozenset(features | _moe_features(fields) if has_experts else features)

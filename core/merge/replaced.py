@@ -7,7 +7,8 @@
 
 The other checkpoint's tensors must be among those of the first one, in the same shapes. If the
 first one is a vision-language model, the other may be its text model (``core.hf.text_model``).
-Experts that the first one holds in one tensor of a layer become parts of that tensor again.
+Experts that the first one holds in one tensor of a layer become parts of that tensor again,
+transposed if the first one has them so.
 
 Not supported: quantized weights; a tensor of which the other checkpoint has only a part.
 """
@@ -15,13 +16,14 @@ Not supported: quantized weights; a tensor of which the other checkpoint has onl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.key_patterns import listed_keys, some_of
 from core.errors import UnsupportedError
+from core.hf.packed import transpose_matrix
 from core.merge.merge import MergedCatalog, MergeSource, origin_note, refuse_quantized
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
@@ -29,7 +31,11 @@ _STACK_OF = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def replace_tensors(
-    first: MergeSource, other: MergeSource, *, name_of: Mapping[str, str] | None
+    first: MergeSource,
+    other: MergeSource,
+    *,
+    name_of: Mapping[str, str] | None,
+    transposed: Set[str] = frozenset(),
 ) -> MergedCatalog:
     """Return the first source's catalog with the tensors that another one has.
 
@@ -37,6 +43,7 @@ def replace_tensors(
         first: the first source.
         other: the other source, which has some of its tensors.
         name_of: name of a tensor of the other source → in the first one; None if they agree.
+        transposed: stacks of matrices in the first source that are transposed there.
 
     Raises:
         UnsupportedError: the first source lacks a tensor, or has it in another shape; weights are
@@ -46,6 +53,7 @@ def replace_tensors(
         refuse_quantized(source, None)
     names = {key: key for key in first.catalog.tensors} if name_of is None else dict(name_of)
     catalog = _stacked_like(names, other.catalog)
+    catalog = _transposed(catalog, {key for key, name in names.items() if name in transposed})
 
     # Every tensor of the other source must have its place, so that none is lost.
     unknown = [key for key in catalog.tensors if key not in names]
@@ -127,6 +135,27 @@ def _stacked_like(names: Mapping[str, str], catalog: Catalog) -> Catalog:
         ]
 
     return replace(catalog, tensors=tensors, fragments_of=fragments_of)
+
+
+def _transposed(catalog: Catalog, stacks: Set[str]) -> Catalog:
+    """Return a catalog with the matrices of some stacks transposed."""
+
+    tensors = {
+        key: replace(meta, shape=(meta.shape[0], *reversed(meta.shape[1:])))
+        for key, meta in catalog.tensors.items()
+        if key in stacks and len(meta.shape) == 3
+    }
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        if key not in tensors:
+            return catalog.fragments(key)
+        return [
+            replace(fragment, key=key, box=_box_in_stack(fragment.box, number, 0))
+            for number in range(tensors[key].shape[0])
+            for fragment in transpose_matrix(catalog, key, number)
+        ]
+
+    return replace(catalog, tensors={**catalog.tensors, **tensors}, fragments_of=fragments_of)
 
 
 def _box_in_stack(box: Box, number: int, row: int) -> Box:

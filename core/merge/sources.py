@@ -92,7 +92,10 @@ def merge_others(
             form = form_like(other, catalog, config=config, options=options, prefix=prefix)
         if request.method == REPLACE:
             replacing = MergeSource(str(other.path), form)
-            name_of = None if text is None else text.name_of
-            return replace_tensors(sources[0], replacing, name_of=name_of)
+            if text is None:
+                return replace_tensors(sources[0], replacing, name_of=None)
+            return replace_tensors(
+                sources[0], replacing, name_of=text.name_of, transposed=text.transposed
+            )
         sources.append(MergeSource(str(other.path), form))
     return merge_catalogs(request, sources, first.store, config=config)

@@ -66,6 +66,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+INDEXER = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 9}
 KIMI_K2 = {
     **DEEPSEEK,
     "n_group": 1,
@@ -166,6 +167,23 @@ NEMOTRON_H = {
     "moe_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 24,
     "routed_scaling_factor": 2.5,
+}
+FALCON_H1 = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 4,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 5,
+    "mamba_norm_before_gate": False,
+    "embedding_multiplier": 5.65,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.55,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.24,
+    "mlp_multipliers": [0.88, 0.2],
+    "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.36],
 }
 PADDED = {"pad_token_id": 0}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -313,6 +331,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mamba2_tied": ("mamba2", {**MAMBA2, "tie_word_embeddings": True, "residual_in_fp32": False}),
     "nemotron_h": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M-*"}),
     "nemotron_h_moe": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M*EM-E"}),
+    "deepseek_v32": ("deepseek_v32", {**DEEPSEEK, **INDEXER}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**DEEPSEEK, **INDEXER}),
+    "falcon_h1": ("falcon_h1", FALCON_H1),
+    "falcon_h1_norm": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": True}),
     "deepseek_v3_plain_query": (
         "deepseek_v3",
         {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0},

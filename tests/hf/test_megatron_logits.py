@@ -98,7 +98,8 @@ def scan(x, dt, a, b, c, chunk_size, *, D, z, dt_bias, dt_softplus, **unused):
             step * x[:, t, :, :, None] * b[:, t, :, None]
         )
         rows.append((state * c[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
-    return torch.stack(rows, 1)
+    result = torch.stack(rows, 1)
+    return result if z is None else result * torch.nn.functional.silu(z)
 
 
 class GatedNorm(torch.nn.Module):
@@ -189,6 +190,54 @@ class PlainAttention(torch.nn.Module):
             mask = mask | ~torch.ones(n, n).triu(-self.config.window_size[0]).bool()
         weights = scores.masked_fill(mask, -math.inf).softmax(-1)
         return torch.einsum("bhst,tbhc->sbhc", weights, value).flatten(2)
+
+
+class Indexer(torch.nn.Module):
+    # The indexer of sparse attention: which keys a query may see.
+    def __init__(self, config):
+        super().__init__()
+        self.heads, self.size = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.top, self.base = config.dsa_indexer_topk, config.rotary_base
+        self.rotated = config.qk_pos_emb_head_dim
+        self.is_interleaved = config.indexer_is_interleaved
+        common = {"config": config, "init_method": config.init_method, "bias": False}
+        hidden = config.hidden_size
+        self.linear_wq_b = ColumnParallelLinear(
+            config.q_lora_rank, self.heads * self.size, **common
+        )
+        self.linear_wk = ColumnParallelLinear(hidden, self.size, **common)
+        self.k_norm = torch.nn.LayerNorm(self.size, eps=1e-6)
+        self.linear_weights_proj = ColumnParallelLinear(hidden, self.heads, **common)
+
+    def rotate(self, x):
+        half = torch.arange(0, self.rotated, 2) / self.rotated
+        angles = torch.outer(torch.arange(x.shape[0]), self.base**-half)[:, None, None]
+        turned = x[..., : self.rotated]
+        first, second = (
+            (turned[..., ::2], turned[..., 1::2]) if self.is_interleaved else turned.chunk(2, -1)
+        )
+        cos, sin = angles.cos(), angles.sin()
+        both = first * cos - second * sin, second * cos + first * sin
+        return torch.cat((*both, x[..., self.rotated :]), -1)
+
+    def forward(self, x, compressed, mask):
+        query = self.rotate(self.linear_wq_b(compressed)[0].unflatten(-1, (self.heads, -1)))
+        key = self.rotate(self.k_norm(self.linear_wk(x)[0])[:, :, None])[:, :, 0]
+        scores = torch.einsum("sbhc,tbc->bsth", query, key).relu()
+        weights = self.linear_weights_proj(x)[0] * (self.heads * self.size) ** -0.5
+        scores = torch.einsum("bsth,sbh->bst", scores, weights)
+        chosen = scores.masked_fill(mask[:, 0], -math.inf).topk(self.top).indices
+        return mask | torch.ones_like(mask).scatter(-1, chosen[:, None], False)
+
+
+class SparseAttention(PlainAttention):
+    # Latent attention to the keys that an indexer chooses.
+    def __init__(self, config, layer_number, **others):
+        super().__init__(config, layer_number, **others)
+        self.indexer = Indexer(config)
+
+    def forward(self, query, key, value, mask, *, x, qr, **unused):
+        return super().forward(query, key, value, self.indexer(x, qr, mask))
 
 
 class Norm(torch.nn.Module):
@@ -334,6 +383,111 @@ def hybrid(args, config):
     ).eval()
 
 
+def scale(module, factors):
+    # What a module of megatron-core returns, with or without a bias, times factors.
+    module.register_forward_hook(
+        lambda _, __, out: (out[0] * factors, *out[1:]) if isinstance(out, tuple) else out * factors
+    )
+
+
+class ScaledKeys(SelfAttention):
+    # Megatron-Bridge's FalconH1SelfAttention.
+    def get_query_key_value_tensors(self, *args, **others):
+        query, key, value = super().get_query_key_value_tensors(*args, **others)
+        return query, key * self.key_multiplier, value
+
+
+class FalconLayer(torch.nn.Module):
+    # Megatron-Bridge's FalconH1Layer of the same parts, with the local modules.
+    def __init__(self, args, config, number):
+        super().__init__()
+        from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+        from megatron.core.transformer.attention import SelfAttentionSubmodules
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from megatron.core.transformer.enums import AttnMaskType
+        from megatron.core.transformer.mlp import MLP, MLPSubmodules
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        hidden, self.args = args["hidden_size"], args
+        self.norm = WrappedTorchNorm(config, hidden, config.layernorm_epsilon)
+        self.mamba_mixer = MambaMixer(
+            config,
+            MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+            hidden,
+            rmsnorm=args["rmsnorm"],
+            layer_number=number,
+            pg_collection=groups,
+        )
+        attention = SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+        )
+        self.self_attention = ScaledKeys(
+            config, attention, number, AttnMaskType.causal, pg_collection=groups
+        )
+        self.self_attention.key_multiplier = args["key_multiplier"]
+        self.pre_mlp_layernorm = WrappedTorchNorm(config, hidden, config.layernorm_epsilon)
+        fc = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        self.mlp = MLP(config, fc, tp_group=groups.tp)
+        # One factor for each of z, x, B, C and dt; one for the gate, one behind the MLP.
+        inner = args["mamba_num_heads"] * args["mamba_head_dim"]
+        group = args["mamba_num_groups"] * args["mamba_state_dim"]
+        sizes = torch.tensor([inner, inner, group, group, args["mamba_num_heads"]])
+        factors = torch.tensor(args["ssm_multipliers"])
+        scale(self.mamba_mixer.in_proj, factors.repeat_interleave(sizes))
+        scale(self.mamba_mixer, args["ssm_out_multiplier"])
+        scale(self.self_attention, args["attention_out_multiplier"])
+        gate, down = args["mlp_multipliers"]
+        ffn = args["ffn_hidden_size"]
+        scale(self.mlp.linear_fc1, torch.tensor([gate, 1.0]).repeat_interleave(ffn))
+        scale(self.mlp, down)
+
+    def forward(self, x, mask, rotary):
+        y = self.norm(x)
+        mamba, _ = self.mamba_mixer(y * self.args["ssm_in_multiplier"])
+        attention, _ = self.self_attention(
+            y * self.args["attention_in_multiplier"], mask, rotary_pos_emb=rotary
+        )
+        x = x + mamba + attention
+        return x + self.mlp(self.pre_mlp_layernorm(x))[0]
+
+
+class Falcon(torch.nn.Module):
+    # Megatron-Bridge's FalconH1Model.
+    def __init__(self, args, config):
+        super().__init__()
+        from megatron.core.models.common.embeddings.language_model_embedding import (
+            LanguageModelEmbedding,
+        )
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        hidden, n_rows = args["hidden_size"], args["vocab_size"]
+        self.embedding = LanguageModelEmbedding(
+            config, n_rows, args["max_position_embeddings"], "rope"
+        )
+        scale(self.embedding, args["embedding_multiplier"])
+        self.rotary_pos_emb = RotaryEmbedding(
+            args["kv_channels"], 1.0, rotary_base=args["rotary_base"], use_cpu_initialization=True
+        )
+        self.decoder = torch.nn.Module()
+        layers = [FalconLayer(args, config, 1 + number) for number in range(args["num_layers"])]
+        self.decoder.layers = torch.nn.ModuleList(layers)
+        self.decoder.final_norm = WrappedTorchNorm(config, hidden, config.layernorm_epsilon)
+        self.output_layer = ColumnParallelLinear(
+            hidden, n_rows, config=config, init_method=config.init_method, bias=False
+        )
+        scale(self.output_layer, args["lm_head_multiplier"])
+
+    def forward(self, tokens, positions, mask):
+        x = self.embedding(tokens, positions)
+        rotary = self.rotary_pos_emb(tokens.shape[1])
+        for layer in self.decoder.layers:
+            x = layer(x, mask, rotary)
+        return self.output_layer(self.decoder.final_norm(x))[0].transpose(0, 1)
+
+
 def built(args, family):
     is_latent = args["multi_latent_attention"]
     kind = MLATransformerConfig if is_latent else TransformerConfig
@@ -362,6 +516,8 @@ def built(args, family):
     }
     if args.get("hybrid_override_pattern"):
         return hybrid(args, kind(**fields, use_mamba_mem_eff_path=False))
+    if family == "falcon_h1":
+        return Falcon(args, kind(**fields, use_mamba_mem_eff_path=False)).eval()
     config = kind(**fields)
     if args["position_embedding_type"] == "yarn":  # training/argument_utils.py
         config.yarn_rotary_scaling_factor = args["rotary_scaling_factor"]
@@ -374,7 +530,10 @@ def built(args, family):
         config, use_transformer_engine=False, normalization=args["normalization"]
     )
     is_linear = [False] * config.num_layers
-    if config.experimental_attention_variant:
+    is_sparse = config.experimental_attention_variant == "dsa"
+    if is_sparse:
+        config.indexer_is_interleaved = args["dsa_indexer_rope_interleaved"]
+    elif config.experimental_attention_variant:
         # The lists of experimental_attention_variant_module_specs.py, without Transformer Engine.
         every = config.linear_attention_freq
         is_linear = every if isinstance(every, list) else [
@@ -391,7 +550,8 @@ def built(args, family):
                 module=gated_delta_net.GatedDeltaNet, submodules=modules
             )
         if is_latent or family == "gemma2":
-            parts.self_attention.submodules.core_attention = PlainAttention
+            core = SparseAttention if is_sparse else PlainAttention
+            parts.self_attention.submodules.core_attention = core
         if args["layernorm_zero_centered_gamma"]:
             parts.input_layernorm = parts.pre_mlp_layernorm = spec.layer_norm = Norm
             if args["qk_layernorm"] and not is_linear[number]:

@@ -536,3 +536,32 @@ def test_only_a_configuration_and_names_that_are_not_megatrons_make_hugging_face
     assert not is_hf(catalog, None)
     assert not is_hf(catalog, {})
     assert not is_hf(to_megatron(catalog, config), config)
+
+
+@pytest.mark.parametrize(
+    "change", [{"indexer_types": ["full", "shared", "full"]}, {"index_topk_freq": 4}], ids=str
+)
+def test_layers_that_share_the_choice_of_an_indexer_are_refused(
+    change: dict[str, Any], folders: Folders
+) -> None:
+    catalog, config = folders("glm_moe_dsa")
+    del config["indexer_types"]
+    with pytest.raises(UnsupportedError, match="earlier layer's indexer"):
+        to_megatron(catalog, config | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mamba_norm_before_gate": True}, "mamba_norm_before_gate is True"),
+        ({"time_step_limit": [0.0, 0.5]}, "no limits"),
+        ({"ssm_multipliers": 2.0}, "not a list of numbers"),
+        ({"mamba_d_conv": 2}, "mamba_d_conv is 2"),
+    ],
+)
+def test_mamba_layers_of_falcon_that_megatron_does_not_have_are_refused(
+    change: dict[str, Any], message: str, folders: Folders
+) -> None:
+    catalog, config = folders("falcon_h1")
+    with pytest.raises(CheckpointingException, match=message):
+        to_megatron(catalog, config | change)

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from ckpt_cli.app import main
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
-from core.errors import UnsupportedError, UsageError
+from core.errors import CorruptError, UnsupportedError, UsageError
 from core.merge.request import Merge
 from tests.hf.models import (
     COMMON,
     GATED_DELTA,
     QWEN2_MOE,
+    QWEN3_MOE,
     WINDOWS,
     assert_same,
     config_of,
@@ -29,6 +31,7 @@ from tests.hf.models import (
     saved,
     tensors,
 )
+from tests.support.materialize import Bytes
 
 _SIGLIP = {
     "hidden_size": 32,
@@ -68,6 +71,17 @@ VL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 8, "rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}},
         {**_QWEN, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3_vl_moe": (
+        "qwen3_moe",
+        "model.language_model.",
+        {
+            **QWEN3_MOE,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]},
+        },
+        {**_QWEN, "deepstack_visual_indexes": [0]},
+    ),
     "qwen3_5": ("qwen3_5_text", "model.language_model.", GATED_DELTA, _QWEN),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
@@ -79,7 +93,7 @@ VL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 """Type → (family of its text model, beginning of that one's names, its values, the tower's)."""
 
 
-def _saved(name: str, folder: Path, *, seed: int = 0) -> Path:
+def _saved(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """What ``save_pretrained`` writes of a vision-language model with random weights."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -87,7 +101,7 @@ def _saved(name: str, folder: Path, *, seed: int = 0) -> Path:
     _, _, text, vision = VL[name]
     options = {"mm_tokens_per_image": 4} if name == "gemma3" else {}
     config = AutoConfig.for_model(
-        name, text_config={**COMMON, **text}, vision_config=vision, **options
+        name, text_config={**COMMON, **text, **changes}, vision_config=vision, **options
     )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
@@ -122,6 +136,8 @@ def test_the_text_model_goes_through_rank_files_and_computes_the_same(
         for old in names
         if key.startswith(old)
     }
+    if name == "qwen3_vl_moe":
+        wanted = _single_experts(wanted)
     assert_same(tensors(back), wanted)
     run(Job(src=model, dst=text, text_model=True, fsync=False))
     assert_same(tensors(text), wanted)
@@ -132,6 +148,75 @@ def test_the_text_model_goes_through_rank_files_and_computes_the_same(
         warnings.simplefilter("ignore")
         complete = AutoModelForImageTextToText.from_pretrained(model).eval()
     assert torch.equal(logits(loaded_model(back)), logits(complete))
+
+
+def _single_experts(stacked: dict[str, Bytes]) -> dict[str, Bytes]:
+    """The tensors with those of single experts in place of stacks, as Qwen3 has them."""
+    result: dict[str, Bytes] = {}
+    for key, data in stacked.items():
+        if "mlp.experts." not in key:
+            result[key] = data
+            continue
+        start, _, kind = key.removesuffix("_proj").rpartition(".")
+        for number, expert in enumerate(data):
+            parts = kind.split("_")
+            for part, rows in zip(parts, np.split(expert, len(parts)), strict=True):
+                result[f"{start}.{number}.{part}_proj.weight"] = rows
+    return result
+
+
+def _transpose_experts(folder: Path) -> None:
+    """Transpose the matrices of all experts, as published files of Qwen3-VL have them."""
+    weights = load_file(folder / "model.safetensors")
+    for key in [name for name in weights if ".experts." in name]:
+        weights[key] = weights[key].transpose(1, 2).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("inner", [24, 16, 32])
+def test_transposed_experts_of_published_qwen3_vl_are_recognised(
+    inner: int, tmp_path: Path
+) -> None:
+    # One of a layer's two stacks is square with 16 inner channels, the other one with 32.
+    model = _saved("qwen3_vl_moe", tmp_path / "model", moe_intermediate_size=inner)
+    texts = tmp_path / "text", tmp_path / "same text"
+    for text in texts:
+        run(Job(src=model, dst=text, text_model=True, fsync=False))
+        _transpose_experts(model)
+    assert_same(*map(tensors, texts))
+    assert config_of(texts[1])["norm_topk_prob"] is True
+
+
+def test_trained_experts_are_put_back_transposed(tmp_path: Path) -> None:
+    model, trained = (_saved("qwen3_vl_moe", tmp_path / str(seed), seed=seed) for seed in range(2))
+    ranks, whole = tmp_path / "ranks", tmp_path / "whole"
+    topology = TopologyChange(tp=2, pp=3, ep=2)
+    run(Job(src=trained, dst=ranks, to="megatron", topology=topology, text_model=True, fsync=False))
+    replace = Merge(method="replace", others=(ranks,))
+    for is_transposed in (False, True):
+        run(
+            Job(
+                src=model,
+                dst=whole,
+                merge=replace,
+                keeps_layout=True,
+                fsync=False,
+                force=is_transposed,
+            )
+        )
+        parts = {True: tensors(model), False: tensors(trained)}
+        assert_same(tensors(whole), {key: parts["visual" in key][key] for key in parts[True]})
+        _transpose_experts(model)
+        _transpose_experts(trained)
+
+
+def test_experts_of_qwen3_vl_that_do_not_fit_its_configuration_are_refused(tmp_path: Path) -> None:
+    model = _saved("qwen3_vl_moe", tmp_path / "model")
+    config = config_of(model)
+    config["text_config"]["moe_intermediate_size"] = 20
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CorruptError, match="implies experts of the shape"):
+        run(Job(src=model, dst=tmp_path / "x", to="megatron", text_model=True))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_5_moe"])
@@ -212,11 +297,6 @@ def test_what_has_no_text_model_that_megatron_knows_is_refused(tmp_path: Path) -
     ):
         run(Job(src=plain, dst=tmp_path / "x", to="megatron", text_model=True))
     model = _saved("qwen3_vl", tmp_path / "model")
-    config = config_of(model)
-    config["text_config"]["model_type"] = "qwen3_vl_moe_text"
-    (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="transposed"):
-        run(Job(src=model, dst=tmp_path / "x", to="megatron", text_model=True))
     weights = load_file(model / "model.safetensors")
     towers = {key: value for key, value in weights.items() if "visual" in key}
     save_file(towers, model / "model.safetensors", metadata={"format": "pt"})

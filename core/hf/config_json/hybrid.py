@@ -51,11 +51,11 @@ def completed(config: Mapping[str, object], family: Family) -> dict[str, object]
         UnsupportedError: Megatron's Mamba layers cannot do what the configuration states.
     """
     result = {**family.defaults, **config}
+    _check_time_steps(result)
     if PATTERN not in family.settings:
         return result
     pattern = _pattern(result, family)
     kinds_of(pattern)
-    _check_time_steps(result)
     return {**result, PATTERN: pattern, "num_hidden_layers": len(pattern)}
 
 
@@ -109,6 +109,8 @@ def hybrid_config(family: Family, model: Model) -> dict[str, object]:
     Raises:
         UnsupportedError: transformers has no layers of these sizes.
     """
+    if "parallel_mamba" in model.features:
+        return {"mamba_d_ssm": model.sizes["mamba_inner"]}
     if model.kinds is None:
         return {}
     expand, rest = divmod(model.sizes["mamba_inner"], model.sizes["hidden"])

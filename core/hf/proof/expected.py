@@ -22,7 +22,15 @@ from core.hf.config_json.experts import dense_layers, has_experts, shared_size
 from core.hf.config_json.hybrid import PATTERN, completed
 from core.hf.family import Family, families
 from core.hf.name_tables import BODY, pairs_of
-from core.hf.traits import FEATURES, Model, hybrid_features, kinds_of, linear_sizes, mamba_sizes
+from core.hf.traits import (
+    FEATURES,
+    Model,
+    hybrid_features,
+    indexer_sizes,
+    kinds_of,
+    linear_sizes,
+    mamba_sizes,
+)
 from core.hf.values import count_of, number_of
 from core.megatron.model.args import linear_layers
 
@@ -270,9 +278,14 @@ def _derive_model(
         else:
             traits.add("q_lora")
             sizes["q_lora"] = count_of(config, "q_lora_rank")
+    if "sparse" in family.requires:
+        sizes |= indexer_sizes(
+            heads=count_of(config, "index_n_heads"), head_dim=count_of(config, "index_head_dim")
+        )
     kinds = kinds_of(str(config[PATTERN]))[:n_layers] if PATTERN in family.settings else None
     if kinds is not None:
         traits |= hybrid_features(kinds)
+    if kinds is not None or "parallel_mamba" in family.requires:
         names = family.config
         sizes |= mamba_sizes(
             heads=number_of(config, names["mamba_num_heads"]),
