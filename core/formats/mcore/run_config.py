@@ -29,7 +29,7 @@ tests/golden; Megatron-LM d98e8a64 ``training/arguments.py`` for the names of th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,12 @@ _MODEL, _PEFT = "model", "peft"
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 50
 _EMBEDDING = "embedding.word_embeddings.weight"
+_FUSED_NORM, _FUSED = ".mlp.linear_fc1.layer_norm_weight", ".mlp.linear_fc1.weight"
+"""The norm before an MLP, and a weight that only layers without experts have.
+
+The local specification stores every norm under that name, also those before experts.
+"""
+
 _LORA = ("LoRA", "VLMLoRA", "CanonicalLoRA", "DoRA")
 """Classes of the section ``peft`` that peft knows as LoRA."""
 _RENAMED: Mapping[str, str] = {
@@ -78,6 +84,8 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
     embedding = catalog.tensors.get(_EMBEDDING)
     if embedding is not None and embedding.shape:
         fields["padded_vocab_size"] = embedding.shape[0]
+    if _has_local_norms(catalog.tensors):
+        fields["transformer_impl"] = "local"
     args = make_namespace(fields)
     return replace(
         catalog,
@@ -88,6 +96,18 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
             f"the training arguments were taken from {RUN_CONFIG} (Megatron-Bridge)",
         ),
         dropped=(*catalog.dropped, f"{RUN_CONFIG} (its model section became the arguments)"),
+    )
+
+
+def _has_local_norms(names: Iterable[str]) -> bool:
+    """Return whether layers with experts have the norm of Megatron's local specification.
+
+    The provider states an implementation that its layer specification need not have.
+    """
+    present = set(names)
+    return any(
+        name.endswith(_FUSED_NORM) and name.removesuffix(_FUSED_NORM) + _FUSED not in present
+        for name in present
     )
 
 
