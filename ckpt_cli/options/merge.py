@@ -131,7 +131,7 @@ class MergeOptions:
             metavar="ADAPTER",
             parser=location_of,
             rich_help_panel=MERGE,
-            help="Fold a LoRA adapter of peft into its base.",
+            help="Fold a LoRA adapter of peft or Megatron-Bridge into its base.",
         ),
     ] = None
     replace: Annotated[

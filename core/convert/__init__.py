@@ -5,7 +5,7 @@ the bytes). ``global_form`` and ``target_form`` are the two halves of prepare; `
 a third party's format.
 Imports: arrays, calibration, catalog, changes, convert.report, convert.stored_plan, copy, core,
 device, errors, files, fingerprint, formats, formats.dcp, formats.huggingface, formats.torch,
-formats.trainer, hf, manifest, megatron.extras, megatron.model, megatron.optimizer,
+formats.trainer, hf, hf.adapters, manifest, megatron.extras, megatron.model, megatron.optimizer,
 megatron.optimizer.sharded, megatron.placement, megatron.reshard, megatron.rules, merge, opening,
 pickle, plan, quantize, stage, stage.bucket, team.
 """

@@ -110,6 +110,7 @@ class _FormRequest:
         config_document: content of the file of ``--config`` or of the source's ``config.json``.
         family: the model's family as ``--family`` describes it, or None.
         comes_from_hf: the source's tensors have Hugging Face's names.
+        is_peft: the source is an adapter that peft wrote.
         is_restacked: ``core.megatron.reshard.to_torch_dist`` is to stack or unstack the layers.
         others: the other sources of a merge.
     """
@@ -123,6 +124,7 @@ class _FormRequest:
     config_document: bytes | None
     family: Family | None
     comes_from_hf: bool
+    is_peft: bool
     is_restacked: bool
     others: tuple[Checkpoint, ...] = ()
 
@@ -168,6 +170,7 @@ def global_form(
             source or the destination.
     """
     from core.hf import is_hf, read_family, text_model_of
+    from core.hf.adapters.peft import is_peft
 
     # Read the objects, the layout rules and the configuration that describes the model.
     without_state = without_training_state(source.catalog, job, format)
@@ -198,6 +201,7 @@ def global_form(
         config_document=_config_document(catalog, source),
         family=None if job.family is None else read_family(job.family),
         comes_from_hf=is_hf(catalog, config),
+        is_peft=is_peft(catalog, source.store),
         is_restacked=format.is_mcore and job.stacking is not None,
         others=tuple(others),
     )
@@ -210,7 +214,9 @@ def global_form(
         )
 
     # Take one of the paths of the picture above.
-    if request.becomes_megatron:
+    if request.becomes_megatron and request.is_peft:
+        form = _form_as_adapter(request, catalog, source)
+    elif request.becomes_megatron:
         form = _form_as_megatron(request, catalog, source)
     else:
         step = _unshard_if_needed(request, catalog, source)
@@ -458,6 +464,43 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
     return GlobalForm(second.catalog, first.renamed + second.renamed, notes, step.dropped)
 
 
+def _form_as_adapter(request: _FormRequest, catalog: Catalog, source: Checkpoint) -> GlobalForm:
+    """Convert an adapter of peft into the global form of Megatron's adapters.
+
+    Raises:
+        UsageError: an option has no effect on adapters.
+    """
+    from core.hf.adapters.to_megatron import adapter_to_megatron
+
+    job, format = request.job, request.format
+    assert request.config is not None
+    for option, is_given in (
+        ("--vocab-size", job.vocab_size is not None),
+        ("--keep-padded-vocab", job.keep_padded_vocab),
+        ("--make-vocab-size-divisible-by", job.vocab_divisor is not None),
+        ("--experts", job.experts is not None),
+    ):
+        if is_given:
+            raise UsageError(f"{option} has no effect on adapters", hint="omit it")
+    refuse_quantizing(job, format)
+
+    # Apply the changes that match peft's names, convert, and apply those about Megatron's.
+    first = _apply_checked(catalog, replace(job, stack_layers=False, unstack_layers=None))
+    adapter = adapter_to_megatron(
+        first.catalog,
+        request.config,
+        source.store,
+        tp=1 if job.topology is None else job.topology.tp or 1,
+        family=request.family,
+        transformer_impl=job.transformer_impl,
+    )
+    late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers)
+    second = _apply_checked(adapter, late)
+    return GlobalForm(
+        second.catalog, first.renamed + second.renamed, (*first.notes, *second.notes), ()
+    )
+
+
 def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
     """Convert Megatron's global form into tensors with Hugging Face's names.
 
@@ -468,9 +511,18 @@ def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
         UsageError: the changes leave an incomplete model.
     """
     from core.hf import to_hf
+    from core.hf.adapters.to_peft import adapter_to_peft, is_adapter
 
     job = request.job
     first = _apply_checked(step.catalog, replace(job, quantize=()))
+    if is_adapter(first.catalog):
+        peft = adapter_to_peft(
+            first.catalog,
+            model_type=request.model_type,
+            family=request.family,
+            config=None if job.config is None else request.config_document,
+        )
+        return GlobalForm(peft, first.renamed, (*step.notes, *first.notes), step.dropped)
     with _blaming_options(first, "Megatron"):
         catalog = to_hf(
             first.catalog,
@@ -567,6 +619,8 @@ def _refuse_names(request: _FormRequest, catalog: Catalog) -> NoReturn:
     )
     options = model_options(catalog, takes_submodule=True)
     hint = f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}"
+    if request.is_peft:
+        hint = f"for an adapter of peft, give the {CONFIG} of its base model with --config FILE"
     if options is not None:
         hint = f"for the model of a PyTorch Lightning checkpoint, add {options} --config {CONFIG}"
     raise UnsupportedError(

@@ -21,6 +21,7 @@ from core.errors import UnsupportedError
 from core.formats.format import Format
 from core.formats.torch.format import load_object
 from core.formats.torch.refused import names_importable
+from core.megatron.placement.adapter_rows import to_stored_order
 from core.megatron.reshard.reshard import load_rules, shard, stack
 from core.megatron.rules.experts import transposed
 from core.opening.objects import check_safety, loaded, refuse_hidden
@@ -129,9 +130,11 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
     """
     # Rank files: every tensor is cut for each rank.
     if format.partition == "ranks":
+        topology = target_topology(job, catalog, format)
+        catalog = to_stored_order(catalog, topology.tp)
         target = shard(
             catalog,
-            target_topology(job, catalog, format),
+            topology,
             rules=load_rules(job.rules, unknown=job.unknown),
             vocab_size=job.vocab_size,
             rng=job.rng,

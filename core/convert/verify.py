@@ -27,6 +27,7 @@ from core.files.source_store import SourceStore
 from core.files.store import LocalStore, TargetStore
 from core.files.syscalls import drop_from_cache
 from core.megatron.model.topology import Topology
+from core.megatron.placement.adapter_rows import to_stored_order
 from core.megatron.reshard.reshard import Rules, unshard
 from core.megatron.rules.experts import transposed
 from core.opening.open import open_checkpoint
@@ -118,10 +119,8 @@ def plan_comparison(
         if catalog.is_rank_local:
             topology, ranks = plan.target.facet(Topology), plan.target.facet(RankFacts)
             assert topology is not None and ranks is not None, "a target of rank files has both"
-            catalog = transposed(
-                unshard(catalog, rules=rules, target_tp=topology.tp, store=store),
-                ranks.transposed,
-            )
+            catalog = unshard(catalog, rules=rules, target_tp=topology.tp, store=store)
+            catalog = to_stored_order(transposed(catalog, ranks.transposed), topology.tp)
         bound = _bind_arrays(catalog, plan.target, store)
 
         # Use its arrays as the target, in its files as they are.

@@ -12,9 +12,10 @@ features of a model come from the training arguments (``core.hf.traits``), which
 
 The family of a model follows from its ``model_type``, or from its tensors (``core.hf.detection``);
 that of a Megatron model from its arguments (``core.hf.choice``). What arguments cannot express
-stays with the checkpoint (``core.hf.config_json.origin``).
+stays with the checkpoint (``core.hf.config_json.origin``). LoRA adapters have a package
+of their own (``core.hf.adapters``).
 
-Not supported: optimizer state, quantized weights (they are dequantized first), LoRA adapters,
+Not supported: optimizer state, quantized weights (they are dequantized first),
 models with another head than the language model's, vision and audio towers (their text model:
 ``core.hf.text_model``).
 Imports: arrays, catalog, changes, errors, files, hf.config_json, megatron.extras, megatron.model,

@@ -7,7 +7,7 @@ states, schedulers, optimizer state and arguments are dropped, and listed in ``d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
@@ -71,11 +71,7 @@ def to_hf(
         CorruptError: shapes and arguments contradict each other, or an argument is invalid.
     """
     fields = fields_of(catalog.args)
-    weights = {
-        key: meta
-        for key, meta in catalog.tensors.items()
-        if not is_optimizer_key(key) and _EXTRA not in key
-    }
+    weights = _weights(catalog)
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
@@ -134,6 +130,34 @@ def to_hf(
         notes=tuple(notes),
         dropped=tuple(_dropped(catalog, has_config=has_config)),
     ).with_facet(HuggingFaceModel(family.model_type))
+
+
+def weights_of(catalog: Catalog) -> Iterator[tuple[str, Pair]]:
+    """Yield Megatron's name of every weight, and the Hugging Face tensors that it consists of.
+
+    Args:
+        catalog: the global Megatron form of a model that ``to_hf`` converts.
+    """
+    fields, weights = fields_of(catalog.args), _weights(catalog)
+    model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
+    origin = origin_of(fields)
+    family = choose_family(
+        fields,
+        model.features,
+        requested=None,
+        origin=None if origin is None else origin.model_type,
+    )
+    for pair in pairs_of(family, model):
+        yield next(name for name in pair.names if name in weights), pair
+
+
+def _weights(catalog: Catalog) -> dict[str, TensorMeta]:
+    """Return the tensors that are neither optimizer states nor extra states."""
+    return {
+        key: meta
+        for key, meta in catalog.tensors.items()
+        if not is_optimizer_key(key) and _EXTRA not in key
+    }
 
 
 def _config_document(

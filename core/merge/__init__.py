@@ -2,8 +2,9 @@
 
 Start at ``request`` (what to compute) and ``merge`` (the merged catalog); ``forms`` brings the
 other sources under the names of the first. ``combined``, ``slerp`` and ``lora`` are the encodings,
-which define the arithmetic bit for bit; ``adapter`` reads peft's directories.
-Imports: arrays, catalog, changes, errors, files, formats.torch, hf, megatron.model,
+which define the arithmetic bit for bit; ``adapter`` folds adapters in, and ``adapter_forms`` brings
+those of Megatron under peft's names.
+Imports: arrays, catalog, changes, errors, files, formats.torch, hf, hf.adapters, megatron.model,
 megatron.placement, megatron.reshard, opening, pickle, quantize.
 """
 

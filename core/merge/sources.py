@@ -8,14 +8,12 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog
 from core.errors import in_checkpoint
 from core.files.source_store import JoinedStore, join_stores, joined_prefix
-from core.formats.torch.format import load_object
 from core.hf.text_model import is_composite, text_model_of
-from core.merge.adapter import fold_adapter
-from core.merge.forms import FormOptions, form_like, relocated
+from core.merge.adapter_forms import adapter_form, fold
+from core.merge.forms import FormOptions, form_like
 from core.merge.merge import MergedCatalog, MergeSource, merge_catalogs
 from core.merge.replaced import replace_tensors
 from core.merge.request import LORA, REPLACE, Merge
-from core.opening.objects import loaded
 from core.opening.open import Checkpoint, open_checkpoint
 
 
@@ -75,11 +73,9 @@ def merge_others(
     if request.method == LORA:
         (other,) = others
         assert not isinstance(other.store, JoinedStore)
-        form = relocated(
-            loaded(other.catalog, other.store, load_object), joined_prefix(other.store)
-        )
         with in_checkpoint(str(other.path)):
-            return fold_adapter(sources[0], MergeSource(str(other.path), form), other.store)
+            adapter = adapter_form(other, options=options, prefix=joined_prefix(other.store))
+            return fold(sources[0], adapter)
     # Only the text model of a vision-language model may be replaced by one of its family.
     text = None
     if request.method == REPLACE and is_composite(config):

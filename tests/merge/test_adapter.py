@@ -177,10 +177,3 @@ def test_adapters_that_do_not_fit_are_refused(
     with pytest.raises(error, match=message):
         fold(adapters / "llama/base", adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_megatron_base_is_refused(golden: Path, adapters: Path, tmp_path: Path) -> None:
-    base = golden / "mcore_legacy/dense_gqa/tp2_pp1"
-    with pytest.raises(UnsupportedError, match="Megatron's tensor names") as failure:
-        fold(base, adapters / "llama/adapter", tmp_path / "out")
-    assert "--to hf" in str(failure.value.hint)

@@ -6,12 +6,15 @@
  megatron, torch_dist options of Megatron's training script: ``--load DST``, the sizes, and
  and zarr of Megatron ``--no-load-optim`` or ``--no-load-rng`` for what is not in the checkpoint
  Hugging Face model   ``AutoModelForCausalLM.from_pretrained("DST")``
+ adapter              ``PeftModel.from_pretrained(model, "DST")``; torch_dist with Megatron-Bridge's
+                      ``load_peft_adapter_checkpoint``
  any other            the call of the library that reads the format
 ==================== =============================================================================
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``, ``training/checkpointing.py``
 (``load_checkpoint``); transformers 5.23, huggingface_hub 2.4, safetensors 0.8, torch 2.13,
-zarr-python 3.1.6, tensorstore 0.1.86, orbax-checkpoint 0.12.8, DeepSpeed 0.19.8.
+zarr-python 3.1.6, tensorstore 0.1.86, orbax-checkpoint 0.12.8, DeepSpeed 0.19.8, peft 0.21.2,
+Megatron-Bridge 067f987d ``peft/utils.py``.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.formats.torch.weights_only import refused
+from core.hf.adapters.peft import ADAPTER_CONFIG
+from core.hf.adapters.to_peft import is_adapter
 from core.megatron.extras.common_state import RNG
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.hybrid import NAMES as PATTERNS
@@ -70,6 +75,9 @@ class WrittenResult:
 def load_line(result: WrittenResult) -> str:
     """Return the line that loads the result of a conversion."""
     has_tracker = any(image.path == TRACKER for image in result.images)
+    if has_tracker and result.format.name == "torch_dist" and is_adapter(result.target):
+        metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
+        return f"load_peft_adapter_checkpoint(model, {_quoted(result.dst / metadata.parent)}, peft)"
     if result.topology is not None and has_tracker:
         return " ".join(_megatron_options(result, result.topology))
     return _library_call(result)
@@ -121,6 +129,8 @@ def _safetensors_call(result: WrittenResult) -> str:
     if result.target.facet(PipelineFacts) is not None:
         return f"DiffusionPipeline.from_pretrained({_quoted(dst)})"
     paths = [image.path for image in result.images if image.path.endswith(".safetensors")]
+    if ADAPTER_CONFIG in {image.path for image in result.images}:
+        return f"PeftModel.from_pretrained(model, {_quoted(dst)})"
     if result.config is not None and CONFIG in {image.path for image in result.images}:
         names = result.config.get("architectures")
         is_causal = isinstance(names, list) and any(str(name).endswith(_CAUSAL) for name in names)

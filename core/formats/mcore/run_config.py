@@ -13,7 +13,8 @@ On disk, in the directory of an iteration, as ``yaml.safe_dump`` writes it::
 
 Numbers, strings and lists of the section ``model`` become training arguments; some have another
 name there, or follow from several fields. Objects (initializers, layer specifications, enums) say
-nothing about a layout and are left out.
+nothing about a layout and are left out. Of the section ``peft``, which checkpoints of adapters
+have, rank and alpha become an argument (``core.megatron.model.args.ADAPTER_ARGUMENT``).
 
 Versions: Megatron-Bridge 067f987d (2026-08), with the model providers of that version. The sections
 on the optimizer and the training are not read, nor is ``train_state.pt``.
@@ -27,22 +28,32 @@ tests/golden; Megatron-LM d98e8a64 ``training/arguments.py`` for the names of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.errors import CorruptError, UnsupportedError
+from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.pickle.inert import Global, make_namespace
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 RUN_CONFIG = "run_config.yaml"
+_MODEL, _PEFT = "model", "peft"
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 50
 _EMBEDDING = "embedding.word_embeddings.weight"
+_FUSED_NORM, _FUSED = ".mlp.linear_fc1.layer_norm_weight", ".mlp.linear_fc1.weight"
+"""The norm before an MLP, and a weight that only layers without experts have.
 
+The local specification stores every norm under that name, also those before experts.
+"""
+
+_LORA = ("LoRA", "VLMLoRA", "CanonicalLoRA", "DoRA")
+"""Classes of the section ``peft`` that peft knows as LoRA."""
 _RENAMED: Mapping[str, str] = {
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
@@ -63,7 +74,9 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
     if catalog.args is not None or not store.exists(RUN_CONFIG):
         return catalog
     try:
-        fields = _arguments_of(_read_model_section(store))
+        content = _read_sections(store)
+        fields = _arguments_of(content[_MODEL])
+        fields |= _adapter_of(content.get(_PEFT), base=content[_MODEL].get("hf_model_id"))
     except (CorruptError, UnsupportedError) as err:
         note = f"no training arguments: {RUN_CONFIG} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
@@ -71,6 +84,8 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
     embedding = catalog.tensors.get(_EMBEDDING)
     if embedding is not None and embedding.shape:
         fields["padded_vocab_size"] = embedding.shape[0]
+    if _has_local_norms(catalog.tensors):
+        fields["transformer_impl"] = "local"
     args = make_namespace(fields)
     return replace(
         catalog,
@@ -84,8 +99,20 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
     )
 
 
-def _read_model_section(store: ReadStore) -> Mapping[str, object]:
-    """Return the section ``model`` of the file.
+def _has_local_norms(names: Iterable[str]) -> bool:
+    """Return whether layers with experts have the norm of Megatron's local specification.
+
+    The provider states an implementation that its layer specification need not have.
+    """
+    present = set(names)
+    return any(
+        name.endswith(_FUSED_NORM) and name.removesuffix(_FUSED_NORM) + _FUSED not in present
+        for name in present
+    )
+
+
+def _read_sections(store: ReadStore) -> Mapping[str, Mapping[str, object]]:
+    """Return the sections ``model`` and, for adapters, ``peft`` of the file.
 
     Raises:
         CorruptError: the file is not YAML, or has no such section.
@@ -124,12 +151,46 @@ def _read_model_section(store: ReadStore) -> Mapping[str, object]:
         raise CorruptError(
             f"not valid YAML: {' '.join(str(err).split())[:200]}", file=RUN_CONFIG
         ) from err
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict) or not model:
+    content = content if isinstance(content, dict) else {}
+    sections = {
+        str(section): {str(name): value for name, value in fields.items()}
+        for section, fields in content.items()
+        if section in (_MODEL, _PEFT) and isinstance(fields, dict)
+    }
+    if not sections.get(_MODEL):
         raise CorruptError(
             "it has no section model, so it is not Megatron-Bridge's", file=RUN_CONFIG
         )
-    return {str(name): value for name, value in model.items()}
+    return sections
+
+
+def _adapter_of(peft: Mapping[str, object] | None, *, base: object) -> dict[str, object]:
+    """Return the argument for the configuration of adapters, {} if they are none of LoRA.
+
+    Args:
+        peft: the section.
+        base: the Hugging Face name of the base model, if it is known.
+    """
+    if peft is None:
+        return {}
+    kind = (_target_of(peft) or "").rpartition(".")[2]
+    rank, alpha = peft.get("dim"), peft.get("alpha")
+    numbers = (rank, alpha, peft.get("dropout", 0.0))
+    if kind not in _LORA or any(type(number) not in (int, float) for number in numbers):
+        return {}
+    config = {
+        "base_model_name_or_path": base if isinstance(base, str) else "",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": alpha,
+        "lora_dropout": numbers[2],
+        "peft_type": "LORA",
+        "r": rank,
+        "task_type": "CAUSAL_LM",
+        "use_dora": kind == "DoRA",
+    }
+    return {ADAPTER_ARGUMENT: json.dumps(config)}
 
 
 def _arguments_of(model: Mapping[str, object]) -> dict[str, object]:

@@ -24,6 +24,11 @@ from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
 from core.pickle.inert import Inert, as_mapping, attributes
 
+ADAPTER_ARGUMENT = "peft_adapter_config"
+"""Argument with the configuration of LoRA adapters, the text of peft's ``adapter_config.json``.
+
+No version of Megatron reads it.
+"""
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _REFUSED = {
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",

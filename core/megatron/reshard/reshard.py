@@ -16,8 +16,10 @@ from __future__ import annotations
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import state_of
 from core.files.store import ReadStore
+from core.megatron.model.args import topology_of
 from core.megatron.model.checks import listed
 from core.megatron.optimizer.proof import strange_masters
+from core.megatron.placement.adapter_rows import is_halved, to_matrix_order
 from core.megatron.reshard.from_global import is_megatron, unshard_global
 from core.megatron.reshard.from_ranks import unshard_ranks
 from core.megatron.reshard.to_ranks import shard
@@ -85,6 +87,10 @@ def unshard(
         model = model.noted(
             [f"master weights of {listed(strange)} do not round to the weights: {reason}"]
         )
+
+    # Rows whose order depends on the TP size are those of the run that saved.
+    if any(map(is_halved, model.tensors)):
+        model = to_matrix_order(model, topology_of(catalog.args).tp)
 
     # Name the tensors that no rule describes: only the user vouches for their layout.
     names = model.tensors if rules.takes_unknown else ()

@@ -51,6 +51,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.sharded.write import StackedOptimizer
+from core.megatron.placement.adapter_rows import is_halved, to_stored_order
 from core.megatron.placement.joined import separate_parts
 from core.megatron.rules.rules import GPT, Rules
 from core.pickle.inert import TensorLeaf, walk
@@ -133,6 +134,7 @@ def stack(
         )
     check_target(topology, facts)
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
+    catalog = _with_stored_rows(catalog, topology, facts)
 
     # Decide how every tensor is cut; opaque ones become objects.
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
@@ -419,6 +421,27 @@ class _ExtraStates:
 
     values: Mapping[str, object]
     dropped: Sequence[str]
+
+
+def _with_stored_rows(catalog: Catalog, topology: Topology, facts: ModelFacts) -> Catalog:
+    """Return the catalog with rows in the order that readers expect at the arguments' TP size.
+
+    Raises:
+        UnsupportedError: the order depends on TP, and the arguments keep another size.
+    """
+    key = next(filter(is_halved, catalog.tensors), None)
+    if key is None:
+        return catalog
+    tp = facts.topology.tp
+    if topology.tp != tp:
+        raise UnsupportedError(
+            f"in torch_dist, the order of this adapter's rows depends on the tensor parallel size: "
+            f"Megatron-Bridge loads it only at the size of the arguments, {tp}, not {topology.tp}",
+            key=key,
+            hint="write --to megatron; or write --to hf, and convert that with "
+            f"--tp-new {topology.tp}",
+        )
+    return to_stored_order(catalog, tp)
 
 
 def _extra_states(

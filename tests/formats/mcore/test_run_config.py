@@ -25,6 +25,15 @@ def bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def bridge_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a model with experts, in the local specification."""
+    folder = tmp_path_factory.mktemp("bridge_moe")
+    with tarfile.open(ARCHIVE.with_name("megatron_bridge_moe.tar.xz")) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
 @pytest.fixture
 def copy(bridge: Path, tmp_path: Path) -> Path:
     """A copy of the iteration's directory, to change its ``run_config.yaml``."""
@@ -73,6 +82,21 @@ def test_it_is_resharded_to_rank_files_and_back(bridge: Path, tmp_path: Path) ->
     expected = load_file(bridge / "hf" / "model.safetensors")
     actual = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_model_with_experts_comes_back_through_any_layout(
+    bridge_moe: Path, tmp_path: Path
+) -> None:
+    expected = load_file(bridge_moe / "hf" / "model.safetensors")
+    source = bridge_moe / "megatron"
+    core.reshard(source, tmp_path / "ranks", tp=2, ep=2, to="megatron")
+    core.reshard(source, tmp_path / "dist", tp=1, pp=2, ep=2, to="torch_dist")
+    for path in (source, tmp_path / "ranks", tmp_path / "dist"):
+        target = tmp_path / "hf" / path.name
+        core.convert(path, target, to="hf")
+        actual = load_file(target / "model.safetensors")
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

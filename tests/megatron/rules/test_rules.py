@@ -120,10 +120,6 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
             "decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight",
             "adapters that several experts share",
         ),
-        (
-            "decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_in.weight",
-            "canonical LoRA of a gated MLP",
-        ),
         ("decoder.layers.0.mlp.linear_fc1.weight_quantizer._scale", "quantized models"),
         (
             "decoder.layers.0.mlp.linear_fc1.weight_scale_inv",

@@ -1,0 +1,7 @@
+"""LoRA adapters: from peft's directories to Megatron-Bridge's checkpoints, and back.
+
+Start at ``linear``, which shows the names and shapes of both sides; ``peft`` reads what peft
+writes, ``to_megatron`` and ``to_peft`` convert.
+Imports: arrays, catalog, changes, errors, files, hf, hf.config_json, megatron.extras,
+megatron.model, pickle, quantize.
+"""

@@ -1,0 +1,325 @@
+"""Convert an adapter of peft to the global form of Megatron's adapters.
+
+The fields and facets are those of ``core.hf.to_megatron``, with the training arguments of the base
+model. The configuration of the adapter is kept as text in the arguments, for the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.arrays.box import Shape, full_box
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.decoded import DecodedStore
+from core.catalog.facets import MegatronModel
+from core.catalog.key_patterns import listed_keys
+from core.errors import CorruptError, UnsupportedError
+from core.files.store import ReadStore
+from core.hf import fuse
+from core.hf.adapters.linear import (
+    ADAPTER,
+    CANONICAL,
+    LINEAR_IN,
+    LINEAR_OUT,
+    MAX_LAYERS,
+    WEIGHT,
+    adapted_pairs,
+    module_of,
+)
+from core.hf.adapters.peft import (
+    ADAPTER_CONFIG,
+    Adaptation,
+    check_config,
+    parse_config,
+    read_config_text,
+    sorted_tensors,
+)
+from core.hf.config_json.config import arguments_of
+from core.hf.config_json.origin import ARGUMENT, text_of
+from core.hf.detection import detect_family
+from core.hf.family import Family
+from core.hf.name_tables import Pair
+from core.hf.traits import model_of
+from core.hf.values import CONFIG
+from core.megatron.model.args import ADAPTER_ARGUMENT
+from core.megatron.model.topology import Topology
+from core.pickle.inert import make_namespace
+from core.quantize.source import source_of
+
+_FOLD = "fold it into its base instead: ckpt merge BASE --lora ADAPTER"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A linear layer of Megatron's with an adapter.
+
+    Args:
+        pair: its weight.
+        items: the adapter of each Hugging Face tensor that the weight consists of; None for those
+            without one.
+        is_shared: all of them have an adapter, with the same first matrix.
+    """
+
+    pair: Pair
+    items: tuple[Adaptation | None, ...]
+    is_shared: bool
+
+    @property
+    def module(self) -> str:
+        """Megatron's name of the layer."""
+        return self.pair.names[0].removesuffix(WEIGHT)
+
+    @property
+    def parts(self) -> Iterator[tuple[str, Shape, Adaptation]]:
+        """Module, shape of the weight, and adapter of each adapted Hugging Face tensor."""
+        for tensor, item in zip(self.pair.tensors, self.items, strict=True):
+            if item is not None:
+                yield module_of(tensor.names[0]), tensor.shape, item
+
+
+def adapter_to_megatron(
+    catalog: Catalog,
+    config: Mapping[str, object],
+    store: ReadStore,
+    *,
+    tp: int,
+    family: Family | None = None,
+    transformer_impl: str | None = None,
+) -> Catalog:
+    """Return the global form of Megatron's adapters.
+
+    Args:
+        catalog: the adapter's tensors under peft's names.
+        config: the parsed ``config.json`` of the base model.
+        store: the adapter's files; first matrices are compared.
+        tp: tensor parallel size that the arguments state.
+        family: the model's family; None for that of its ``model_type``.
+        transformer_impl: as for ``core.hf.to_megatron``.
+
+    Raises:
+        UnsupportedError: not plain LoRA of linear layers with one rank and one alpha, or of a
+            family without a table.
+        CorruptError: the adapter's tensors contradict its configuration or the base model.
+    """
+    text = read_config_text(store)
+    peft = parse_config(text)
+    check_config(peft)
+    adaptations, replacements = sorted_tensors(catalog, peft)
+    if replacements:
+        raise UnsupportedError(
+            f"the adapter replaces {len(replacements)} tensors of the base model "
+            f"({listed_keys(replacements)}), which adapters of Megatron cannot",
+            key=next(iter(replacements.values())),
+            hint=_FOLD,
+        )
+    rank, scaling = _scaling_of(adaptations)
+
+    # Describe the base model by training arguments.
+    if family is None:
+        family, _ = detect_family(catalog.tensors, config)
+    first = next(iter(adaptations.values()))
+    fields = arguments_of(
+        config,
+        family,
+        dtype=catalog.tensors[first.a].dtype,
+        transformer_impl=transformer_impl,
+        divisible_by=1,
+        iteration=1,
+        n_mtp=0,
+    )
+    n_rows = fields["vocab_size"]
+    assert isinstance(n_rows, int)
+    model = model_of(fields, n_rows=n_rows, n_tensors=MAX_LAYERS)
+
+    # Find the layers, and decide between the two forms of Megatron-Bridge.
+    layers = list(_layers(catalog, adapted_pairs(family, model), adaptations, store))
+    unknown = adaptations.keys() - {
+        name for layer in layers for part in layer.pair.tensors for name in part.names
+    }
+    if unknown:
+        raise UnsupportedError(
+            f"Megatron has no adapters of {len(unknown)} of the layers: {listed_keys(unknown)}",
+            key=adaptations[min(unknown)].a,
+            hint=f"is {CONFIG} that of the adapter's base model? Embeddings, output layers and "
+            f"experts have none; {_FOLD}",
+        )
+    is_canonical = not all(layer.is_shared for layer in layers)
+    tensors: dict[str, tuple[TensorMeta, Callable[[], list[Fragment]]]] = {}
+    for layer in layers:
+        for meta, fragments in _tensors_of(catalog, layer, is_canonical=is_canonical):
+            tensors[meta.key] = (meta, fragments)
+
+    fields |= {
+        "tensor_model_parallel_size": tp,
+        ARGUMENT: text_of(config, catalog.documents.get(CONFIG)),
+        ADAPTER_ARGUMENT: text.decode(),
+    }
+    args = make_namespace(fields)
+    form = "CanonicalLoRA" if is_canonical else "LoRA"
+    targets = sorted({target for layer in layers for target in _targets(layer, is_canonical)})
+    note = (
+        f"adapters for {form}(target_modules={targets}, dim={rank}, alpha={scaling * rank:g}) "
+        "of Megatron-Bridge"
+    )
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        return tuple(tensors[key][1]()) if key in tensors else catalog.fragments(key)
+
+    return Catalog(
+        format=catalog.format,
+        version=None,
+        tensors={name: meta for name, (meta, _) in tensors.items()},
+        fragments_of=fragments_of,
+        bind=catalog.bind,
+        iteration=1,
+        args=args,
+        common={"args": args, "checkpoint_version": 3.0, "iteration": 1},
+        notes=(*catalog.notes, note),
+        dropped=catalog.dropped,
+        facets={
+            MegatronModel: MegatronModel(vocab_size=n_rows, order=tuple(tensors)),
+            Topology: Topology(),
+        },
+    )
+
+
+def _scaling_of(adaptations: Mapping[str, Adaptation]) -> tuple[int, float]:
+    """Return the rank and the scaling of all adapters.
+
+    Raises:
+        UnsupportedError: they differ, or one belongs to an embedding.
+    """
+    for item in adaptations.values():
+        if item.is_embedding:
+            raise UnsupportedError("Megatron has no adapters of embeddings", key=item.a, hint=_FOLD)
+    kinds = {(item.rank, item.scaling): item.a for item in adaptations.values()}
+    if len(kinds) > 1:
+        ranks = ", ".join(f"rank {rank} × {scaling:g}" for rank, scaling in sorted(kinds))
+        raise UnsupportedError(
+            f"the layers have different ranks or scalings ({ranks}), and those of a model of "
+            "Megatron-Bridge have the same",
+            key=list(kinds.values())[1],
+            hint=_FOLD,
+        )
+    ((rank, scaling),) = kinds
+    return rank, scaling
+
+
+def _layers(
+    catalog: Catalog,
+    pairs: Iterator[Pair],
+    adaptations: Mapping[str, Adaptation],
+    store: ReadStore,
+) -> Iterator[_Layer]:
+    """Yield the layers with an adapter.
+
+    Raises:
+        CorruptError: an adapter does not fit its layer.
+        CheckpointingException: a first matrix cannot be read.
+    """
+    decoded = DecodedStore(store)
+
+    def matrix(item: Adaptation) -> bytes:
+        tensor = source_of(catalog, item.a)
+        return bytes(tensor.read(decoded, full_box(tensor.shape)))
+
+    for pair in pairs:
+        items = []
+        for tensor in pair.tensors:
+            name = next((name for name in tensor.names if name in adaptations), None)
+            items.append(None if name is None else adaptations[name])
+            if name is not None:
+                _check_shapes(catalog, adaptations[name], tensor.shape)
+        given = [item for item in items if item is not None]
+        if not given:
+            continue
+        kinds = {(catalog.tensors[item.a].dtype, catalog.tensors[item.b].dtype) for item in given}
+        is_shared = len(given) == len(items) and (
+            len(items) == 1 or (len(kinds) == 1 and len(set(map(matrix, given))) == 1)
+        )
+        yield _Layer(pair, tuple(items), is_shared)
+
+
+def _check_shapes(catalog: Catalog, item: Adaptation, weight: Shape) -> None:
+    """Raise unless the matrices of an adapter fit the weight.
+
+    Raises:
+        CorruptError: they do not.
+    """
+    shapes = {item.a: (item.rank, weight[1]), item.b: (weight[0], item.rank)}
+    for key, shape in shapes.items():
+        if catalog.tensors[key].shape != shape:
+            raise CorruptError(
+                f"shape {catalog.tensors[key].shape}, but {CONFIG} and {ADAPTER_CONFIG} imply "
+                f"{shape} (elements)",
+                key=key,
+                hint="is this the configuration of the adapter's base model?",
+            )
+
+
+def _tensors_of(
+    catalog: Catalog, layer: _Layer, *, is_canonical: bool
+) -> Iterator[tuple[TensorMeta, Callable[[], list[Fragment]]]]:
+    """Yield the tensors of a layer's adapter, with functions that return their fragments.
+
+    Raises:
+        UnsupportedError: the layer has no canonical form, but its parts differ.
+    """
+    start = layer.module + ADAPTER
+    if is_canonical and _has_canonical_form(layer):
+        for module, _, item in layer.parts:
+            for key, name in ((item.a, LINEAR_IN), (item.b, LINEAR_OUT)):
+                yield _renamed(catalog, key, f"{start}{CANONICAL[module]}.{name}")
+        return
+    if not layer.is_shared:
+        modules = ", ".join(module_of(tensor.names[0]) for tensor in layer.pair.tensors)
+        raise UnsupportedError(
+            f"Megatron fuses {modules}, whose adapters must then have the same lora_A",
+            key=next(item.a for _, _, item in layer.parts),
+            hint=_FOLD,
+        )
+    items = [item for _, _, item in layer.parts]
+    yield _renamed(catalog, items[0].a, start + LINEAR_IN)
+    meta = catalog.tensors[items[0].b]
+    name, strips = start + LINEAR_OUT, layer.pair.strips
+    yield (
+        TensorMeta(name, meta.dtype, (layer.pair.shape[0], items[0].rank)),
+        lambda: fuse.fuse_parts(name, strips, [catalog.fragments(item.b) for item in items]),
+    )
+
+
+def _has_canonical_form(layer: _Layer) -> bool:
+    """Return whether CanonicalLoRA has an adapter for each tensor of a layer."""
+    tensors = layer.pair.tensors
+    return (
+        len(tensors) > 1
+        and layer.pair.n_alternations == 1
+        and all(module_of(tensor.names[0]) in CANONICAL for tensor in tensors)
+    )
+
+
+def _renamed(
+    catalog: Catalog, key: str, name: str
+) -> tuple[TensorMeta, Callable[[], list[Fragment]]]:
+    """Return a tensor under another name, with the function that returns its fragments."""
+    meta = catalog.tensors[key]
+
+    def fragments() -> list[Fragment]:
+        return [
+            Fragment(name, fragment.box, fragment.array, fragment.at)
+            for fragment in catalog.fragments(key)
+        ]
+
+    return TensorMeta(name, meta.dtype, meta.shape), fragments
+
+
+def _targets(layer: _Layer, is_canonical: bool) -> Iterator[str]:
+    """Yield what selects a layer among ``target_modules`` of Megatron-Bridge."""
+    linear = layer.module.rpartition(".")[2]
+    if not (is_canonical and _has_canonical_form(layer)):
+        yield linear
+        return
+    for module, _, _ in layer.parts:
+        part = CANONICAL[module].removeprefix("adapter_")
+        yield f"linear_{part}" if linear == "linear_qkv" else f"{linear}_{part}"

@@ -1,0 +1,221 @@
+"""Convert the global form of Megatron's adapters to a directory of peft.
+
+``adapter_config.json`` is the text that came with the adapter, or describes what the run that
+trained it recorded (``core.formats.mcore.run_config``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from core.catalog.catalog import AnyCatalog, Catalog, Fragment, TensorMeta
+from core.catalog.facets import HuggingFaceModel, WeightFileFacts
+from core.catalog.key_patterns import listed_keys, natural_order
+from core.catalog.optimizer_keys import NOT_IN_HF
+from core.changes.select import is_optimizer_key
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.hf import fuse
+from core.hf.adapters.linear import (
+    ADAPTER,
+    CANONICAL,
+    LINEAR_IN,
+    LINEAR_OUT,
+    MAX_LAYERS,
+    WEIGHT,
+    adapted_pairs,
+    module_of,
+)
+from core.hf.adapters.peft import ADAPTER_CONFIG, PREFIX, check_config, parse_config
+from core.hf.choice import choose_family
+from core.hf.config_json.origin import origin_of, parse_origin
+from core.hf.family import Family
+from core.hf.name_tables import Pair
+from core.hf.traits import model_of
+from core.hf.values import CONFIG
+from core.megatron.extras.common_state import common_of
+from core.megatron.model.args import ADAPTER_ARGUMENT, fields_of
+
+_STEM = "adapter_model"
+_TARGETS = "target_modules"
+
+
+def is_adapter(catalog: AnyCatalog) -> bool:
+    """Return whether all weights of a catalog with Megatron's names are those of adapters."""
+    names = [
+        key for key in catalog.tensors if not is_optimizer_key(key) and "_extra_state" not in key
+    ]
+    return bool(names) and all(ADAPTER in name for name in names)
+
+
+def adapter_to_peft(
+    catalog: Catalog,
+    *,
+    model_type: str | None = None,
+    family: Family | None = None,
+    config: bytes | None = None,
+) -> Catalog:
+    """Return an adapter under peft's names, with its ``adapter_config.json``.
+
+    Args:
+        catalog: the global form of Megatron's adapters.
+        model_type: the family of the base model; None for the one that the arguments describe.
+        family: the family, in place of ``model_type``.
+        config: content of the base model's ``config.json``, or None.
+
+    Raises:
+        UnsupportedError: the base model belongs to no known family, a layer has no counterpart, or
+            the run recorded no alpha.
+        MissingShardError: one of two matrices is missing.
+        CorruptError: shapes and arguments contradict each other.
+    """
+    # Find the family of the base model by its arguments.
+    fields = fields_of(catalog.args)
+    n_rows = fields.get("vocab_size") or fields.get("padded_vocab_size")
+    model = model_of(fields, n_rows=n_rows if isinstance(n_rows, int) else 1, n_tensors=MAX_LAYERS)
+    origin = origin_of(fields) if config is None else parse_origin(config, file=CONFIG)
+    family = choose_family(
+        fields,
+        model.features,
+        requested=family or model_type,
+        origin=None if origin is None else origin.model_type,
+    )
+
+    # Take the adapters apart, layer by layer; none may be left over.
+    weights = {
+        key: meta
+        for key, meta in catalog.tensors.items()
+        if not is_optimizer_key(key) and "_extra_state" not in key
+    }
+    text = _config_text(fields)
+    rank = parse_config(text)["r"]
+    tensors: dict[str, tuple[TensorMeta, Callable[[], list[Fragment]]]] = {}
+    used: set[str] = set()
+    modules: set[str] = set()
+    for pair in adapted_pairs(family, model):
+        for key, name, part in _adapters_of(pair, weights):
+            meta = weights[key]
+            n_rows = pair.tensors[part].shape[0]
+            expected = (rank, pair.shape[1]) if key.endswith(LINEAR_IN) else (n_rows, rank)
+            is_fused = key.endswith(ADAPTER + LINEAR_OUT)
+            stored = (pair.shape[0], rank) if is_fused else expected
+            if meta.shape != stored:
+                raise CorruptError(
+                    f"shape {meta.shape}, but the training arguments and the adapter's "
+                    f"configuration imply {stored} (elements)",
+                    key=key,
+                )
+            used.add(key)
+            modules.add(module_of(pair.tensors[part].names[0]))
+            shape = (n_rows, meta.shape[1]) if is_fused else meta.shape
+            tensors[name] = (
+                TensorMeta(name, meta.dtype, shape),
+                _taken(catalog, key, name, pair if is_fused else None, part),
+            )
+    unused = weights.keys() - used
+    if unused:
+        raise UnsupportedError(
+            f"{len(unused)} tensors are not adapters that {family.model_type} models of "
+            f"transformers can have: {listed_keys(unused)}",
+            key=min(unused),
+            hint="adapters of experts, embeddings and output layers are not converted",
+        )
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        return tuple(tensors[key][1]()) if key in tensors else catalog.fragments(key)
+
+    dropped = [line for line in catalog.dropped if not line.startswith("optimizer")]
+    if len(dropped) < len(catalog.dropped):
+        dropped.append(f"optimizer ({NOT_IN_HF})")
+    objects = [key for key in catalog.objects if "_extra_state" not in key]
+    names = dict.fromkeys((*objects, *map(str, common_of(catalog))))
+    return Catalog(
+        format=catalog.format,
+        version=None,
+        tensors={name: tensors[name][0] for name in sorted(tensors, key=natural_order)},
+        fragments_of=fragments_of,
+        bind=catalog.bind,
+        documents={ADAPTER_CONFIG: _with_targets(text, modules)},
+        notes=catalog.notes,
+        dropped=(*dropped, *(f"{name} (not stored in adapters of peft)" for name in names)),
+        facets={
+            HuggingFaceModel: HuggingFaceModel(family.model_type),
+            WeightFileFacts: WeightFileFacts({"format": "pt"}, _STEM),
+        },
+    )
+
+
+def _adapters_of(pair: Pair, weights: Mapping[str, TensorMeta]) -> Iterator[tuple[str, str, int]]:
+    """Yield the adapters of a layer.
+
+    Args:
+        pair: the layer's weight.
+        weights: all tensors of the checkpoint.
+
+    Yields:
+        Key of the tensor, peft's name, and number of the part in ``pair.tensors``.
+
+    Raises:
+        MissingShardError: one of two matrices is missing.
+    """
+    for name in pair.names:
+        start = name.removesuffix(WEIGHT) + ADAPTER
+        for number, tensor in enumerate(pair.tensors):
+            module = PREFIX + tensor.names[0].removesuffix(WEIGHT)
+            canonical = CANONICAL.get(module_of(tensor.names[0]))
+            for inner in ("", *(() if canonical is None else (f"{canonical}.",))):
+                keys = {
+                    f"{start}{inner}{LINEAR_IN}": f"{module}.lora_A.weight",
+                    f"{start}{inner}{LINEAR_OUT}": f"{module}.lora_B.weight",
+                }
+                present = [key for key in keys if key in weights]
+                if len(present) == 1:
+                    raise MissingShardError(
+                        "the other matrix of this adapter is not in the checkpoint", key=present[0]
+                    )
+                yield from ((key, keys[key], number) for key in present)
+
+
+def _taken(
+    catalog: Catalog, key: str, name: str, pair: Pair | None, part: int
+) -> Callable[[], list[Fragment]]:
+    """Return the function that returns the fragments of a tensor of peft's.
+
+    Args:
+        key, name: the tensor of Megatron's, and of peft's.
+        pair: the weight whose rows a fused tensor has; None for a tensor that is complete.
+        part: number of the part to take.
+    """
+
+    def fragments() -> list[Fragment]:
+        stored = catalog.fragments(key)
+        if pair is not None:
+            return fuse.take_apart(name, pair.strips, part, stored)
+        return [Fragment(name, each.box, each.array, each.at) for each in stored]
+
+    return fragments
+
+
+def _config_text(fields: Mapping[str, object]) -> bytes:
+    """Return the adapter's configuration from the training arguments.
+
+    Raises:
+        UnsupportedError: there is none, or it does not describe plain LoRA.
+        CorruptError: it is malformed.
+    """
+    text = fields.get(ADAPTER_ARGUMENT)
+    if not isinstance(text, str):
+        raise UnsupportedError(
+            "the checkpoint does not record the alpha of its adapters",
+            hint="Megatron-Bridge records it in run_config.yaml: copy that next to the weights",
+        )
+    check_config(parse_config(text.encode()))
+    return text.encode()
+
+
+def _with_targets(text: bytes, modules: set[str]) -> bytes:
+    """Return the configuration with the names of the adapted modules, if it does not have them."""
+    config = parse_config(text)
+    if _TARGETS in config:
+        return text
+    return json.dumps({**config, _TARGETS: sorted(modules)}, indent=2).encode()

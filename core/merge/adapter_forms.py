@@ -1,0 +1,113 @@
+"""Bring adapters and their bases under the names of transformers, whatever checkpoints they are.
+
+===================  ===============================================================================
+ adapter of           becomes
+===================  ===============================================================================
+ peft                 itself
+ Megatron-Bridge      an adapter of peft (``core.hf.adapters.to_peft``)
+===================  ===============================================================================
+
+===================  ===============================================================================
+ base of              is folded
+===================  ===============================================================================
+ transformers         as it is
+ Megatron             under the names of transformers (``core.hf.to_hf``); a fused weight of
+                      Megatron's then consists of the folded parts
+===================  ===============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from core.catalog.catalog import Fragment
+from core.catalog.facets import MegatronModel
+from core.changes.select import without_optimizer
+from core.errors import UnsupportedError, UsageError
+from core.formats.torch.format import load_object
+from core.megatron.reshard.reshard import is_megatron, unshard
+from core.merge.adapter import Adapter, fold_adapter
+from core.merge.forms import FormOptions, relocated
+from core.merge.merge import MergedCatalog, MergeSource
+from core.opening.objects import loaded
+from core.opening.open import Checkpoint
+
+
+def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Adapter:
+    """Return an adapter under peft's names.
+
+    Args:
+        other: the adapter.
+        options: how Megatron checkpoints become global tensors.
+        prefix: put before the names of its files (``core.files.source_store``).
+
+    Raises:
+        UsageError: it is not an adapter.
+        CheckpointingException: it is damaged, incomplete or not supported.
+    """
+    from core.hf.adapters.peft import ADAPTER_CONFIG, is_peft, parse_config, read_config_text
+    from core.hf.adapters.to_peft import adapter_to_peft, is_adapter
+
+    label = str(other.path)
+    catalog = loaded(other.catalog, other.store, load_object)
+    if catalog.is_rank_local or is_megatron(catalog, options.rules):
+        catalog = unshard(catalog, rules=options.rules, optim="drop")
+        if is_adapter(catalog):
+            catalog = adapter_to_peft(relocated(catalog, prefix))
+            return Adapter(label, catalog, parse_config(catalog.documents[ADAPTER_CONFIG]))
+    elif is_peft(catalog, other.store):
+        config = parse_config(read_config_text(other.store))
+        return Adapter(label, relocated(catalog, prefix), config)
+    raise UsageError(
+        f"--lora: not an adapter: there is no {ADAPTER_CONFIG} of peft, and the tensors do not "
+        "have the names of Megatron's adapters",
+        file=label,
+        hint="give the directory that save_pretrained of peft wrote, or Megatron-Bridge's "
+        "checkpoint of the adapter",
+    )
+
+
+def fold(base: MergeSource, adapter: Adapter) -> MergedCatalog:
+    """Return the base, under its own names, with the adapter folded in.
+
+    Args:
+        base: the base model, in Megatron's global form or under the names of transformers.
+        adapter: from ``adapter_form``.
+
+    Raises:
+        UnsupportedError: the base belongs to no known family, or as for ``fold_adapter``.
+        CorruptError, MissingShardError: adapter and base do not fit each other.
+    """
+    from core.hf import fuse
+    from core.hf.to_hf import to_hf, weights_of
+
+    if base.catalog.facet(MegatronModel) is None:
+        folded = fold_adapter(base, adapter)
+        return MergedCatalog(folded.catalog, folded.notes)
+
+    # Fold under the names of transformers, and put the changed weights together again.
+    under_hf = to_hf(base.catalog, has_config=False)
+    folded = fold_adapter(MergeSource(base.label, under_hf), adapter)
+    pairs = {}
+    for name, pair in weights_of(base.catalog):
+        names = [tensor.names[0] for tensor in pair.tensors]
+        if not folded.changed.intersection(names):
+            continue
+        if pair.shift is not None or pair.is_swapped or pair.packed is not None or pair.twins:
+            raise UnsupportedError(
+                "the adapter changes a tensor that Megatron stores in another form",
+                key=name,
+                hint="convert the base first: ckpt convert SRC DST --to hf",
+            )
+        pairs[name] = pair
+    catalog = without_optimizer(base.catalog).catalog
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        pair = pairs.get(key)
+        if pair is None:
+            return catalog.fragments(key)
+        parts = [folded.catalog.fragments(tensor.names[0]) for tensor in pair.tensors]
+        return fuse.fuse_parts(key, pair.strips, parts)
+
+    return MergedCatalog(replace(catalog, fragments_of=fragments_of), folded.notes)

@@ -1,0 +1,154 @@
+"""Adapters of peft as those of Megatron-Bridge, against the parameters of Bridge's own ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
+from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
+from tests.support.megatron_lora import FORMS
+from tests.support.rank_files import MODEL_FILE, assert_same_bits, load_rank_file, rank_dirs
+
+WEIGHTS = "adapter_model.safetensors"
+START = "base_model.model.model.layers."
+
+
+def to_ranks(adapters: Path, source: Path, dst: Path, **options: Any) -> Path:
+    """Convert an adapter of peft to rank files of TP 2, PP 2."""
+    run(
+        Job(
+            src=source,
+            dst=dst,
+            to="megatron",
+            topology=TopologyChange(tp=2, pp=2),
+            config=adapters / "hf" / "config.json",
+            fsync=False,
+            **options,
+        )
+    )
+    return dst
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_rank_has_the_parameters_of_megatron_bridge(
+    form: str, adapters: Path, tmp_path: Path
+) -> None:
+    dst = to_ranks(adapters, adapters / f"{form}_peft", tmp_path / "out")
+    for folder, path in rank_dirs(dst).items():
+        tp, pp = folder.removeprefix("mp_rank_").split("_")
+        wanted = load_file(adapters / f"{form}_ranks" / f"tp{int(tp)}_pp{int(pp)}.safetensors")
+        model = load_rank_file(path / MODEL_FILE)["model"]
+        found = {name: tensor for name, tensor in model.items() if torch.is_tensor(tensor)}
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert_same_bits(found[name], tensor, f"{folder}: {name}")
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "megatron"])
+def test_an_adapter_comes_back_with_its_configuration(
+    to: str, adapters: Path, tmp_path: Path
+) -> None:
+    source = _partial(adapters, tmp_path)
+    run(
+        Job(
+            src=source,
+            dst=tmp_path / "megatron",
+            to=to,
+            topology=TopologyChange(tp=2, pp=1),
+            config=adapters / "hf" / "config.json",
+            fsync=False,
+        )
+    )
+    run(Job(src=tmp_path / "megatron", dst=tmp_path / "back", to="hf", fsync=False))
+    found, wanted = (load_file(path / WEIGHTS) for path in (tmp_path / "back", source))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_same_bits(found[name], tensor, name)
+    config = (tmp_path / "back" / "adapter_config.json").read_text()
+    assert config == (source / "adapter_config.json").read_text()
+
+
+def _partial(adapters: Path, tmp_path: Path) -> Path:
+    """A copy of an adapter that leaves k_proj and gate_proj out, as most do."""
+    source = tmp_path / "adapter"
+    shutil.copytree(adapters / "lora_peft", source)
+    tensors = load_file(source / WEIGHTS)
+    kept = {n: t for n, t in tensors.items() if "k_proj" not in n and "gate_proj" not in n}
+    save_file(kept, source / WEIGHTS, {"format": "pt"})
+    return source
+
+
+def _configured(name: str, value: object) -> Callable[[Path], None]:
+    def edit(adapter: Path) -> None:
+        path = adapter / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+
+    return edit
+
+
+def _with_tensors(**tensors: tuple[int, int]) -> Callable[[Path], None]:
+    def edit(adapter: Path) -> None:
+        more = {
+            name.replace("/", "."): torch.arange(shape[0] * shape[1]).reshape(shape).float()
+            for name, shape in tensors.items()
+        }
+        save_file({**load_file(adapter / WEIGHTS), **more}, adapter / WEIGHTS, {"format": "pt"})
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "message"),
+    [
+        (_configured("use_dora", True), UnsupportedError, "use_dora"),
+        (_configured("alpha_pattern", {"q_proj": 3}), UnsupportedError, "different ranks"),
+        (_configured("r", 5), CorruptError, "gives rank 5"),
+        (
+            _with_tensors(**{"base_model/model/lm_head/weight": (128, 32)}),
+            UnsupportedError,
+            "replaces 1 tensors",
+        ),
+        (
+            _with_tensors(
+                **{
+                    "base_model/model/lm_head/lora_A/weight": (4, 32),
+                    "base_model/model/lm_head/lora_B/weight": (128, 4),
+                }
+            ),
+            UnsupportedError,
+            "no adapters of 1 of the layers: lm_head.weight",
+        ),
+        (
+            _with_tensors(**{"base_model/model/model/layers/1/mlp/up_proj/lora_B/weight": (40, 4)}),
+            CorruptError,
+            "imply",
+        ),
+    ],
+)
+def test_what_adapters_of_megatron_cannot_be_is_refused(
+    edit: Callable[[Path], None],
+    error: type[CheckpointingException],
+    message: str,
+    adapters: Path,
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "adapter"
+    shutil.copytree(adapters / "lora_peft", source)
+    edit(source)
+    with pytest.raises(error, match=message):
+        to_ranks(adapters, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_about_vocabularies_are_refused(adapters: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no effect on adapters"):
+        to_ranks(adapters, adapters / "lora_peft", tmp_path / "out", vocab_size=128)

@@ -1,0 +1,22 @@
+"""Adapters that Megatron-Bridge wrote (``tests/golden/README.md``)."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+ARCHIVE = Path(__file__).parents[1] / "golden" / "megatron_lora.tar.xz"
+FORMS = ("lora", "canonical")
+
+
+def unpack_adapters(folder: Path) -> Path:
+    """Unpack the archive.
+
+    Returns:
+        The directory with the base model ``hf`` and, for each of ``FORMS``, ``FORM`` (torch_dist of
+        the adapter at TP 2, PP 2), ``FORM_peft`` (Bridge's export), ``FORM_merged`` (Bridge's
+        export of the merged weights) and ``FORM_ranks`` (each rank's parameters).
+    """
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
