@@ -14,8 +14,10 @@ The family of a model follows from its ``model_type``, or from its tensors (``co
 that of a Megatron model from its arguments (``core.hf.choice``). What arguments cannot express
 stays with the checkpoint (``core.hf.config_json.origin``).
 
-Not supported: optimizer state, quantized weights (they are dequantized first), LoRA adapters,
-models with another head than the language model's, vision and audio towers (their text model:
+States of an optimizer follow their parameters (``core.hf.optimizer``).
+
+Not supported: quantized weights (they are dequantized first), LoRA adapters, models with another
+head than the language model's, vision and audio towers (their text model:
 ``core.hf.text_model``).
 Imports: arrays, catalog, changes, errors, files, hf.config_json, megatron.extras, megatron.model,
 pickle, quantize.
@@ -28,13 +30,15 @@ from collections.abc import Mapping
 from core.catalog.catalog import Catalog
 from core.hf.family import Family, families, read_family
 from core.hf.name_tables import LAYERS
+from core.hf.optimizer.states import with_masters
 from core.hf.proof.proof import check_model
 from core.hf.text_model import text_model_of
 from core.hf.to_hf import to_hf
-from core.hf.to_megatron import to_megatron
+from core.hf.to_megatron import OptimizerTarget, to_megatron
 
 __all__ = [
     "Family",
+    "OptimizerTarget",
     "check_model",
     "is_hf",
     "model_types",
@@ -42,6 +46,7 @@ __all__ = [
     "text_model_of",
     "to_hf",
     "to_megatron",
+    "with_masters",
 ]
 
 
