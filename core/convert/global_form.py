@@ -52,6 +52,7 @@ from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
 from core.megatron.extras.random_states import with_rng
 from core.megatron.model.args import facts_of, with_vocab_size
 from core.megatron.model.checks import check_complete
+from core.megatron.optimizer.named_groups import with_named_groups
 from core.megatron.optimizer.sharded.write import sharding_of, wanted_sharding
 from core.megatron.placement.expert_kind import with_expert_kind
 from core.megatron.placement.implementation import with_implementation
@@ -319,11 +320,12 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
         _refuse_without_arguments(catalog, rules)
         _refuse_names(request, catalog)
     refuse_quantizing(job, format)
+    keeps_optimizer = format.has_named_optimizer or not request.becomes_hf
     catalog = unshard(
         catalog,
         rules=rules,
         vocab_size=job.vocab_size,
-        optim="drop" if job.optim == "drop" else "refuse" if request.becomes_hf else "carry",
+        optim="drop" if job.optim == "drop" else "refuse" if not keeps_optimizer else "carry",
         keep_padded_vocab=job.keep_padded_vocab,
         # The sources of a merge may be padded differently; without padding they have one shape.
         target_tp=target_topology(job, catalog, format).tp
@@ -418,7 +420,7 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
         UsageError: the changes leave an incomplete model, or an option has no effect on such
             weights.
     """
-    from core.hf import check_model, model_types, to_megatron
+    from core.hf import OptimizerTarget, check_model, model_types, to_megatron, with_masters
 
     job = request.job
     assert request.config is not None
@@ -426,16 +428,22 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
     refuse_quantizing(job, request.format)
     step = _merge(request, _drop_optimizer(request, catalog), source)
 
-    # Apply the changes that match Hugging Face's names.
+    # Apply the changes that match Hugging Face's names. A cast leaves master weights as they are.
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
-    first = _apply_checked(step.catalog, early, request.config)
+    first = _apply_checked(with_masters(step.catalog), early, request.config)
 
     # Rename the tensors and merge them as Megatron does, by the configuration after the changes.
     config = _config_after(first.catalog, request.config)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _blaming_options(first, "Hugging Face"):
         if request.family is None and config.get("model_type") in model_types():
-            check_model(first.catalog, config, files=carried_of(first.catalog), is_strict=True)
+            check_model(
+                first.catalog,
+                config,
+                files=carried_of(first.catalog),
+                is_strict=True,
+                takes_optimizer=True,
+            )
         documents = first.catalog.documents
         if request.config_document is not None:
             documents = {CONFIG: request.config_document, **documents}
@@ -445,6 +453,7 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
             family=request.family,
             make_vocab_size_divisible_by=divisor,
             transformer_impl=job.transformer_impl,
+            optimizer=OptimizerTarget(request.format.is_mcore, source.store),
         )
     if job.experts is not None:
         catalog = with_expert_kind(catalog, job.experts, rules=request.rules)
@@ -525,7 +534,7 @@ def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
         return GlobalForm(peft, first.renamed, (*step.notes, *first.notes), step.dropped)
     with _blaming_options(first, "Megatron"):
         catalog = to_hf(
-            first.catalog,
+            with_named_groups(first.catalog, request.rules),
             model_type=request.model_type,
             family=request.family,
             config=None if job.config is None else request.config_document,

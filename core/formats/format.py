@@ -46,6 +46,8 @@ class Format:
         has_live_objects: whether torch's own loader turns the format's objects into instances of
             their classes, so that they are written as such if the destination nests.
         splits_files: whether ``lay_out`` keeps its files below ``WriteOptions.max_file_bytes``.
+        has_named_optimizer: whether the optimizer of a model with Hugging Face's names can be
+            stored, its states under the names of their parameters.
         adapt: converts a catalog of global tensors to the format's own names, before its tensors
             are split; None if the format has no names of its own.
         notes_of: returns notes to the user on the result of ``lay_out``; None if the format never
@@ -78,6 +80,7 @@ class Format:
     has_live_objects: bool = False
     carries_files: bool = False
     splits_files: bool = False
+    has_named_optimizer: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
     notes_of: Callable[[TargetCatalog], Sequence[str]] | None = None

@@ -15,8 +15,10 @@ that of a Megatron model from its arguments (``core.hf.choice``). What arguments
 stays with the checkpoint (``core.hf.config_json.origin``). LoRA adapters have a package
 of their own (``core.hf.adapters``).
 
-Not supported: optimizer state, quantized weights (they are dequantized first),
-models with another head than the language model's, vision and audio towers (their text model:
+States of an optimizer follow their parameters (``core.hf.optimizer``).
+
+Not supported: quantized weights (they are dequantized first), models with another head than the
+language model's, vision and audio towers (their text model:
 ``core.hf.text_model``).
 Imports: arrays, catalog, changes, errors, files, hf.config_json, megatron.extras, megatron.model,
 pickle, quantize.
@@ -29,13 +31,15 @@ from collections.abc import Mapping
 from core.catalog.catalog import Catalog
 from core.hf.family import Family, families, read_family
 from core.hf.name_tables import LAYERS
+from core.hf.optimizer.states import with_masters
 from core.hf.proof.proof import check_model
 from core.hf.text_model import text_model_of
 from core.hf.to_hf import to_hf
-from core.hf.to_megatron import to_megatron
+from core.hf.to_megatron import OptimizerTarget, to_megatron
 
 __all__ = [
     "Family",
+    "OptimizerTarget",
     "check_model",
     "is_hf",
     "model_types",
@@ -43,6 +47,7 @@ __all__ = [
     "text_model_of",
     "to_hf",
     "to_megatron",
+    "with_masters",
 ]
 
 

@@ -2,18 +2,21 @@
 
 The result has ``documents`` (``config.json``), ``notes``, ``dropped`` and the facet
 ``HuggingFaceModel``. A Hugging Face directory stores weights and a configuration only: random
-states, schedulers, optimizer state and arguments are dropped, and listed in ``dropped``.
+states, schedulers, optimizer state and arguments are dropped, and listed in ``dropped``. For other
+destinations, DeepSpeed's, the optimizer gets the same names (``core.hf.optimizer``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import natural_order
-from core.catalog.optimizer_keys import NOT_IN_HF
+from core.catalog.optimizer_keys import MASTER, NOT_IN_HF, Optimizer
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
@@ -22,12 +25,16 @@ from core.hf.config_json.config import config_of, document
 from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, restore
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
+from core.hf.optimizer.groups import torch_groups
+from core.hf.optimizer.states import named_state_key, states_in_global_form, view_of_global_state
+from core.hf.optimizer.steps import step_of_megatron
 from core.hf.packed import pack_experts
 from core.hf.shifted import shifted_fragments
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
+from core.megatron.optimizer.groups import is_muon
 from core.quantize.schemes import check_numbers
 
 _EXTRA = "_extra_state"
@@ -52,6 +59,9 @@ def to_hf(
     has_config: bool = True,
 ) -> Catalog:
     """Return a flat catalog with Hugging Face names.
+
+    An optimizer is converted too (``core.hf.optimizer``) if ``catalog.optimizer`` describes one,
+    whose groups list their parameters.
 
     Args:
         catalog: the global Megatron form (``core.megatron.reshard.reshard.unshard``).
@@ -83,21 +93,15 @@ def to_hf(
         origin=None if origin is None else origin.model_type,
     )
 
-    # Convert the tensors one by one. Every weight must be used, so that none is lost silently.
-    tensors: dict[str, _HfTensor] = {}
-    used: set[str] = set()
-    experts: dict[str, list[tuple[str, Pair]]] = {}
+    # Find the weight of every pair. Every weight must be used, so that none is lost silently.
+    pairs: dict[str, Pair] = {}
     for pair in pairs_of(family, model):
         name = next((name for name in pair.names if name in weights), None)
         if name is None:
             raise MissingShardError("the tensor is not in the checkpoint", key=pair.names[0])
-        used.add(name)
-        if pair.packed is not None:
-            experts.setdefault(pair.packed.key, []).append((name, pair))
-        else:
-            tensors |= _hf_tensors(catalog, name, pair)
-    tensors |= {key: _packed_tensor(catalog, key, pairs) for key, pairs in experts.items()}
-    unused = [key for key in weights if key not in used]
+        pairs[name] = pair
+    tensors = _convert(catalog, pairs)
+    unused = [key for key in weights if key not in pairs]
     if unused:
         suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
         raise UnsupportedError(
@@ -105,6 +109,13 @@ def to_hf(
             key=unused[0],
             hint="drop it with --exclude if the model does not need it",
         )
+
+    # Convert the optimizer's states like the weights.
+    objects: Mapping[str, StoredObject] = {}
+    if catalog.optimizer is not None:
+        states = _states(catalog, catalog.optimizer, pairs)
+        tensors |= states.tensors
+        objects = states.objects
 
     # Describe the model in config.json, and list the entries that cannot be stored.
     documents: dict[str, bytes] = {}
@@ -125,7 +136,9 @@ def to_hf(
         version=None,
         tensors={key: tensors[key].meta for key in sorted(tensors, key=natural_order)},
         fragments_of=fragments_of,
+        objects=objects,
         bind=catalog.bind,
+        iteration=None if catalog.optimizer is None else catalog.iteration,
         documents=documents,
         notes=tuple(notes),
         dropped=tuple(_dropped(catalog, has_config=has_config)),
@@ -158,6 +171,100 @@ def _weights(catalog: Catalog) -> dict[str, TensorMeta]:
         for key, meta in catalog.tensors.items()
         if not is_optimizer_key(key) and _EXTRA not in key
     }
+
+
+def _convert(catalog: Catalog, pairs: Mapping[str, Pair]) -> dict[str, _HfTensor]:
+    """Return the Hugging Face tensors that Megatron's tensors consist of.
+
+    Args:
+        catalog: tensors under Megatron's names.
+        pairs: Megatron's name of each tensor → its pair.
+    """
+    tensors: dict[str, _HfTensor] = {}
+    experts: dict[str, list[tuple[str, Pair]]] = {}
+    for name, pair in pairs.items():
+        if pair.packed is not None:
+            experts.setdefault(pair.packed.key, []).append((name, pair))
+        else:
+            tensors |= _hf_tensors(catalog, name, pair)
+    return tensors | {
+        key: _packed_tensor(catalog, key, members) for key, members in experts.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _HfStates:
+    """The optimizer under Hugging Face's names: its states, and its groups as objects."""
+
+    tensors: dict[str, _HfTensor]
+    objects: Mapping[str, StoredObject]
+
+
+def _states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair]) -> _HfStates:
+    """Convert the states and groups of the optimizer.
+
+    Raises:
+        UnsupportedError: Muon trains some of the parameters, only some experts of a tensor have
+            states, or the groups have different numbers of steps.
+    """
+    if any(is_muon(group.settings) for group in optimizer.groups):
+        raise UnsupportedError(
+            "Muon's momentum has no counterpart among the optimizers of Hugging Face models",
+            hint="drop the optimizer with --no-optim",
+        )
+    tensors: dict[str, _HfTensor] = {}
+    names_of: dict[str, list[str]] = {}
+    for state in states_in_global_form(catalog):
+        # A moment is not shifted with its weight; a master weight is.
+        view = view_of_global_state(catalog, state)
+        used = {
+            name: pair if state == MASTER else replace(pair, shift=None)
+            for name, pair in pairs.items()
+            if name in view.tensors
+        }
+        _check_experts(pairs, used, state)
+        for key, tensor in _convert(view, used).items():
+            state_key = named_state_key(key, state)
+            tensors[state_key] = _renamed(tensor, state_key)
+        for name, pair in used.items():
+            keys = [tensor.names[0] for tensor in pair.tensors] if pair.packed is None else []
+            names_of[name] = keys or [pair.packed.key if pair.packed else name]
+
+    # Every trained parameter has the number of steps.
+    step = step_of_megatron(catalog, optimizer)
+    if step is not None:
+        for number, key in enumerate(dict.fromkeys(chain.from_iterable(names_of.values()))):
+            meta, fragments = step.of(key, is_first=number == 0)
+            tensors[meta.key] = _HfTensor(meta, partial(list, fragments))
+    objects = torch_groups(optimizer, names_of)
+    samples = fields_of(catalog.args).get("consumed_train_samples")
+    if type(samples) is int and samples > 0:
+        objects["global_samples"] = StoredObject("global_samples", value=samples)
+    return _HfStates(tensors, objects)
+
+
+def _renamed(tensor: _HfTensor, key: str) -> _HfTensor:
+    """Return a tensor under another key."""
+    return _HfTensor(
+        replace(tensor.meta, key=key),
+        lambda: [replace(fragment, key=key) for fragment in tensor.fragments()],
+    )
+
+
+def _check_experts(all_pairs: Mapping[str, Pair], used: Mapping[str, Pair], state: str) -> None:
+    """Raise unless all or none of the experts of a packed tensor have a state.
+
+    Raises:
+        UnsupportedError: only some have it.
+    """
+    packed = {pair.packed.key for pair in used.values() if pair.packed is not None}
+    for name, pair in all_pairs.items():
+        if pair.packed is not None and pair.packed.key in packed and name not in used:
+            raise UnsupportedError(
+                f"the expert has no {state}, but others of {pair.packed.key} have",
+                key=name,
+                hint="drop the optimizer with --no-optim",
+            )
 
 
 def _config_document(
@@ -284,7 +391,12 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
     # Details of an optimizer that was dropped before mean nothing outside Megatron: one line for
     # all.
     has_optimizer = any(text.startswith("optimizer") for text in dropped)
-    if has_optimizer or any(map(is_optimizer_key, catalog.tensors)):
+    if catalog.optimizer is not None:
+        dropped += [
+            f"{name} of the optimizer (not stored under Hugging Face's names)"
+            for name in catalog.optimizer.entries
+        ]
+    elif has_optimizer or any(map(is_optimizer_key, catalog.tensors)):
         dropped = [
             f"optimizer ({NOT_IN_HF})",
             *(text for text in dropped if not text.startswith("optimizer")),
@@ -293,7 +405,8 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
     if has_config and "args" in names:
         names.remove("args")
         dropped.append(f"args ({CONFIG} describes the model)")
-    return dropped + [f"{name} (not stored in Hugging Face checkpoints)" for name in names]
+    place = "in Hugging Face checkpoints" if has_config else "under Hugging Face's names"
+    return dropped + [f"{name} (not stored {place})" for name in names]
 
 
 def _other_entries(catalog: Catalog) -> list[str]:

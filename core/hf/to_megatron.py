@@ -2,7 +2,8 @@
 
 Fused tensors are fragments that point into the arrays of their parts; nothing is read or copied.
 Every tensor of the source must be used: a name that is not in the family's table is an error, and
-so is a missing tensor.
+so is a missing tensor. States of an optimizer are converted like their parameters
+(``core.hf.optimizer``).
 
 The result has the fields and facets of ``core.megatron.reshard.from_ranks``: one rank,
 ``checkpoint_version`` 3.0, a vocabulary without padding.
@@ -11,13 +12,15 @@ The result has the fields and facets of ``core.megatron.reshard.from_ranks``: on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import NOT_CARRIED, carried_of
+from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, state_key
 from core.changes.select import is_optimizer_key
 from core.errors import (
     CorruptError,
@@ -33,6 +36,15 @@ from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, Pair, pairs_of
+from core.hf.optimizer.groups import PARAM_GROUPS
+from core.hf.optimizer.restored import restored_optimizer
+from core.hf.optimizer.states import (
+    STEP,
+    named_state_key,
+    named_state_of,
+    states_by_name,
+    view_of_named_state,
+)
 from core.hf.packed import unpack_expert
 from core.hf.shifted import SHIFT_NOTE, shifted_fragments
 from core.hf.text_model import is_composite, towers_text
@@ -42,11 +54,27 @@ from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.schemes import check_numbers, quantized_weights
 
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
 _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj)\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTarget:
+    """How to convert the optimizer of a model with Hugging Face names.
+
+    Args:
+        is_distributed: build Megatron's distributed optimizer.
+        store: the checkpoint's files, from which the number of steps is read.
+    """
+
+    is_distributed: bool
+    store: ReadStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +103,24 @@ def to_megatron(
     family: Family | None = None,
     transformer_impl: str | None = None,
     make_vocab_size_divisible_by: int = 128,
+    optimizer: OptimizerTarget | None = None,
 ) -> Catalog:
     """Return the global Megatron form of a model with Hugging Face names.
 
     Args:
-        catalog: flat keys, such as ``model.layers.0.self_attn.q_proj.weight``.
+        catalog: flat keys, such as ``model.layers.0.self_attn.q_proj.weight``; states of an
+            optimizer such as ``optimizer.state.model.norm.weight.exp_avg``.
         config: parsed ``config.json``.
         family: the model's family; None for the one of its ``model_type``, or else the one whose
             tensors it has (``core.hf.detection``).
         transformer_impl: implementation whose parameter names to use, ``local`` or
             ``transformer_engine``; None for the one that can build the family's layers.
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this times TP.
+        optimizer: how to convert the optimizer; None refuses one.
 
     Raises:
-        UnsupportedError: an unsupported family, quantized weights, or a value that Megatron has no
-            arguments for.
+        UnsupportedError: an unsupported family, quantized weights, a value that Megatron has no
+            arguments for, or an optimizer that cannot be converted.
         MissingShardError: a tensor is missing.
         UnknownTensorError: the family has no such tensor.
         CorruptError: shapes, dtypes and configuration contradict each other.
@@ -110,6 +141,10 @@ def to_megatron(
     if family is None:
         family, note = detect_family(catalog.tensors, config)
 
+    # A model without an optimizer begins training, one with it goes on.
+    has_states = optimizer is not None and bool(states_by_name(catalog))
+    iteration = (catalog.iteration or _ITERATION) if has_states else _ITERATION
+
     # Describe the model by training arguments. The number of multi-token prediction layers comes
     # from the tensors, as config.json may declare layers that the files do not contain.
     n_mtp = _count_predictions(catalog, config, family) if "mtp" in family.allows else 0
@@ -119,7 +154,7 @@ def to_megatron(
         dtype=_dtype_of(catalog, family),
         transformer_impl=transformer_impl,
         divisible_by=make_vocab_size_divisible_by,
-        iteration=_ITERATION,
+        iteration=iteration,
         n_mtp=n_mtp,
     )
     n_rows = fields["vocab_size"]
@@ -133,12 +168,41 @@ def to_megatron(
         key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
     }
     used = {key for tensor in tensors.values() for key in tensor.used} | ignored
-    _refuse_leftover([key for key in catalog.tensors if key not in used], family)
     objects, order = _extra_states(tensors, is_local=model.is_local)
+
+    # Convert the optimizer's states in the same way.
+    states, restored = _NO_STATES, None
+    if optimizer is not None and has_states:
+        states = _convert_states(catalog, pairs_of(family, model), tensors)
+        used |= states.used
+        restored = restored_optimizer(
+            catalog,
+            {name: _trained_facts(tensors[name]) for name in states.params},
+            names=list(dict.fromkeys(k for n in states.params for k in tensors[n].used)),
+            states=states.names,
+            dtypes=[tensors[name].meta.dtype for name in states.params],
+            is_distributed=optimizer.is_distributed,
+            store=optimizer.store,
+        )
+    _refuse_leftover([key for key in catalog.tensors if key not in used], family)
 
     # Collect the facts that the writer needs and the notes for the user.
     text = text_of(config, catalog.documents.get(CONFIG))
-    args = make_namespace({**fields, ARGUMENT: text})
+    args = make_namespace(
+        {
+            **fields,
+            **({} if restored is None else restored.arguments),
+            ARGUMENT: text,
+        }
+    )
+    common: dict[object, object] = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+    }
+    if restored is not None:
+        tensors |= states.kept(restored.optimizer)
+        common["opt_param_scheduler"] = dict(restored.scheduler)
     facts = MegatronModel(
         vocab_size=n_rows,
         expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
@@ -150,6 +214,7 @@ def to_megatron(
         *_shift_notes(tensors),
         *_building_notes(family, config),
         *(() if note is None else (note,)),
+        *(() if restored is None else restored.notes),
     ]
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -163,13 +228,124 @@ def to_megatron(
         fragments_of=fragments_of,
         objects=objects,
         bind=catalog.bind,
-        iteration=_ITERATION,
+        iteration=iteration,
         args=args,
-        common={"args": args, "checkpoint_version": 3.0, "iteration": _ITERATION},
+        common=common,
+        optimizer=None if restored is None else restored.optimizer,
         notes=(*catalog.notes, *notes),
-        dropped=tuple(_dropped(catalog)),
+        dropped=tuple(_dropped(catalog, has_optimizer=restored is not None)),
         facets={MegatronModel: facts, Topology: Topology()},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _GlobalStates:
+    """The optimizer's states in the global form.
+
+    Args:
+        tensors: key in the global form → tensor.
+        used: tensors of the source that they consist of, and the numbers of steps.
+        params: Megatron's names of the trained parameters.
+        names: names of the states.
+    """
+
+    tensors: Mapping[str, _GlobalTensor]
+    used: Set[str]
+    params: tuple[str, ...]
+    names: tuple[str, ...]
+
+    def kept(self, optimizer: Optimizer) -> dict[str, _GlobalTensor]:
+        """Return the tensors that an optimizer of its kind has."""
+        return {
+            key: tensor
+            for key, tensor in self.tensors.items()
+            if optimizer.kind != "fp32" or not key.startswith(f"{STATES}{MASTER}.")
+        }
+
+
+_NO_STATES = _GlobalStates({}, frozenset(), (), ())
+
+
+def _convert_states(
+    catalog: Catalog, pairs: Iterable[Pair], weights: Mapping[str, _GlobalTensor]
+) -> _GlobalStates:
+    """Convert the states of an optimizer like the weights.
+
+    Args:
+        catalog: weights and states under Hugging Face's names.
+        pairs: the pairs of the model.
+        weights: the weights in the global form.
+
+    Raises:
+        UnsupportedError: a tensor is only partly trained, or a state has another shape than its
+            parameter.
+        MissingShardError: a parameter lacks a state that others have.
+    """
+    names = states_by_name(catalog)
+    views = {state: view_of_named_state(catalog, state) for state in names}
+    tensors: dict[str, _GlobalTensor] = {}
+    params: list[str] = []
+    used = {
+        key
+        for key in catalog.tensors
+        if (owned := named_state_of(catalog, key)) is not None and owned[1] == STEP
+    }
+    for pair in pairs:
+        name = pair.names[0]
+        weight = weights[name]
+        keys = [key for key in weight.used if key not in weight.copies]
+        trained = [key for key in keys if any(key in view.tensors for view in views.values())]
+        if not trained:
+            continue
+        if len(trained) < len(keys):
+            raise UnsupportedError(
+                f"the optimizer trains {trained[0]}, but not {_first_missing(keys, trained)}, and "
+                "both are one tensor in Megatron",
+                key=name,
+                hint="drop the optimizer with --no-optim",
+            )
+        params.append(name)
+        for state, view in views.items():
+            if any(key not in view.tensors for key in keys):
+                if state == MASTER:  # weights that are float32 need none
+                    continue
+                missing = _first_missing(keys, view.tensors)
+                raise MissingShardError(
+                    f"the optimizer has no {state} of this parameter, but of others",
+                    key=missing,
+                    hint="drop the optimizer with --no-optim",
+                )
+            # A moment is not shifted with its weight; redundant copies of a weight have no states.
+            shift = pair.shift if state == MASTER else None
+            tensor = _global_tensor(view, replace(pair, shift=shift, copies=(), twins=()))
+            key = state_key(state, name)
+            tensors[key] = _renamed(tensor, key)
+            used |= {named_state_key(part, state) for part in tensor.used}
+    return _GlobalStates(tensors, frozenset(used), tuple(params), tuple(names))
+
+
+def _first_missing(keys: Iterable[str], names: Container[str]) -> str:
+    """Return the first key that is not among the names."""
+    return next(key for key in keys if key not in names)
+
+
+def _renamed(tensor: _GlobalTensor, key: str) -> _GlobalTensor:
+    """Return a tensor under another key."""
+    return replace(
+        tensor,
+        meta=replace(tensor.meta, key=key),
+        fragments=lambda: [replace(fragment, key=key) for fragment in tensor.fragments()],
+    )
+
+
+def _trained_facts(tensor: _GlobalTensor) -> tuple[int, str]:
+    """Return the number of axes of a parameter, and the Hugging Face name of its first part."""
+    return len(tensor.meta.shape), tensor.used[0]
+
+
+def _is_of_states(catalog: Catalog, key: str) -> bool:
+    """Return whether an object is a setting of a parameter group, or a state of a parameter."""
+    return key.startswith(PARAM_GROUPS) or named_state_of(catalog, key) is not None
 
 
 def _notes(
@@ -217,11 +393,13 @@ def _building_notes(family: Family, config: Mapping[str, object]) -> Iterator[st
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"
 
 
-def _dropped(catalog: Catalog) -> list[str]:
+def _dropped(catalog: Catalog, *, has_optimizer: bool) -> list[str]:
     """List the entries that Megatron checkpoints cannot store, as ``entries (reason)``."""
+    # Settings of the optimizer that is carried are in Megatron's groups, its steps as well.
+    keys = [key for key in catalog.objects if not (has_optimizer and _is_of_states(catalog, key))]
     dropped = [
         *catalog.dropped,
-        *(f"{key} (Megatron checkpoints cannot store it)" for key in catalog.objects),
+        *(f"{key} (Megatron checkpoints cannot store it)" for key in keys),
     ]
     files = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
     return [*dropped, f"{NOT_CARRIED}: {', '.join(files)}"] if files else dropped

@@ -38,7 +38,12 @@ _HINTS: Mapping[Kind, str] = {
 
 
 def check_model(
-    catalog: Catalog, config: Mapping[str, object], *, files: Collection[str], is_strict: bool
+    catalog: Catalog,
+    config: Mapping[str, object],
+    *,
+    files: Collection[str],
+    is_strict: bool,
+    takes_optimizer: bool = False,
 ) -> tuple[str, ...]:
     """Raise unless the tensors of a catalog form the model that a configuration describes.
 
@@ -47,6 +52,7 @@ def check_model(
         config: parsed ``config.json``.
         files: names of the files in the same directory.
         is_strict: refuse tensors that the model does not have; otherwise only note them.
+        takes_optimizer: optimizer states are not refused, because the destination stores them.
 
     Returns:
         Notes for the user.
@@ -56,7 +62,8 @@ def check_model(
         UnknownTensorError: the model has no such tensor, or all names have a surplus prefix.
         CorruptError: counts, shapes, element types, ties or the quantization contradict the
             configuration.
-        UnsupportedError: the catalog contains optimizer state, and ``is_strict``.
+        UnsupportedError: the catalog contains optimizer state, ``is_strict`` and not
+            ``takes_optimizer``.
     """
     model_type = str(config.get("model_type"))[:80]
     states = [key for key in catalog.tensors if is_optimizer_key(key)]
@@ -72,7 +79,7 @@ def check_model(
     severe = tuple(problem for problem in problems if is_strict or problem.kind != "unexpected")
     if severe:
         raise _error_of(severe, model_type)
-    if states and is_strict:
+    if states and is_strict and not takes_optimizer:
         raise UnsupportedError(
             f"Hugging Face models cannot store optimizer state ({len(states):,} tensors)",
             key=states[0],

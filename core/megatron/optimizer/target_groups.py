@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of
@@ -29,6 +30,7 @@ from core.megatron.optimizer.groups import (
     without_unused_traits,
 )
 from core.megatron.optimizer.reshard_target import ReshardTarget
+from core.megatron.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
         CorruptError: a parameter is in no group.
     """
     source_groups, version = target.optimizer.groups, target.version
-    source_of = _source_groups(target, params)
+    source_of = numbers_of_groups(target.optimizer, params, args=target.args, rules=target.rules)
     splits = _splits_experts(target)
 
     # A parameter stays in its source's group, but experts may get groups of their own or lose them.
@@ -241,15 +243,23 @@ def _check_same(settings: Mapping[str, object], other_settings: Mapping[str, obj
             )
 
 
-def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[str, int]:
+def numbers_of_groups(
+    optimizer: Optimizer, params: Mapping[str, int], *, args: object, rules: Rules
+) -> Mapping[str, int]:
     """Return the number of every parameter's group in the source.
+
+    Args:
+        optimizer: the source's optimizer.
+        params: global name of every trained parameter → number of its axes.
+        args: training arguments of the source.
+        rules: the layout's rules.
 
     Raises:
         CorruptError: a parameter is in no group.
         UnsupportedError: the groups list no parameters, and no policy fits.
     """
     # The groups of rank files and of this project's own form list their parameters.
-    groups = target.optimizer.groups
+    groups = optimizer.groups
     if all(group.params is not None for group in groups):
         numbers = {
             name: number for number, group in enumerate(groups) for name in group.params or ()
@@ -262,8 +272,8 @@ def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[
         return numbers
 
     # Otherwise the first policy counts that assigns all parameters and fills all groups.
-    for policy in policies_of(fields_of(target.args)):
-        numbers = _groups_by_policy(policy, target, params)
+    for policy in policies_of(fields_of(args)):
+        numbers = _groups_by_policy(policy, groups, params, rules)
         if len(numbers) == len(params) and len(set(numbers.values())) == len(groups):
             return numbers
     raise UnsupportedError(
@@ -274,15 +284,15 @@ def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[
 
 
 def _groups_by_policy(
-    policy: Policy, target: ReshardTarget, params: Mapping[str, int]
+    policy: Policy, groups: Sequence[ParamGroup], params: Mapping[str, int], rules: Rules
 ) -> dict[str, int]:
     """Return the number of each parameter's group by a policy; {} if groups are ambiguous."""
-    group_traits = [traits_of(group.settings) for group in target.optimizer.groups]
+    group_traits = [traits_of(group.settings) for group in groups]
     if len(set(group_traits)) < len(group_traits):
         return {}
     numbers: dict[str, int] = {}
     for name, n_axes in params.items():
-        traits = policy.traits(name, n_axes, is_expert=target.rules.expert_of(name) is not None)
+        traits = policy.traits(name, n_axes, is_expert=rules.expert_of(name) is not None)
         if traits is not None and without_unused_traits(traits, group_traits) in group_traits:
             numbers[name] = group_traits.index(without_unused_traits(traits, group_traits))
     return numbers

@@ -329,6 +329,7 @@ FORMAT = Format(
     lay_out=lay_out,
     aliases=("ucp",),
     has_objects_beside=True,
+    has_named_optimizer=True,
     adapt=for_universal,
     check=check,
     records_ties=True,

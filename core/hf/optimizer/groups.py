@@ -1,0 +1,175 @@
+"""Parameter groups of an optimizer, from Megatron to torch's form and back.
+
+::
+
+    Megatron   two groups, and two more of experts: {lr, betas, eps, weight_decay, wd_mult, lr_mult,
+               is_expert_parallel, is_decoupled_lr, max_lr, min_lr, step …}
+    torch      any number of groups: {lr, betas, eps, weight_decay, … params}, as objects
+               optimizer.param_groups.<number>.<setting>, or
+               optimizer.param_groups.<parameter>.<setting> as torch flattens them
+
+To torch, only settings that torch.optim's Adam and SGD know are written. Groups that then are equal
+become one; groups with weight decay come first, because DeepSpeed's ZeRO-3 applies the settings of
+the first group to all.
+
+To Megatron, groups are formed anew, as Megatron matches a group by ``wd_mult`` and others: biases
+and vectors have no weight decay. Its scheduler sets the learning rate and the weight decay of a
+group before every step, so a difference matters only where the source gave single parameters a
+learning rate of their own.
+
+Source: megatron-core 0.16.1 ``core/optimizer/__init__.py``, ``core/optimizer_param_scheduler.py``;
+DeepSpeed 0.19.8 ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.optimizer_keys import Optimizer, ParamGroup
+from core.errors import UnsupportedError
+from core.hf.optimizer.states import STEP
+from core.megatron.optimizer.groups import Policy
+
+PARAM_GROUPS = "optimizer.param_groups."
+_PARAMS = "params"
+_OF_TORCH = (
+    "lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "maximize",
+    "momentum", "dampening", "nesterov",
+)  # fmt: skip
+"""Settings of torch.optim's Adam and SGD, and of the fused Adam of Apex, TE and DeepSpeed."""
+_OF_MEGATRON = {
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+    "default_config": True,
+}
+"""Settings by which Megatron finds a group of ordinary parameters."""
+
+
+def torch_groups(
+    optimizer: Optimizer, names_of: Mapping[str, Sequence[str]]
+) -> dict[str, StoredObject]:
+    """Return the groups of a Megatron optimizer in torch's form, as objects by key.
+
+    Args:
+        optimizer: the optimizer, whose groups list their parameters.
+        names_of: Megatron's name of every trained parameter → its Hugging Face names.
+    """
+    groups: dict[str, tuple[dict[str, object], list[str]]] = {}
+    for group in optimizer.groups:
+        settings = {
+            name: group.settings[name] for name in _OF_TORCH if group.settings.get(name) is not None
+        }
+        names = [hf for name in group.params or () for hf in names_of.get(name, ())]
+        if names:
+            groups.setdefault(repr(settings), (settings, []))[1].extend(names)
+    ordered = sorted(groups.values(), key=lambda group: not group[0].get("weight_decay"))
+    entries = {
+        f"{PARAM_GROUPS}{number}.{name}": value
+        for number, (settings, names) in enumerate(ordered)
+        for name, value in {**settings, _PARAMS: list(dict.fromkeys(names))}.items()
+    }
+    return {key: StoredObject(key, value=value) for key, value in entries.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronGroups:
+    """The groups of a Megatron optimizer that continues a run of other software.
+
+    Args:
+        groups: the groups with their parameters.
+        notes: notes for the user.
+    """
+
+    groups: tuple[ParamGroup, ...]
+    notes: tuple[str, ...]
+
+
+def megatron_groups(
+    catalog: Catalog, trained: Mapping[str, tuple[int, str]], *, n_steps: int | None
+) -> MegatronGroups:
+    """Form the groups of a Megatron optimizer.
+
+    Args:
+        catalog: weights, states and groups under Hugging Face's names.
+        trained: Megatron's name of each trained parameter → number of its axes, and the Hugging
+            Face name of its first part.
+        n_steps: the number of steps taken; None if it is not recorded.
+
+    Raises:
+        UnsupportedError: the source has no settings of a group.
+    """
+    settings_of = _settings_by_name(catalog)
+    members: dict[bool, list[str]] = {False: [], True: []}
+    for name, (n_axes, _) in trained.items():
+        traits = Policy().traits(name, n_axes, is_expert=False)
+        assert traits is not None, "the policy trains all parameters"
+        members[traits.is_exempt].append(name)
+
+    # A group has the settings of its first parameter, and Megatron's own.
+    groups = []
+    for is_exempt, names in members.items():
+        if not names:
+            continue
+        hf = trained[names[0]][1]
+        settings = settings_of.get(hf)
+        if settings is None:
+            raise UnsupportedError(
+                "no parameter group with this parameter records the optimizer's settings",
+                key=hf,
+                hint="drop the optimizer with --no-optim",
+            )
+        own: dict[str, object] = {name: settings[name] for name in _OF_TORCH if name in settings}
+        own |= _OF_MEGATRON
+        own["wd_mult"] = 0.0 if is_exempt else 1.0
+        if "betas" in own:  # the fused Adam of Apex and TE reads it from the checkpoint
+            own.setdefault("bias_correction", True)
+        if is_exempt:
+            own["weight_decay"] = 0.0
+        if n_steps is not None:
+            own[STEP] = n_steps
+        groups.append(ParamGroup(own, tuple(names)))
+    used = [settings_of[hf] for _, hf in trained.values() if hf in settings_of]
+    return MegatronGroups(tuple(groups), tuple(_notes(used, members[True], trained, settings_of)))
+
+
+def _notes(
+    used: Iterable[Mapping[str, object]],
+    exempt: Iterable[str],
+    trained: Mapping[str, tuple[int, str]],
+    settings_of: Mapping[str, Mapping[str, object]],
+) -> list[str]:
+    """Return notes on settings that Megatron's groups do not keep."""
+    rates = {repr(settings.get("lr")) for settings in used}
+    notes = []
+    if len(rates) > 1:
+        notes.append(
+            f"the source's parameter groups have {len(rates)} learning rates; Megatron's schedule "
+            "gives all parameters one"
+        )
+    decayed = sum(
+        bool(settings_of.get(trained[name][1], {}).get("weight_decay")) for name in exempt
+    )
+    if decayed:
+        notes.append(
+            f"{decayed} biases and vectors had weight decay; Megatron's groups give them none "
+            "(wd_mult 0)"
+        )
+    return notes
+
+
+def _settings_by_name(catalog: Catalog) -> dict[str, Mapping[str, object]]:
+    """Return the settings of each parameter's group, by its Hugging Face name."""
+    by_owner: dict[str, dict[str, object]] = {}
+    for key, item in catalog.objects.items():
+        if key.startswith(PARAM_GROUPS):
+            owner, _, setting = key.removeprefix(PARAM_GROUPS).rpartition(".")
+            by_owner.setdefault(owner, {})[setting] = item.value
+    result: dict[str, Mapping[str, object]] = {}
+    for owner, settings in by_owner.items():
+        names = settings.get(_PARAMS)
+        for name in names if isinstance(names, (list, tuple)) else (owner,):
+            result[str(name)] = settings
+    return result

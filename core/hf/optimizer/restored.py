@@ -1,0 +1,140 @@
+"""Megatron's optimizer, built from a run of other software that trained a Hugging Face model.
+
+========== ==================================================================================
+ format     optimizer
+========== ==================================================================================
+ torch_dist the distributed one (``--use-distributed-optimizer``), which loads at any sizes
+ rank files Float16Optimizer for 16-bit weights, FP32Optimizer for float32: numbered states; the
+            flat buffers of the distributed one would depend on arguments of a run that is still
+            to come
+========== ==================================================================================
+
+The steps are those of the groups, as the fused Adam of Apex and Transformer Engine counts them.
+
+Megatron does not load an optimizer without a state of the scheduler. The schedule of other software
+has no counterpart there, so it is a constant one at the place that training has reached, and
+Megatron must be told to use that of its own arguments.
+
+Source: megatron-core 0.16.1 ``core/optimizer/{optimizer,distrib_optimizer}.py``,
+``core/optimizer_param_scheduler.py``; Megatron-LM d98e8a64 ``training/checkpointing.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import MASTER, Optimizer
+from core.hf.optimizer.groups import megatron_groups
+from core.hf.optimizer.steps import read_steps
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_HALF = ("float16", "bfloat16")
+_SAMPLES = "global_samples"
+"""DeepSpeed's entry for the number of samples trained on."""
+_OVERRIDE = "--override-opt_param-scheduler"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredOptimizer:
+    """An optimizer for Megatron's global form.
+
+    Args:
+        optimizer: its kind, groups and states.
+        arguments: training arguments that follow from it.
+        scheduler: the entry ``opt_param_scheduler``.
+        notes: notes for the user.
+    """
+
+    optimizer: Optimizer
+    arguments: Mapping[str, object]
+    scheduler: Mapping[str, object]
+    notes: tuple[str, ...]
+
+
+def restored_optimizer(
+    catalog: Catalog,
+    trained: Mapping[str, tuple[int, str]],
+    *,
+    names: Sequence[str],
+    states: Sequence[str],
+    dtypes: Sequence[str],
+    is_distributed: bool,
+    store: ReadStore,
+) -> RestoredOptimizer:
+    """Build Megatron's optimizer.
+
+    Args:
+        catalog: weights, states and groups under Hugging Face's names.
+        trained: as for ``megatron_groups``.
+        names: Hugging Face names of all trained parameters.
+        states: names of the states.
+        dtypes: element types of the trained weights.
+        is_distributed: build the distributed optimizer.
+        store: the checkpoint's files, from which the number of steps is read.
+
+    Raises:
+        UnsupportedError: parameters have taken different numbers of steps, or the settings of a
+            group are missing.
+        CorruptError: a number of steps is not one.
+    """
+    n_steps = read_steps(catalog, names, store)
+    groups = megatron_groups(catalog, trained, n_steps=n_steps)
+    kind = "distributed"
+    if not is_distributed:
+        kind = "float16" if any(dtype in _HALF for dtype in dtypes) else "fp32"
+    optimizer = Optimizer(
+        kind=kind,
+        groups=groups.groups,
+        states=tuple(state for state in states if state != MASTER),
+    )
+
+    # The scheduler goes on at the sample that training has reached.
+    samples = catalog.objects.get(_SAMPLES)
+    n_samples = samples.value if samples is not None and type(samples.value) is int else 0
+    settings = groups.groups[0].settings
+    decay = settings.get("weight_decay", 0.0)
+    scheduler = {
+        "max_lr": settings.get("lr"),
+        "lr_warmup_steps": 0,
+        "num_steps": n_samples,
+        "lr_decay_style": "constant",
+        "lr_decay_steps": max(n_samples, 1),
+        "min_lr": 0.0,
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": max(n_samples, 1),
+    }
+    titles = {
+        "distributed": "distributed optimizer (--use-distributed-optimizer); --to megatron writes "
+        "the other one",
+        "float16": "Float16Optimizer (without --use-distributed-optimizer); "
+        "--to torch_dist writes the distributed one",
+        "fp32": "FP32Optimizer (float32 weights; --dtype bf16 makes Megatron's mixed precision, "
+        "with these as master weights); --to torch_dist writes the distributed one",
+    }
+    position = (
+        f"after {n_samples} samples"
+        if n_samples
+        else "at sample 0, as the source does not record how many it has trained on"
+    )
+    schedule = (
+        f"the learning rate schedule is not carried: start Megatron with {_OVERRIDE}, which takes "
+        f"its own, {position}"
+    )
+    notes = (
+        f"the optimizer is written as Megatron's {titles[kind]}",
+        schedule,
+        *groups.notes,
+    )
+    arguments = {
+        "use_distributed_optimizer": is_distributed,
+        "consumed_train_samples": n_samples,
+        "optimizer": "adam" if "betas" in settings else "sgd",
+    }
+    return RestoredOptimizer(optimizer, arguments, scheduler, notes)

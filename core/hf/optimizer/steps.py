@@ -1,0 +1,172 @@
+"""The number of steps of an optimizer: one number in Megatron, elsewhere one of each parameter.
+
+::
+
+    optimizer.param_groups[…]["step"] = 3        Megatron, with the Adam of Apex or TE
+    optimizer.state.common_step = tensor(3.)     Megatron, with torch's Adam
+    optimizer.state.<parameter>.step             torch and DeepSpeed: float32, shape ()
+
+A number becomes a float32 tensor, as torch.optim has it. torch's Adam refuses a step that is not a
+tensor.
+
+Source: torch 2.13 ``optim/adam.py``; megatron-core 0.16.1 ``core/optimizer/distrib_optimizer.py``;
+DeepSpeed 0.19.8 ``runtime/base_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from core.arrays.box import full_box
+from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.optimizer_keys import Optimizer
+from core.catalog.stored import Extent, StoredArray
+from core.errors import CorruptError, UnsupportedError
+from core.hf.optimizer.states import STEP, named_state_key
+from core.pickle.inert import TensorLeaf
+from core.quantize.source import source_of
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+"""Element type of a step → format of ``struct``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumber:
+    """The encoding of a float32 tensor that is a known number of steps.
+
+    Args:
+        n_steps: the number.
+    """
+
+    n_steps: int
+
+    @property
+    def name(self) -> str:
+        """Name of the encoding, for users."""
+        return f"step {self.n_steps}"
+
+    @property
+    def unit_bytes(self) -> int:
+        """Size of the only unit: one float32."""
+        return 4
+
+    @property
+    def working_bytes(self) -> int:
+        """Maximum memory for decoding: nothing but the unit."""
+        return 0
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
+        """Return the number as float32."""
+        return struct.pack("<f", self.n_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronStep:
+    """The number of steps of a Megatron optimizer, as a tensor.
+
+    Args:
+        meta: its dtype and shape.
+        fragments: its fragments, under the key of ``meta``.
+    """
+
+    meta: TensorMeta
+    fragments: Sequence[Fragment]
+
+    def of(self, name: str, *, is_first: bool) -> tuple[TensorMeta, list[Fragment]]:
+        """Return the step of the parameter with a Hugging Face name, and its fragments.
+
+        Args:
+            name: name of the parameter.
+            is_first: it is the first parameter, whose step is compared with all copies of the
+                ranks; the other parameters get one of these.
+        """
+        key = named_state_key(name, STEP)
+        fragments = self.fragments if is_first else self.fragments[:1]
+        return replace(self.meta, key=key), [replace(part, key=key) for part in fragments]
+
+
+def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> MegatronStep | None:
+    """Return the number of steps of an optimizer in Megatron's global form; None if it has none.
+
+    Raises:
+        UnsupportedError: the groups have different numbers.
+    """
+    if isinstance(optimizer.step, TensorLeaf):
+        key = optimizer.step.key
+        return MegatronStep(catalog.meta(key), catalog.fragments(key))
+    # Groups that no rank had parameters of count no steps, or count from 0.
+    numbers = {
+        int(step) if isinstance(step, (int, float)) else step
+        for group in optimizer.groups
+        if (step := group.settings.get(STEP)) is not None and group.params != ()
+    }
+    if isinstance(optimizer.step, (int, float)):
+        numbers = {int(optimizer.step)}
+    if not numbers:
+        return None
+    number, *others = sorted(numbers, key=str)
+    if others or not isinstance(number, int):
+        raise UnsupportedError(
+            f"the optimizer's groups have taken different numbers of steps ({numbers})",
+            hint="drop the optimizer with --no-optim",
+        )
+    file = source_of(catalog, next(iter(catalog.tensors))).file
+    array = StoredArray(STEP, "float32", (), Extent(file, 0, encoding=StepNumber(number)))
+    return MegatronStep(TensorMeta(STEP, "float32", ()), (whole_fragment(STEP, array),))
+
+
+def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int | None:
+    """Return the number of steps that all parameters have taken; None if it is not recorded.
+
+    Args:
+        catalog: weights and states under Hugging Face's names.
+        names: names of the trained parameters.
+        store: the checkpoint's files.
+
+    Raises:
+        UnsupportedError: parameters have taken different numbers of steps.
+        CorruptError: a step is not a whole number.
+    """
+    first: tuple[str, int] | None = None
+    for name in names:
+        key = named_state_key(name, STEP)
+        if key in catalog.tensors:
+            steps = _read_number(catalog, key, store)
+        elif key in catalog.objects:
+            steps = _whole(catalog.objects[key].value, key)
+        else:
+            continue
+        first = first or (key, steps)
+        if steps != first[1]:
+            raise UnsupportedError(
+                f"the optimizer has taken {steps} steps with this parameter, but {first[1]} with "
+                f"that of {first[0]}; Megatron counts them once for all",
+                key=key,
+                hint="drop the optimizer with --no-optim",
+            )
+    return None if first is None else first[1]
+
+
+def _read_number(catalog: Catalog, key: str, store: ReadStore) -> int:
+    """Return the number in a tensor of one element."""
+    meta = catalog.tensors[key]
+    layout = _FORMATS.get(meta.dtype)
+    if layout is None or meta.n_elements != 1:
+        raise CorruptError(
+            f"the number of steps is a {meta.dtype} tensor of shape {meta.shape}", key=key
+        )
+    data = source_of(catalog, key).read(store, full_box(meta.shape))
+    return _whole(struct.unpack(layout, data)[0], key)
+
+
+def _whole(value: object, key: str) -> int:
+    """Return a number of steps as an integer."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
+        return int(value)
+    raise CorruptError(f"the number of steps is {value!r:.80}", key=key)
