@@ -42,6 +42,8 @@ MOMENTS = frozenset(
 )
 MASTERS = frozenset({"fp32_param", "fp32_from_fp16_params", "master_param", "fp32", "param"})
 """Names of fp32 master weights in any checkpoint; ``MOMENTS`` has those of the moments."""
+BITSANDBYTES = "__bnb_optimizer_quant_state__"
+"""Key of the mapping in which bitsandbytes has a parameter's states, except ``step``."""
 NOT_IN_HF = "Hugging Face checkpoints have none"
 """The reason for not carrying an optimizer into such a checkpoint."""
 KINDS = ("fp32", "float16", "distributed")

@@ -1,20 +1,12 @@
 """Dequantize optimizer states of 8 and 4 bits to float32.
 
-::
+The states that ``blockwise_states`` finds become ``PARAM.exp_avg`` and ``PARAM.exp_avg_sq``
+(torchao: the state's own name), as torch.optim's Adam has them; so do bitsandbytes' float32 states
+of small parameters. Codes and scales are multiplied as both libraries do (``from_blockwise``).
 
-    PARAM.state1, .absmax1, .qmap1   bitsandbytes, blockwise (Adam8bit, AdamW8bit): exp_avg
-    PARAM.state2, .absmax2, .qmap2                                                  exp_avg_sq
-    PARAM.state1, .state2            the same in float32, of parameters below 4096 elements
-    PARAM.exp_avg.{codes,scale,qmap} torchao OptimState8bit and, two states a byte, OptimState4bit
-    PARAM.exp_avg.{codes,scale}      torchao OptimStateFp8
-
-become ``PARAM.exp_avg`` and ``PARAM.exp_avg_sq`` (torchao: the state's own name), as torch.optim's
-Adam has them. The block of bitsandbytes is not stored; it follows from the number of scales.
-
-Source: bitsandbytes 0.50.2 ``optim/optimizer.py``; torchao 0.18.0 ``optim/subclass_*.py``.
-
-Not supported, refused by name: bitsandbytes' optimizers with one state (Lion, SGD …), AdEMAMix, and
-8-bit states that are not blockwise (``max1``).
+Not supported, refused by name: bitsandbytes' optimizers with one state (Lion, SGD …), AdEMAMix,
+8-bit states that are not blockwise (``max1``), and states of another shape than their parameter:
+what FSDP gathers of bitsandbytes' states is the shard of the first rank, for every parameter.
 """
 
 from __future__ import annotations
@@ -22,12 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 
-from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.optimizer_keys import BITSANDBYTES
 from core.catalog.stored import Extent, StoredArray
-from core.changes.rename import is_optimizer_key, nest_again
+from core.changes.blockwise_states import (
+    BlockwiseState,
+    blockwise,
+    companions_of,
+    parameter_entry,
+    states_of_torchao,
+)
+from core.changes.rename import OwnedEntry, is_optimizer_key, nest_again, owned_entries
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import entries
@@ -37,8 +35,6 @@ from core.quantize.source import source_of
 OPTION = "--dequantize-optim"
 _MOMENTS = {"1": "exp_avg", "2": "exp_avg_sq"}
 """Number of a state of bitsandbytes' Adam → name of the state in torch.optim's."""
-_BLOCKS = (256, 2048, 64, 128, 512, 1024, 4096)
-"""Blocks of bitsandbytes: 256 since 0.45, 2048 before, and others that it has kernels for."""
 _CACHED = 64
 _NO_OPTIM = "keep the states as they are, or drop the optimizer with --no-optim"
 
@@ -57,21 +53,6 @@ class DequantizedStates:
     renamed: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _QuantizedState:
-    """A state with the keys of its parts; ``shape`` and ``block`` as in ``DequantizedState``.
-
-    Args:
-        scales: None for a state that is stored in float32.
-    """
-
-    codes: str
-    scales: str | None
-    table: str | None
-    shape: Shape
-    block: int
-
-
 def dequantize_states(catalog: Catalog) -> DequantizedStates:
     """Turn optimizer states of 8 and 4 bits into float32 tensors.
 
@@ -80,7 +61,10 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
         UnsupportedError: a state is not of a known form.
         CorruptError: the parts of a state do not fit each other.
     """
-    states = {**_states_of_bitsandbytes(catalog), **_states_of_torchao(catalog)}
+    states = {
+        **_states_of_bitsandbytes(catalog),
+        **states_of_torchao(catalog, option=OPTION, hint=_NO_OPTIM),
+    }
     computed_keys = tuple(key for key, state in states.items() if state.scales is not None)
     if not computed_keys:
         raise UsageError(
@@ -151,23 +135,29 @@ def _without_parts(
         key = key_of.get(entry.key) if isinstance(entry.leaf, TensorLeaf) else None
         if key is not None:
             # A state of torchao was a mapping of its parts; one of bitsandbytes has another name.
-            is_mapping = entry.key == f"{key}.codes"
-            path = entry.path[:-1] if is_mapping else (*entry.path[:-1], key.rpartition(".")[2])
+            container = entry.path[:-1]
+            if entry.key == f"{key}.codes":
+                path = container
+            else:
+                if container[-1:] == (BITSANDBYTES,):
+                    container = container[:-1]
+                path = (*container, key.rpartition(".")[2])
             leaves[path] = TensorLeaf(key)
         elif entry.key not in gone and not entry.key.startswith(mappings):
             leaves[entry.path] = entry.leaf
     return nest_again(leaves)
 
 
-def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, _QuantizedState]:
+def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
     """Return the states of bitsandbytes' Adam by their key in float32.
 
     Raises:
-        UnsupportedError: the optimizer has one state, or states that are not blockwise.
+        UnsupportedError: the optimizer has one state, or states that are not blockwise, or that
+            are not those of their parameter.
         CorruptError: the number of scales does not fit any block.
     """
-    tensors = catalog.tensors
-    states: dict[str, _QuantizedState] = {}
+    tensors, owned = catalog.tensors, owned_entries(catalog)
+    states: dict[str, BlockwiseState] = {}
     for key, meta in tensors.items():
         owner, _, name = key.rpartition(".")
         if name not in ("state1", "state2") or not is_optimizer_key(key):
@@ -180,11 +170,18 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, _QuantizedState]:
                 key=key,
                 hint=_NO_OPTIM,
             )
-        target = f"{owner}.{_MOMENTS[number]}"
+        if tensors[f"{owner}.state2"].shape != tensors[f"{owner}.state1"].shape:
+            raise UnsupportedError(
+                f"{OPTION}: the states are those of AdEMAMix, whose first one has two moments",
+                key=key,
+                hint=_NO_OPTIM,
+            )
+        _check_owner(catalog, key, owned.get(key))
+        target = f"{parameter_entry(key)}.{_MOMENTS[number]}"
         if meta.dtype == "float32":
-            states[target] = _QuantizedState(key, None, None, meta.shape, 0)
+            states[target] = BlockwiseState(key, None, None, meta.shape, 0)
             continue
-        scales, table = f"{owner}.absmax{number}", f"{owner}.qmap{number}"
+        scales, table = companions_of(key)
         if meta.dtype != "uint8" or scales not in tensors or table not in tensors:
             raise UnsupportedError(
                 f"{OPTION}: the state of type {meta.dtype} has no absmax{number} and qmap{number}, "
@@ -192,71 +189,34 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, _QuantizedState]:
                 key=key,
                 hint=_NO_OPTIM,
             )
-        states[target] = _blockwise(catalog, key, scales, table, shape=meta.shape)
+        states[target] = blockwise(tensors, key, scales, table, shape=meta.shape)
     return states
 
 
-def _states_of_torchao(catalog: Catalog) -> dict[str, _QuantizedState]:
-    """Return the states of torchao's classes by their key in float32.
+def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None) -> None:
+    """Raise if a state of bitsandbytes is not that of its complete parameter.
+
+    ``FSDP.optim_state_dict`` (torch 2.13) leaves alone what is in a mapping of its own. So it
+    returns the first rank's shard of the flat parameter in place of each parameter's states.
+
+    Args:
+        entry: the parameter that the state belongs to; None if its key tells none.
 
     Raises:
-        UnsupportedError: the shape of a state with two codes a byte is not known.
-        CorruptError: the parts do not fit each other.
+        UnsupportedError: the state has another shape than its parameter, or is that of several.
     """
-    tensors = catalog.tensors
-    states: dict[str, _QuantizedState] = {}
-    for key, meta in tensors.items():
-        target = key.removesuffix(".codes")
-        if target == key or not is_optimizer_key(key) or f"{target}.scale" not in tensors:
-            continue
-        table = f"{target}.qmap" if f"{target}.qmap" in tensors else None
-        shape = meta.shape
-        if table is not None and tensors[table].shape == (16,):
-            shape = _recorded_shape(catalog, target)
-        states[target] = _blockwise(catalog, key, f"{target}.scale", table, shape=shape)
-    return states
-
-
-def _recorded_shape(catalog: Catalog, target: str) -> Shape:
-    """Return the shape that a tensor of torchao recorded beside its parts."""
-    item = catalog.objects.get(f"{target}.shape")
-    value = None if item is None else item.value
-    if not isinstance(value, (list, tuple)) or not all(type(n) is int and n >= 0 for n in value):
-        raise UnsupportedError(
-            f"{OPTION}: the shape of the state, of which two are in a byte, is not recorded",
-            key=target,
-            hint=_NO_OPTIM,
-        )
-    return tuple(value)
-
-
-def _blockwise(
-    catalog: Catalog, codes: str, scales: str, table: str | None, *, shape: Shape
-) -> _QuantizedState:
-    """Return a state after checking that its parts fit each other.
-
-    Raises:
-        CorruptError: they do not.
-    """
-    tensors = catalog.tensors
-    n, n_codes, n_scales = prod(shape), prod(tensors[codes].shape), prod(tensors[scales].shape)
-    expected = ("uint8", (256,) if n_codes == n else (16,)) if table is not None else None
-    block = next((block for block in _BLOCKS if -(-n // block) == n_scales), None)
-    problem = None
-    if n_codes not in (n, -(-n // 2)) or len(tensors[scales].shape) != 1:
-        problem = f"{n_codes} codes and scales of shape {tensors[scales].shape}"
-    elif block is None:
-        problem = f"{n_scales} scales for {n} states, which no block explains"
-    elif tensors[scales].dtype != "float32":
-        problem = f"scales of type {tensors[scales].dtype}"
-    elif expected is None and tensors[codes].dtype != "float8_e4m3fn":
-        problem = f"codes of type {tensors[codes].dtype} without a table"
-    elif expected is not None and table is not None:
-        actual = (tensors[codes].dtype, tensors[table].shape)
-        if actual != expected or tensors[table].dtype != "float32":
-            problem = f"codes of type {actual[0]} with a table of shape {actual[1]}"
-    if problem is not None or block is None:
-        raise CorruptError(
-            f"the parts of the optimizer state of shape {shape} do not fit: {problem}", key=codes
-        )
-    return _QuantizedState(codes, scales, table, shape, block)
+    shape, parameter = catalog.tensors[key].shape, None
+    if entry is not None:
+        parameter = catalog.tensors[entry.tensor].shape
+    if parameter not in (None, shape):
+        problem = f"the state has shape {shape}, but its parameter has {parameter}"
+    elif key in catalog.aliases:
+        problem = f"the state is also that of another parameter, {catalog.aliases[key]}"
+    else:
+        return
+    raise UnsupportedError(
+        f"{OPTION}: {problem}; of bitsandbytes' states FSDP saves only the shard of the first rank",
+        key=key,
+        hint="the states of the other ranks are not in the checkpoint: drop the optimizer with "
+        "--no-optim",
+    )

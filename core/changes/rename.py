@@ -18,10 +18,10 @@ from functools import lru_cache
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.key_patterns import LIST_THEM
-from core.catalog.optimizer_keys import MASTERS, MOMENTS
+from core.catalog.optimizer_keys import BITSANDBYTES, MASTERS, MOMENTS
 from core.errors import CorruptError, UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
-from core.pickle.nesting import LeafEntry, entries, join_path, nest_leaves
+from core.pickle.nesting import LeafEntry, entries, join_path, map_leaves, nest_leaves
 
 _OPTIMIZER = re.compile(
     r"(^|\.)(optimizers?|optim|optimizer_(?:states?|\d+))\.|^(optimizer(?:_\d+)?|optim)$"
@@ -29,14 +29,16 @@ _OPTIMIZER = re.compile(
     r"(\.|$)"
 )
 _OF_PARAMETER = re.compile(
-    r"(?P<before>(?:.*?\.)??(?:state|param_groups)\.)(?P<parameter>.+)(?P<after>\.[^.]+)", re.DOTALL
+    r"(?P<before>(?:.*?\.)??(?:state|param_groups)\.)(?P<parameter>.+?)"
+    rf"(?P<after>(?:\.(?:{BITSANDBYTES}|exp_avg|exp_avg_sq|max_exp_avg_sq))?\.[^.]+)",
+    re.DOTALL,
 )
 _MEGATRONS = re.compile(
     rf"(?P<before>(?:chained_\d+\.)?optimizer\.state\.(?:{'|'.join(sorted(MOMENTS | MASTERS))})\.)"
     r"(?P<parameter>.+)(?P<after>)",
     re.DOTALL,
 )
-_PARAMETERS = re.compile(r"(?:.*\.)?param_groups\.\d+\.params", re.DOTALL)
+_PARAMETERS = re.compile(r"(?:.*\.)?param_groups\.\d+\.(?:params|param_names)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +301,17 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
         else item
         for key, item in catalog.objects.items()
     }
+    # Plain values stand in the skeleton, too.
+    skeleton = catalog.skeleton
+    if skeleton is not None:
+        skeleton = map_leaves(
+            skeleton,
+            lambda entry: (
+                with_new_names(entry.leaf)
+                if isinstance(entry.leaf, list) and _PARAMETERS.fullmatch(entry.key) is not None
+                else entry.leaf
+            ),
+        )
     optimizer = catalog.optimizer
     if optimizer is not None:
         groups = tuple(
@@ -308,7 +321,7 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
             for group in optimizer.groups
         )
         catalog = replace(catalog, optimizer=replace(optimizer, groups=groups))
-    return replace(catalog, objects=objects)
+    return replace(catalog, objects=objects, skeleton=skeleton)
 
 
 def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:

@@ -11,7 +11,8 @@ numbers of experts remain, and the optimizer's entries
 (``optimizer.state.model.layers.0.….exp_avg``) follow their parameters. A scalar (the optimizer's
 step) becomes one number per layer.
 
-Only fragments change: the layers of a stacked tensor refer to the same arrays as before.
+Only fragments change: the layers of a stacked tensor refer to the same arrays as before. What a
+quantized optimizer state has beside its codes follows other rules: ``stacked_blocks``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.key_patterns import LIST_THEM, matcher, ranges, some_of
 from core.changes.rename import is_optimizer_key, move_leaves, nest_again, with_parameters
+from core.changes.stacked_blocks import StateBlocks, blocks_of_states, with_their_codes
 from core.changes.tie import aliases_among
 from core.errors import UsageError
 from core.pickle.inert import TensorLeaf
@@ -86,6 +88,7 @@ def stack_layers(catalog: Catalog) -> RestackedCatalog:
         )
 
     # Choose the groups with the same tensor in every layer; note why the others cannot be stacked.
+    blocks = blocks_of_states(catalog, option="--stack-layers")
     parts: dict[str, list[str]] = {}
     unstacked: dict[str, list[str]] = {}
     for (head, tail), members in groups.items():
@@ -100,12 +103,26 @@ def stack_layers(catalog: Catalog) -> RestackedCatalog:
     taken = next((key for key in parts if key in catalog.tensors or key in catalog.objects), None)
     if taken is not None:
         raise UsageError("--stack-layers: an entry with this name exists already", key=taken)
+    # The scales of states follow their codes.
+    layers_of_codes = {keys[0]: set(keys) for keys in parts.values() if keys[0] not in blocks}
+    for new, keys in list(parts.items()):
+        if keys[0] in blocks:
+            codes = [blocks[key].codes for key in keys]
+            if set(codes) != layers_of_codes.get(codes[0]):
+                reason = "their codes remain one tensor per layer"
+                unstacked.setdefault(reason, []).append(new)
+                del parts[new]
+                continue
+            for key in keys:
+                blocks[key].check_cut(blocks[key].n_states, option="--stack-layers")
     notes = [
         f"{some_of(keys)} remain one tensor per layer: {reason}"
         for reason, keys in unstacked.items()
     ]
     return RestackedCatalog(
-        _replace_by_stacks(catalog, parts), len(parts), (*notes, *_numbered_state_notes(catalog))
+        _replace_by_stacks(catalog, parts, blocks),
+        len(parts),
+        (*notes, *_numbered_state_notes(catalog)),
     )
 
 
@@ -120,11 +137,14 @@ def _numbered_state_notes(catalog: Catalog) -> list[str]:
     return [note]
 
 
-def _replace_by_stacks(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> Catalog:
+def _replace_by_stacks(
+    catalog: Catalog, parts: Mapping[str, Sequence[str]], blocks: Mapping[str, StateBlocks]
+) -> Catalog:
     """Replace groups of tensors by stacked tensors.
 
     Args:
         parts: key of each stacked tensor → keys of its layers in order.
+        blocks: scales and tables of optimizer states, by key.
     """
     # A stacked tensor takes the position of its first layer.
     new_of = {key: new for new, keys in parts.items() for key in keys}
@@ -134,11 +154,19 @@ def _replace_by_stacks(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> 
         if new == key:
             tensors[key] = meta
         elif new not in tensors:
-            tensors[new] = replace(meta, key=new, shape=(len(parts[new]), *meta.shape))
+            n_layers = len(parts[new])
+            shape = blocks[key].stacked_shape(n_layers) if key in blocks else None
+            tensors[new] = replace(meta, key=new, shape=shape or (n_layers, *meta.shape))
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key not in parts:
             return catalog.fragments(key)
+        if parts[key][0] in blocks:
+            return [
+                replace(blocks[layer].in_stack(fragment, number), key=key)
+                for number, layer in enumerate(parts[key])
+                for fragment in catalog.fragments(layer)
+            ]
         return [
             Fragment(key, Box((number, *old.box.offset), (1, *old.box.shape)), old.array, old.at)
             for number, layer in enumerate(parts[key])
@@ -166,10 +194,12 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
         UsageError: a pattern matches nothing, a key has no position for a number, the first axes of
             tensors after the same names differ, or a layer's key exists already.
     """
-    # Find the position of the layer's number in each key.
+    # Find the position of the layer's number in each key. The scales of states follow their codes.
+    blocks = blocks_of_states(catalog, option="--unstack-layers")
     heads: dict[str, list[TensorMeta]] = {}
     halves: dict[str, tuple[str, str]] = {}
-    for key in _stacked_keys(catalog, patterns):
+    keys = with_their_codes(_stacked_keys(catalog, patterns), blocks, order=list(catalog.tensors))
+    for key in keys:
         match = _ALL.fullmatch(key)
         if match is None:
             raise UsageError(
@@ -178,7 +208,8 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
                 hint=f"it needs a name such as {LAYERS[0]}; change the key with --rename",
             )
         halves[key] = match["head"], match["tail"]
-        heads.setdefault(match["head"], []).append(catalog.tensors[key])
+        if key not in blocks:
+            heads.setdefault(match["head"], []).append(catalog.tensors[key])
     # Tensors after the same names belong to the same layers.
     for metas in heads.values():
         _check_first_axes(metas)
@@ -186,13 +217,18 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
     # Name the layers' tensors.
     parts: dict[str, list[str]] = {}
     for key, (head, tail) in halves.items():
-        parts[key] = [f"{head}.{number}.{tail}" for number in range(catalog.tensors[key].shape[0])]
+        n_layers = catalog.tensors[blocks[key].codes if key in blocks else key].shape[0]
+        if key in blocks and n_layers:
+            n_states = blocks[key].n_states // n_layers
+            blocks[key].check_cut(n_states, option="--unstack-layers")
+        parts[key] = [f"{head}.{number}.{tail}" for number in range(n_layers)]
         taken = next(
             (new for new in parts[key] if new in catalog.tensors or new in catalog.objects), None
         )
         if taken is not None:
             raise UsageError("--unstack-layers: an entry with this name exists already", key=taken)
-    result = _replace_by_layers(catalog, parts, {key: head for key, (head, _) in halves.items()})
+    head_of = {key: head for key, (head, _) in halves.items()}
+    result = _replace_by_layers(catalog, parts, head_of, blocks)
     return RestackedCatalog(result, len(parts), tuple(_numbered_state_notes(catalog)))
 
 
@@ -255,13 +291,17 @@ _CHOOSE_TENSORS = "choose the stacked tensors with a glob: --unstack-layers GLOB
 
 
 def _replace_by_layers(
-    catalog: Catalog, parts: Mapping[str, Sequence[str]], head_of: Mapping[str, str]
+    catalog: Catalog,
+    parts: Mapping[str, Sequence[str]],
+    head_of: Mapping[str, str],
+    blocks: Mapping[str, StateBlocks],
 ) -> Catalog:
     """Replace stacked tensors by one tensor per layer.
 
     Args:
         parts: key of each stacked tensor → keys of its layers in order.
         head_of: key of each stacked tensor → the names before the layer's number.
+        blocks: scales and tables of optimizer states, by key.
     """
     # Order all tensors after the same names layer by layer, at the position of the first of them.
     tensors: dict[str, TensorMeta] = {}
@@ -270,14 +310,29 @@ def _replace_by_layers(
             tensors[key] = meta
         elif parts[key] and parts[key][0] not in tensors:
             siblings = [sibling for sibling in parts if head_of[sibling] == head_of[key]]
-            for number in range(meta.shape[0]):
+            for number in range(len(parts[key])):
                 for sibling in siblings:
                     new, stacked = parts[sibling][number], catalog.tensors[sibling]
-                    tensors[new] = replace(stacked, key=new, shape=stacked.shape[1:])
+                    shape = (
+                        blocks[sibling].layer_shape(len(parts[key]))
+                        if sibling in blocks
+                        else stacked.shape[1:]
+                    )
+                    tensors[new] = replace(stacked, key=new, shape=shape)
 
     # Cut the fragments of a stack into layers. One pass serves all layers, hence the cache.
     @lru_cache(maxsize=64)
     def layers_of(key: str) -> Sequence[Sequence[Fragment]]:
+        if key in blocks:
+            n_layers = len(parts[key])
+            return [
+                [
+                    replace(cut, key=new)
+                    for fragment in catalog.fragments(key)
+                    if (cut := blocks[key].of_layer(fragment, number, n_layers)) is not None
+                ]
+                for number, new in enumerate(parts[key])
+            ]
         layers: list[list[Fragment]] = [[] for _ in parts[key]]
         for fragment in catalog.fragments(key):
             first = fragment.box.offset[0]

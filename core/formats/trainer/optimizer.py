@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.arrays.box import Shape
-from core.catalog.optimizer_keys import MOMENTS
+from core.catalog.optimizer_keys import BITSANDBYTES, MOMENTS
 from core.formats.trainer.parameter_order import NamedNumbers, named_numbers
 from core.pickle.inert import TensorLeaf, as_mapping, rebuild
 
@@ -127,7 +127,7 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
         if weights.problem is not None:
             reason = weights.problem
         elif not is_shown or not states:
-            reason = "no state shows the shapes of its parameters"
+            reason = _hidden_shapes(flat, states, shapes)
         elif len(flat) > len(weights.shapes):
             reason = f"it has {len(flat)}, but the model has {len(weights.shapes)}"
         else:
@@ -176,14 +176,26 @@ def _list(value: object) -> list[object]:
 
 def _shape_of(state: object, shape_of: Mapping[str, Shape]) -> Shape | None:
     """Return the shape of a parameter according to its states, or None if none shows it."""
+    items = as_mapping(state) or {}
+    # bitsandbytes has its states in a mapping of their own; torchao's tensors are taken apart.
+    items = {**items, **(as_mapping(items.get(BITSANDBYTES)) or {})}
     shapes = {
         name: shape_of[leaf.key]
-        for name, leaf in (as_mapping(state) or {}).items()
+        for name, leaf in items.items()
         if isinstance(leaf, TensorLeaf) and leaf.key in shape_of
     }
     for name, shape in shapes.items():
         if name in MOMENTS:
             return shape
+    for name, item in items.items():
+        parts = as_mapping(item) or {} if name in MOMENTS else {}
+        recorded = parts.get("shape")
+        if isinstance(recorded, list) and all(type(extent) is int for extent in recorded):
+            return tuple(recorded)
+    # The first state of AdEMAMix has two moments, the second one has not.
+    for name in ("state2", "state1"):
+        if name in shapes:
+            return shapes[name]
     # Adafactor keeps sums over the last axis, and over the one before it.
     rows, columns = shapes.get("exp_avg_sq_row"), shapes.get("exp_avg_sq_col")
     return (*rows, columns[-1]) if rows and columns else None
@@ -203,3 +215,23 @@ def _recorded(
                 return None
         groups.append(tuple(map(str, names)))
     return NamedNumbers(tuple(groups), "param_names, which the file records")
+
+
+def _hidden_shapes(
+    numbers: Sequence[object],
+    states: Mapping[object, object],
+    shapes: Sequence[Sequence[Shape | None]],
+) -> str:
+    """Return which states do not show the shape of their parameter.
+
+    Args:
+        numbers: numbers of all parameters, in order.
+        states: number → states.
+        shapes: shape of each parameter by group, in the same order; None where none shows it.
+    """
+    flat = [shape for group in shapes for shape in group]
+    for number, shape in zip(numbers, flat, strict=True):
+        names = [str(name) for name in as_mapping(states.get(number)) or {}]
+        if shape is None and names:
+            return f"{', '.join(names[:4])} of number {number} do not show the shape of a parameter"
+    return "it has no states, which would show the shapes of its parameters"

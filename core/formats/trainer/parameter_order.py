@@ -12,7 +12,11 @@ An optimizer of torch numbers its parameters group by group, each group in the o
 
 The names are known only if all orders and divisions that fit give the same ones.
 
-Not supported: optimizers whose states do not show the shapes of their parameters (8-bit, Shampoo).
+The states of Adam, SGD, Adafactor, Adagrad and RMSprop show the shapes, and so do the 8-bit states
+of bitsandbytes and torchao.
+
+Not supported: optimizers whose states do not show the shapes of their parameters (SGD without
+momentum, GaLore, APOLLO, Shampoo); they keep the numbers.
 """
 
 from __future__ import annotations

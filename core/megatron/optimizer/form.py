@@ -14,6 +14,7 @@
  ``dp_zero_gather_scatter``    torch_dist: one opaque object per TP/PP rank
  ``torch_by_name``             DCP and others: moments under the parameter's name
  ``torch_by_number``           ``torch.optim`` state dict: moments under the parameter's number
+ ``bitsandbytes``              state dict of an optimizer of bitsandbytes: 8-bit codes with scales
  ``other``                     optimizer entries in none of these forms
 ============================= ====================================================================
 
@@ -44,6 +45,7 @@ TITLES = {
     "dp_zero_gather_scatter": "distributed optimizer, dp_zero_gather_scatter (opaque objects)",
     "torch_by_name": "torch.optim state by parameter name",
     "torch_by_number": "torch.optim state by parameter number",
+    "bitsandbytes": "states of bitsandbytes (8-bit, with scales)",
     "other": "not recognised",
 }
 """Form → its description for people."""
@@ -105,6 +107,8 @@ def optim_format_of(
     states = [key for key in keys if role_of(key) != "other"]
     if states:
         return _form_of_states(states, has_flattened=has_flattened)
+    if any(key.endswith((".state1", ".absmax1")) for key in keys):
+        return "bitsandbytes"
 
     # dp_zero_gather_scatter stores no tensors: all states of a rank are in one ShardedObject.
     objects = filter(_OPTIMIZER_OBJECT.search, object_keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,26 @@ def test_a_configuration_that_is_no_json_is_refused(frameworks: Path, tmp_path: 
     (folder / "config.json").write_text("{")
     with pytest.raises(CorruptError):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "lion_8bit", "adamw_torch_8bit"])
+def test_states_of_8_bits_get_the_names_that_the_trainer_gave_them(
+    optim: str, tmp_path: Path
+) -> None:
+    archive_path = Path(__file__).parents[2] / "golden" / "quantized_states.tar.xz"
+    with tarfile.open(archive_path) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / "trainer" / optim
+    groups = json.loads((source / "names.json").read_text())
+    run(Job(src=source, dst=tmp_path / "out.pt", to="torch", fsync=False))
+    result = torch.load(tmp_path / "out.pt", weights_only=False)["optimizer"]
+    assert [group["params"] for group in result["param_groups"]] == groups
+
+    # What is under a name is what the file has under the parameter's number.
+    if optim == "adamw_torch_8bit":  # torchao's classes; as their parts
+        run(Job(src=source / "optimizer.pt", dst=tmp_path / "parts.pt", to="torch", fsync=False))
+        numbered = torch.load(tmp_path / "parts.pt", weights_only=False)
+    else:
+        numbered = torch.load(source / "optimizer.pt")
+    for number, name in enumerate(name for group in groups for name in group):
+        assert_equal(result["state"][name], numbered["state"][number])

@@ -1,0 +1,141 @@
+"""Find optimizer states of bitsandbytes and torchao that are codes with a scale for each block.
+
+::
+
+    PARAM.[__bnb_optimizer_quant_state__.]state1    codes, in the shape of the parameter
+                                          absmax1   scales: of each block of consecutive codes
+                                          qmap1     table: the number that a code stands for
+                                          state2, absmax2, qmap2   the same, if there are two
+    PARAM.exp_avg.{codes,scale,qmap}                torchao OptimState8bit and, two codes a byte,
+                                                    OptimState4bit
+    PARAM.exp_avg.{codes,scale}                     torchao OptimStateFp8
+
+bitsandbytes 0.49 and later puts its states into a mapping of their own, which FSDP does not gather;
+before, they were entries of the parameter. The block is not stored; it follows from the number of
+scales. Parameters below 4096 elements have ``state1`` and ``state2`` in float32.
+
+Source: bitsandbytes 0.50.2 ``optim/optimizer.py``; torchao 0.18.0 ``optim/subclass_*.py``; states
+that both wrote, in tests/golden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from core.arrays.box import Shape
+from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.optimizer_keys import BITSANDBYTES
+from core.changes.rename import is_optimizer_key
+from core.errors import CorruptError, UnsupportedError
+
+_BLOCKS = (256, 2048, 64, 128, 512, 1024, 4096)
+"""Blocks of bitsandbytes: 256 since 0.45, 2048 before, and others that it has kernels for."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockwiseState:
+    """A state with the keys of its parts.
+
+    Args:
+        scales: None for a state that is stored in float32.
+        table: None for float8 codes, and for float32.
+        shape, block: as in ``core.quantize.from_blockwise.DequantizedState``.
+    """
+
+    codes: str
+    scales: str | None
+    table: str | None
+    shape: Shape
+    block: int
+
+
+def companions_of(codes: str) -> tuple[str, str]:
+    """Return the keys that scales and table of bitsandbytes' codes have."""
+    owner, number = codes.rpartition(".")[0], codes[-1]
+    return f"{owner}.absmax{number}", f"{owner}.qmap{number}"
+
+
+def codes_of_bitsandbytes(tensors: Mapping[str, TensorMeta]) -> list[str]:
+    """Return the keys of bitsandbytes' states that are codes with scales and a table."""
+    return [
+        key
+        for key, meta in tensors.items()
+        if key.rpartition(".")[2] in ("state1", "state2")
+        and meta.dtype == "uint8"
+        and all(companion in tensors for companion in companions_of(key))
+        and is_optimizer_key(key)
+    ]
+
+
+def parameter_entry(key: str) -> str:
+    """Return the entry of a parameter that a state of bitsandbytes is in, without the mapping."""
+    return key.rpartition(".")[0].removesuffix(f".{BITSANDBYTES}")
+
+
+def states_of_torchao(catalog: Catalog, *, option: str, hint: str) -> dict[str, BlockwiseState]:
+    """Return the states of torchao's classes by their key in float32.
+
+    Args:
+        option, hint: for errors: the option that needs them, and what helps without it.
+
+    Raises:
+        UnsupportedError: the shape of a state with two codes a byte is not known.
+        CorruptError: the parts do not fit each other.
+    """
+    tensors = catalog.tensors
+    states: dict[str, BlockwiseState] = {}
+    for key, meta in tensors.items():
+        target = key.removesuffix(".codes")
+        if target == key or not is_optimizer_key(key) or f"{target}.scale" not in tensors:
+            continue
+        table = f"{target}.qmap" if f"{target}.qmap" in tensors else None
+        shape = meta.shape
+        if table is not None and tensors[table].shape == (16,):
+            item = catalog.objects.get(f"{target}.shape")
+            value = None if item is None else item.value
+            is_shape = isinstance(value, (list, tuple)) and all(
+                type(extent) is int and extent >= 0 for extent in value
+            )
+            if not is_shape or not isinstance(value, (list, tuple)):
+                raise UnsupportedError(
+                    f"{option}: the shape of the state, of which two are in a byte, is not "
+                    "recorded",
+                    key=target,
+                    hint=hint,
+                )
+            shape = tuple(value)
+        states[target] = blockwise(tensors, key, f"{target}.scale", table, shape=shape)
+    return states
+
+
+def blockwise(
+    tensors: Mapping[str, TensorMeta], codes: str, scales: str, table: str | None, *, shape: Shape
+) -> BlockwiseState:
+    """Return a state after checking that its parts fit each other.
+
+    Raises:
+        CorruptError: they do not.
+    """
+    n, n_codes, n_scales = prod(shape), prod(tensors[codes].shape), prod(tensors[scales].shape)
+    expected = ("uint8", (256,) if n_codes == n else (16,)) if table is not None else None
+    block = next((block for block in _BLOCKS if -(-n // block) == n_scales), None)
+    problem = None
+    if n_codes not in (n, -(-n // 2)) or len(tensors[scales].shape) != 1:
+        problem = f"{n_codes} codes and scales of shape {tensors[scales].shape}"
+    elif block is None:
+        problem = f"{n_scales} scales for {n} states, which no block explains"
+    elif tensors[scales].dtype != "float32":
+        problem = f"scales of type {tensors[scales].dtype}"
+    elif expected is None and tensors[codes].dtype != "float8_e4m3fn":
+        problem = f"codes of type {tensors[codes].dtype} without a table"
+    elif expected is not None and table is not None:
+        actual = (tensors[codes].dtype, tensors[table].shape)
+        if actual != expected or tensors[table].dtype != "float32":
+            problem = f"codes of type {actual[0]} with a table of shape {actual[1]}"
+    if problem is not None or block is None:
+        raise CorruptError(
+            f"the parts of the optimizer state of shape {shape} do not fit: {problem}", key=codes
+        )
+    return BlockwiseState(codes, scales, table, shape, block)

@@ -1,0 +1,138 @@
+"""Make states of bitsandbytes' and torchao's optimizers: ``quantized_states.py OUT``.
+
+``OUT/adamw8bit.pt`` is a training state by parameter name, ``OUT/dequantized.pt`` what bitsandbytes
+itself makes of its 8-bit states; ``OUT/ademamix.pt`` and ``OUT/lion.pt`` have other forms.
+``OUT/fsdp1_full.pt`` is what FSDP gathers of two ranks. ``OUT/trainer/NAME`` are checkpoints of
+transformers' Trainer, each with the names of the parameters by group in ``names.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import bitsandbytes as bnb
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bitsandbytes.functional import dequantize_blockwise
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+WRAPPER = "__bnb_optimizer_quant_state__"
+
+
+def trained(optimizer, model, n_steps=3):
+    for _ in range(n_steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    state = optimizer.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    group = {k: v for k, v in state["param_groups"][0].items() if k != "param_names"}
+    return {
+        "state": {names[number]: item for number, item in state["state"].items()},
+        "param_groups": [{**group, "params": names}],
+    }
+
+
+def blocks(folder):
+    class Block(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.w = torch.nn.Linear(width, width, bias=False)
+            self.b = torch.nn.Linear(3, 5)
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([Block(64), Block(64)])
+    model.odd = torch.nn.Linear(65, 65, bias=False)
+    states = trained(bnb.optim.AdamW8bit(model.parameters(), lr=1e-2), model)
+    torch.save({"model": model.state_dict(), "optimizer": states}, folder / "adamw8bit.pt")
+    wide = {}
+    for name, item in states["state"].items():
+        state = item[WRAPPER]
+        for number, moment in (("1", "exp_avg"), ("2", "exp_avg_sq")):
+            codes = state[f"state{number}"]
+            wide[f"{name}.{moment}"] = (
+                dequantize_blockwise(
+                    codes,
+                    absmax=state[f"absmax{number}"],
+                    code=state[f"qmap{number}"],
+                    blocksize=256,
+                )
+                if codes.dtype == torch.uint8
+                else codes
+            )
+    torch.save(wide, folder / "dequantized.pt")
+    small = torch.nn.Linear(64, 64, bias=False)
+    for name, kind in (("ademamix", bnb.optim.AdEMAMix8bit), ("lion", bnb.optim.Lion8bit)):
+        states = trained(kind(small.parameters(), lr=1e-3), small)
+        torch.save({"model": small.state_dict(), "optimizer": states}, folder / f"{name}.pt")
+
+
+def gathered(rank, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29647")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8))
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2)
+    model(torch.randn(4, 64)).pow(2).sum().backward()
+    optimizer.step()
+    states = FullyShardedDataParallel.full_optim_state_dict(model, optimizer)
+    with FullyShardedDataParallel.summon_full_params(model):
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+    if rank == 0:
+        torch.save({"model": weights, "optimizer": states}, folder / "fsdp1_full.pt")
+    dist.destroy_process_group()
+
+
+def by_trainer(folder, optim):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    tokens = torch.randint(0, 256, (8, 8))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        optim=optim,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        weight_decay=0.1,
+    )
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[name_of[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups]
+    checkpoint = folder / "checkpoint-2"
+    for name in ("config.json", "model.safetensors", "optimizer.pt"):
+        (checkpoint / name).rename(folder / name)
+    (folder / "names.json").write_text(json.dumps(groups))
+    for path in checkpoint.iterdir():
+        path.unlink()
+    checkpoint.rmdir()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    blocks(out)
+    mp.spawn(gathered, (out,), nprocs=2)
+    for optim in ("adamw_bnb_8bit", "lion_8bit", "adamw_torch_8bit"):
+        by_trainer(out / "trainer" / optim, optim)
