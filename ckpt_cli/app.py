@@ -44,7 +44,8 @@ _TRANSFER_EPILOG = (
     "--ep, --etp (or --tensor-model-parallel-size, …) only check it. Content options apply in this "
     "order, wherever they are on the command line: --dequantize, --dequantize-optim; --include, "
     "--exclude; "
-    "--strip-prefix, --add-prefix, --rename; --untie, --tie; --stack-layers, --unstack-layers; "
+    "--strip-prefix, --add-prefix, --rename; --untie, --tie; "
+    "--stack-layers, --unstack-layers, both with --layer-axis; "
     "--dtype; --quantize. Each sees the names that the previous ones produced."
 )
 

@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
+ORBAX_LAYERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("orbax_layers.tar.xz")
 FRAMEWORKS_ARCHIVE = GOLDEN_ARCHIVE.with_name("frameworks.tar.xz")
 LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
@@ -92,6 +93,14 @@ def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the pipelines of diffusers, as ``frameworks``."""
     return _made_or_unpacked("CKPT_DIFFUSERS", DIFFUSERS_ARCHIVE, "diffusers", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def orbax_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tree whose layers Orbax stacked along axis 1, as ``frameworks``."""
+    return _made_or_unpacked(
+        "CKPT_ORBAX_LAYERS", ORBAX_LAYERS_ARCHIVE, "orbax_layers", tmp_path_factory
+    )
 
 
 @pytest.fixture(scope="session")

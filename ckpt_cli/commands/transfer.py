@@ -150,6 +150,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         tie=parse_key_pairs(options.tie, option="--tie"),
         stack_layers=options.stack_layers,
         unstack_layers=parse_unstack_globs(options.unstack_layers),
+        layer_axis=options.layer_axis or 0,
         dtype=parse_casts(options.dtype),
         quantize=parse_quantizations(options.quantize),
         max_file_bytes=options.max_shard_size,
@@ -220,6 +221,11 @@ def _check_conflicts(options: TransferOptions) -> None:
     for pair, are_given in conflicts:
         if are_given:
             raise UsageError(f"{pair} cannot be combined", hint="give only one")
+    if options.layer_axis is not None and not (options.stack_layers or options.unstack_layers):
+        raise UsageError(
+            "--layer-axis has no effect without --stack-layers or --unstack-layers",
+            hint="add one of them, or omit it",
+        )
 
 
 def build_pipeline(options: TransferOptions) -> Pipeline | None:

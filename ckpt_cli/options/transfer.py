@@ -49,7 +49,7 @@ TARGETS = (
 CONTENT_OPTIONS = (
     *("max_shard_size", "metadata_only", "transformer_impl", "no_optim"),
     *("include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
-    *("param_order", "stack_layers", "unstack_layers"),
+    *("param_order", "stack_layers", "unstack_layers", "layer_axis"),
     *("dtype", "quantize", "dequantize", "dequantize_optim"),
 )
 """Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
@@ -644,7 +644,7 @@ class TransferOptions:
         Flag(
             "--stack-layers",
             rich_help_panel=CONTENT,
-            help="Stack layers.0, layers.1, … along a new first axis.",
+            help="Stack layers.0, layers.1, … along a new axis.",
         ),
     ] = False
     unstack_layers: Annotated[
@@ -655,6 +655,16 @@ class TransferOptions:
             rich_help_panel=CONTENT,
             help=f"Split these stacked tensors into one per layer; "
             f"{AUTO}: all with 'layers' in their key.",
+        ),
+    ] = None
+    layer_axis: Annotated[
+        int | None,
+        Option(
+            "--layer-axis",
+            metavar="N",
+            parser=whole_number(0),
+            rich_help_panel=CONTENT,
+            help="Axis along which layers are stacked: 0 (default), or 1 in MaxText.",
         ),
     ] = None
     dtype: Annotated[

@@ -14,8 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.arrays.box import c_strides
 from core.catalog.catalog import Fragment
-from core.catalog.stored import Extent, StoredArray, stored_bytes_of
+from core.catalog.stored import (
+    Extent,
+    StoredArray,
+    stored_bytes_of,
+    strides_with_axes,
+    without_axes,
+)
 from core.device.device import Device
 from core.errors import CorruptError
 from core.files.store import ReadStore
@@ -68,7 +75,11 @@ class DecodedStore(ReadStore):
         extent = array.extent
         if extent.encoding is None:
             return array
-        return replace(array, extent=Extent(_ArrayName(array), 0))
+        # The decoded bytes have the axes of the stored array, a view of it another order of them.
+        decoded = without_axes(array)
+        axes = extent.axes
+        strides = None if axes is None else strides_with_axes(c_strides(decoded.shape), axes)
+        return replace(array, extent=Extent(_ArrayName(decoded), 0, strides))
 
     def files(self, under: str = "") -> list[str]:
         """Return the files of the source; decoded arrays are not listed."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from core.arrays.box import Box, Shape, c_strides
+from core.arrays.box import Box, Shape, c_strides, is_c_contiguous
 from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
 from core.errors import CorruptError, UnsupportedError
@@ -104,8 +104,9 @@ class Extent:
         part_of: for a late-bound array that is a part of the item's tensor: the shape of that
             tensor, and the number of its elements before the array, in C order; None if the array
             is the complete tensor.
-        is_swapped: the last two axes of a late-bound array are those of the item's tensor in
-            reverse order.
+        axes: for each axis of a late-bound or encoded array, the number of that axis in the item's
+            tensor or in the decoded array; None for an axis of extent 1 which that one lacks. None
+            if the axes are the same.
     """
 
     file: str
@@ -115,7 +116,7 @@ class Extent:
     encoding: Encoding | None = None
     crc: int | None = None
     part_of: tuple[Shape, int] | None = None
-    is_swapped: bool = False
+    axes: tuple[int | None, ...] | None = None
 
     @property
     def is_late(self) -> bool:
@@ -214,6 +215,48 @@ def n_stored_bytes(array: StoredArray) -> int:
     return (last + 1) * itemsize(array.dtype)
 
 
+def with_axes(array: StoredArray, axes: Sequence[int | None]) -> StoredArray:
+    """Return a view of an array with its axes in another order; no data moves.
+
+    Args:
+        array: any array; its position may be late-bound, and its bytes encoded.
+        axes: for each axis of the view, the number of that axis in ``array``; None for a new axis
+            of extent 1. Each axis of ``array`` occurs once.
+    """
+    shape = tuple(1 if axis is None else array.shape[axis] for axis in axes)
+    extent = array.extent
+    if extent.is_late or extent.encoding is not None:
+        # The strides become known when the array is bound or decoded.
+        earlier = extent.axes or range(len(array.shape))
+        combined = tuple(None if axis is None else earlier[axis] for axis in axes)
+        is_same = combined == tuple(range(len(combined)))
+        extent = replace(extent, axes=None if is_same else combined)
+    else:
+        strides = strides_with_axes(extent.strides or c_strides(array.shape), axes)
+        # A CRC holds only for elements in the order of the file.
+        if is_c_contiguous(shape, strides):
+            extent = replace(extent, strides=None)
+        else:
+            extent = replace(extent, strides=strides, crc=None)
+    order = ",".join("+" if axis is None else str(axis) for axis in axes)
+    return replace(array, name=f"{array.name}^{order}", shape=shape, extent=extent)
+
+
+def without_axes(array: StoredArray) -> StoredArray:
+    """Return a late-bound or encoded array with the axes of its item or of its decoded bytes."""
+    axes = array.extent.axes
+    if axes is None:
+        return array
+    extents = {axis: n for axis, n in zip(axes, array.shape, strict=True) if axis is not None}
+    shape = tuple(extents[axis] for axis in range(len(extents)))
+    return replace(array, shape=shape, extent=replace(array.extent, axes=None))
+
+
+def strides_with_axes(strides: Shape, axes: Sequence[int | None]) -> Shape:
+    """Return the strides of the axes that ``with_axes`` describes; 0 for a new axis."""
+    return tuple(0 if axis is None else strides[axis] for axis in axes)
+
+
 def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
     """Return a run of an array's elements, in C order, as an array with its own shape.
 
@@ -235,7 +278,7 @@ def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
             file=extent.file,
         )
     is_dense = extent.strides is None or extent.strides == c_strides(array.shape)
-    if extent.encoding is not None or not is_dense:
+    if extent.encoding is not None or extent.axes is not None or not is_dense:
         raise UnsupportedError(
             "cannot read a part of a compressed or strided array", key=array.name
         )

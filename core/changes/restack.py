@@ -1,4 +1,4 @@
-"""Stack the layers' tensors along a new first axis, or unstack them.
+"""Stack the layers' tensors along a new axis, or unstack them.
 
 ::
 
@@ -11,21 +11,27 @@ numbers of experts remain, and the optimizer's entries
 (``optimizer.state.model.layers.0.….exp_avg``) follow their parameters. A scalar (the optimizer's
 step) becomes one number per layer.
 
-Only fragments change: the layers of a stacked tensor refer to the same arrays as before. What a
-quantized optimizer state has beside its codes follows other rules: ``stacked_blocks``.
+The axis of the layers is the first, or the one that the caller names: programs in JAX that scan
+over layers (MaxText: ``param_scan_axis``) stack along axis 1, ``(rows, 3, cols)``. Tensors of one
+number per layer have only one axis.
+
+Only fragments change: the layers of a stacked tensor refer to the same arrays as before, through
+views with another order of axes unless the axis is the first. What a quantized optimizer state has
+beside its codes follows other rules: ``stacked_blocks``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from core.arrays.box import Box
+from core.arrays.box import Box, Shape
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.key_patterns import LIST_THEM, matcher, ranges, some_of
+from core.catalog.stored import with_axes
 from core.changes.rename import is_optimizer_key, move_leaves, nest_again, with_parameters
 from core.changes.stacked_blocks import StateBlocks, blocks_of_states, with_their_codes
 from core.changes.tie import aliases_among
@@ -44,7 +50,7 @@ _ALL = re.compile(rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<tail>(?!\d+\.).+)", 
 _USUAL = re.compile(rf"(?:.*?\.)??{LAYERS[0]}\.(?!\d+\.).+", re.DOTALL)
 _NUMBERED = re.compile(r"(^|\.)state\.\d+\.[^.]+$")
 MAX_LAYERS = 10_000
-"""Maximum length of a first axis of layers."""
+"""Maximum length of an axis of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,15 @@ class RestackedCatalog:
     notes: tuple[str, ...] = ()
 
 
-def stack_layers(catalog: Catalog) -> RestackedCatalog:
+def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
     """Stack the tensors that every layer has, in one dtype and shape.
 
     The highest number after the same first names (``model.layers``) gives the number of layers.
     Tensors that some layers lack, or have in another shape (as in the first layers of many
-    mixture-of-experts models), remain one per layer.
+    mixture-of-experts models), remain one per layer, and so do tensors with too few axes.
+
+    Args:
+        axis: number of the new axis, from 0. Scalars are stacked along axis 0 in any case.
 
     Raises:
         UsageError: no tensor's key has a layer's number, or a stacked key exists already.
@@ -88,7 +97,7 @@ def stack_layers(catalog: Catalog) -> RestackedCatalog:
         )
 
     # Choose the groups with the same tensor in every layer; note why the others cannot be stacked.
-    blocks = blocks_of_states(catalog, option="--stack-layers")
+    blocks = blocks_of_states(catalog, option="--stack-layers", axis=axis)
     parts: dict[str, list[str]] = {}
     unstacked: dict[str, list[str]] = {}
     for (head, tail), members in groups.items():
@@ -96,6 +105,8 @@ def stack_layers(catalog: Catalog) -> RestackedCatalog:
             reason = f"not all of the {n_layers[head]} layers have them"
         elif len({(meta.dtype, meta.shape) for meta in members.values()}) > 1:
             reason = "their shapes or dtypes differ between layers"
+        elif 0 < len(members[0].shape) < axis:
+            reason = f"they have too few axes for layers along axis {axis}"
         else:
             parts[f"{head}.{tail}"] = [members[number].key for number in range(n_layers[head])]
             continue
@@ -120,7 +131,7 @@ def stack_layers(catalog: Catalog) -> RestackedCatalog:
         for reason, keys in unstacked.items()
     ]
     return RestackedCatalog(
-        _replace_by_stacks(catalog, parts, blocks),
+        _replace_by_stacks(catalog, parts, blocks, axis=axis),
         len(parts),
         (*notes, *_numbered_state_notes(catalog)),
     )
@@ -138,13 +149,18 @@ def _numbered_state_notes(catalog: Catalog) -> list[str]:
 
 
 def _replace_by_stacks(
-    catalog: Catalog, parts: Mapping[str, Sequence[str]], blocks: Mapping[str, StateBlocks]
+    catalog: Catalog,
+    parts: Mapping[str, Sequence[str]],
+    blocks: Mapping[str, StateBlocks],
+    *,
+    axis: int,
 ) -> Catalog:
     """Replace groups of tensors by stacked tensors.
 
     Args:
         parts: key of each stacked tensor → keys of its layers in order.
         blocks: scales and tables of optimizer states, by key.
+        axis: number of the new axis.
     """
     # A stacked tensor takes the position of its first layer.
     new_of = {key: new for new, keys in parts.items() for key in keys}
@@ -155,8 +171,10 @@ def _replace_by_stacks(
             tensors[key] = meta
         elif new not in tensors:
             n_layers = len(parts[new])
-            shape = blocks[key].stacked_shape(n_layers) if key in blocks else None
-            tensors[new] = replace(meta, key=new, shape=shape or (n_layers, *meta.shape))
+            shape = _with(meta.shape, axis, n_layers)
+            if key in blocks:
+                shape = blocks[key].stacked_shape(n_layers)
+            tensors[new] = replace(meta, key=new, shape=shape)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key not in parts:
@@ -168,9 +186,9 @@ def _replace_by_stacks(
                 for fragment in catalog.fragments(layer)
             ]
         return [
-            Fragment(key, Box((number, *old.box.offset), (1, *old.box.shape)), old.array, old.at)
+            _place_layer(fragment, key, number, axis=axis)
             for number, layer in enumerate(parts[key])
-            for old in catalog.fragments(layer)
+            for fragment in catalog.fragments(layer)
         ]
 
     skeleton = catalog.skeleton
@@ -183,19 +201,37 @@ def _replace_by_stacks(
     )
 
 
-def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedCatalog:
+def _place_layer(fragment: Fragment, key: str, number: int, *, axis: int) -> Fragment:
+    """Place a fragment of a layer in the stacked tensor."""
+    box, array, at = fragment.box, fragment.array, fragment.at
+    axis = min(axis, box.rank)
+    # Axes that an array lacks are those in front. So a new axis behind others needs a view, in
+    # which the array has it too.
+    n_before = len(at) - (box.rank - axis)
+    if array is not None and axis and n_before > 0:
+        n_axes = len(at)
+        array = with_axes(array, (*range(n_before), None, *range(n_before, n_axes)))
+        at = _with(at, n_before, 0)
+    return Fragment(key, Box(_with(box.offset, axis, number), _with(box.shape, axis, 1)), array, at)
+
+
+def unstack_layers(
+    catalog: Catalog, patterns: Sequence[str] = (), *, axis: int = 0
+) -> RestackedCatalog:
     """Split stacked tensors into one tensor per layer.
 
     Args:
         patterns: globs of ``core.catalog.key_patterns`` over the keys of stacked tensors. Empty for
             every tensor with ``layers`` in its key and no number after it.
+        axis: number of the axis of layers, from 0; of a tensor with one axis it is that axis.
 
     Raises:
-        UsageError: a pattern matches nothing, a key has no position for a number, the first axes of
-            tensors after the same names differ, or a layer's key exists already.
+        UsageError: a pattern matches nothing, a key has no position for a number, the numbers of
+            layers of tensors after the same names differ, a tensor does not have the axis, or a
+            layer's key exists already.
     """
     # Find the position of the layer's number in each key. The scales of states follow their codes.
-    blocks = blocks_of_states(catalog, option="--unstack-layers")
+    blocks = blocks_of_states(catalog, option="--unstack-layers", axis=axis)
     heads: dict[str, list[TensorMeta]] = {}
     halves: dict[str, tuple[str, str]] = {}
     keys = with_their_codes(_stacked_keys(catalog, patterns), blocks, order=list(catalog.tensors))
@@ -212,12 +248,12 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
             heads.setdefault(match["head"], []).append(catalog.tensors[key])
     # Tensors after the same names belong to the same layers.
     for metas in heads.values():
-        _check_first_axes(metas)
+        _check_layer_axes(metas, axis)
 
     # Name the layers' tensors.
     parts: dict[str, list[str]] = {}
     for key, (head, tail) in halves.items():
-        n_layers = catalog.tensors[blocks[key].codes if key in blocks else key].shape[0]
+        n_layers = _n_layers(catalog.tensors[blocks[key].codes if key in blocks else key], axis)
         if key in blocks and n_layers:
             n_states = blocks[key].n_states // n_layers
             blocks[key].check_cut(n_states, option="--unstack-layers")
@@ -228,7 +264,7 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
         if taken is not None:
             raise UsageError("--unstack-layers: an entry with this name exists already", key=taken)
     head_of = {key: head for key, (head, _) in halves.items()}
-    result = _replace_by_layers(catalog, parts, head_of, blocks)
+    result = _replace_by_layers(catalog, parts, head_of, blocks, axis=axis)
     return RestackedCatalog(result, len(parts), tuple(_numbered_state_notes(catalog)))
 
 
@@ -263,31 +299,44 @@ def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
     return [key for key in candidates if key in chosen]
 
 
-def _check_first_axes(metas: Sequence[TensorMeta]) -> None:
+def _axis_of(meta: TensorMeta, axis: int) -> int:
+    """Return the number of a stacked tensor's axis of layers, which may be its only axis."""
+    return 0 if len(meta.shape) == 1 else axis
+
+
+def _n_layers(meta: TensorMeta, axis: int) -> int:
+    """Return the number of layers of a stacked tensor."""
+    return meta.shape[_axis_of(meta, axis)]
+
+
+def _check_layer_axes(metas: Sequence[TensorMeta], axis: int) -> None:
     """Raise unless all tensors after the same names have the same number of layers.
 
     Raises:
-        UsageError: the numbers differ, are too large, or a tensor is a scalar.
+        UsageError: the numbers differ or are too large, or a tensor does not have the axis.
     """
     first = metas[0]
     for meta in metas:
-        if not meta.shape or meta.shape[0] > MAX_LAYERS:
+        reason = None
+        if not meta.shape:
+            reason = "a scalar has no layer axis"
+        elif _axis_of(meta, axis) >= len(meta.shape):
+            reason = f"a tensor of shape {meta.shape} has no axis {axis}"
+        elif _n_layers(meta, axis) > MAX_LAYERS:
+            reason = f"{_n_layers(meta, axis):,} layers are too many (maximum {MAX_LAYERS:,})"
+        elif _n_layers(meta, axis) != _n_layers(first, axis):
             reason = (
-                f"{meta.shape[0]:,} layers are too many (maximum {MAX_LAYERS:,})"
-                if meta.shape
-                else "a scalar has no layer axis"
+                f"{first.key!r} has {_n_layers(first, axis)} layers, "
+                f"but this tensor has {_n_layers(meta, axis)}"
             )
+        if reason is not None:
             raise UsageError(f"--unstack-layers: {reason}", key=meta.key, hint=_CHOOSE_TENSORS)
-        if meta.shape[0] != first.shape[0]:
-            raise UsageError(
-                f"--unstack-layers: {first.key!r} has {first.shape[0]} layers, "
-                f"but this tensor has {meta.shape[0]}",
-                key=meta.key,
-                hint=_CHOOSE_TENSORS,
-            )
 
 
-_CHOOSE_TENSORS = "choose the stacked tensors with a glob: --unstack-layers GLOB"
+_CHOOSE_TENSORS = (
+    "choose the stacked tensors with a glob: --unstack-layers GLOB, "
+    "and the axis of their layers with --layer-axis N"
+)
 
 
 def _replace_by_layers(
@@ -295,6 +344,8 @@ def _replace_by_layers(
     parts: Mapping[str, Sequence[str]],
     head_of: Mapping[str, str],
     blocks: Mapping[str, StateBlocks],
+    *,
+    axis: int,
 ) -> Catalog:
     """Replace stacked tensors by one tensor per layer.
 
@@ -302,6 +353,7 @@ def _replace_by_layers(
         parts: key of each stacked tensor → keys of its layers in order.
         head_of: key of each stacked tensor → the names before the layer's number.
         blocks: scales and tables of optimizer states, by key.
+        axis: number of the axis of layers.
     """
     # Order all tensors after the same names layer by layer, at the position of the first of them.
     tensors: dict[str, TensorMeta] = {}
@@ -316,7 +368,7 @@ def _replace_by_layers(
                     shape = (
                         blocks[sibling].layer_shape(len(parts[key]))
                         if sibling in blocks
-                        else stacked.shape[1:]
+                        else _without(stacked.shape, _axis_of(stacked, axis))
                     )
                     tensors[new] = replace(stacked, key=new, shape=shape)
 
@@ -334,10 +386,10 @@ def _replace_by_layers(
                 for number, new in enumerate(parts[key])
             ]
         layers: list[list[Fragment]] = [[] for _ in parts[key]]
+        of_layers = _axis_of(catalog.tensors[key], axis)
         for fragment in catalog.fragments(key):
-            first = fragment.box.offset[0]
-            for number in range(first, min(first + fragment.box.shape[0], len(layers))):
-                layers[number].append(_cut_layer(fragment, parts[key][number], number))
+            for number, layer in _cut_layers(fragment, parts[key], axis=of_layers):
+                layers[number].append(layer)
         return layers
 
     stack_of = {
@@ -359,13 +411,40 @@ def _replace_by_layers(
     )
 
 
-def _cut_layer(fragment: Fragment, key: str, number: int) -> Fragment:
-    """Cut one layer out of a fragment of a stacked tensor."""
-    box, at = fragment.box, fragment.at
-    axis = len(at) - box.rank
-    if fragment.array is not None and axis >= 0:  # the array has the axis of layers too
-        at = (*at[:axis], at[axis] + number - box.offset[0], *at[axis + 1 :])
-    return Fragment(key, Box(box.offset[1:], box.shape[1:]), fragment.array, at)
+def _cut_layers(
+    fragment: Fragment, keys: Sequence[str], *, axis: int
+) -> Iterator[tuple[int, Fragment]]:
+    """Yield the number of each layer in a fragment of a stacked tensor, and the layer's fragment.
+
+    Args:
+        keys: keys of all layers in order.
+        axis: number of the tensor's axis of layers.
+    """
+    box, array, at = fragment.box, fragment.array, fragment.at
+    inside = Box(_without(box.offset, axis), _without(box.shape, axis))
+    # Axes of the array are counted from the last; it may lack the axis of layers.
+    position = len(at) - box.rank + axis
+    # Further axes of an array are those in front, so the axis of layers becomes the first.
+    if array is not None and axis and position > 0:
+        array = with_axes(array, (position, *_without(tuple(range(len(at))), position)))
+        at = (at[position], *_without(at, position))
+        position = 0
+    first = box.offset[axis]
+    for number in range(first, min(first + box.shape[axis], len(keys))):
+        start = at
+        if array is not None and position >= 0:
+            start = (*at[:position], at[position] + number - first, *at[position + 1 :])
+        yield number, Fragment(keys[number], inside, array, start)
+
+
+def _with(extents: Shape, axis: int, extent: int) -> Shape:
+    """Return a shape or an offset with one more axis."""
+    return (*extents[:axis], extent, *extents[axis:])
+
+
+def _without(extents: Shape, axis: int) -> Shape:
+    """Return a shape or an offset without one axis."""
+    return (*extents[:axis], *extents[axis + 1 :])
 
 
 def _split_leaves(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object:

@@ -10,8 +10,9 @@ A block is 256 (older: 2048) consecutive states. The cut between two layers has 
 block: then the scales of a stack are those of its layers one after the other, and every state keeps
 its scale. The tables of all layers become replicas of one, which the conversion compares.
 
-Not supported, refused by name: layers whose number of states is no multiple of the block; states of
-torchao, which record the shape of the tensor beside their codes.
+Not supported, refused by name: layers whose number of states is no multiple of the block, and those
+along another axis than the first; states of torchao, which record the shape of the tensor beside
+their codes.
 """
 
 from __future__ import annotations
@@ -107,11 +108,14 @@ class StateBlocks:
         return Fragment(fragment.key, box, fragment.array, at)
 
 
-def blocks_of_states(catalog: Catalog, *, option: str) -> dict[str, StateBlocks]:
+def blocks_of_states(catalog: Catalog, *, option: str, axis: int) -> dict[str, StateBlocks]:
     """Return the scales and tables of bitsandbytes' states, by key.
 
+    Args:
+        axis: number of the axis of layers.
+
     Raises:
-        UnsupportedError: the states are torchao's.
+        UnsupportedError: the states are torchao's, or layers along this axis divide blocks.
         CorruptError: scales do not fit their codes.
     """
     tensors = catalog.tensors
@@ -133,6 +137,13 @@ def blocks_of_states(catalog: Catalog, *, option: str) -> dict[str, StateBlocks]
         )
     blocks: dict[str, StateBlocks] = {}
     for codes in codes_of_bitsandbytes(tensors):
+        if axis:
+            raise UnsupportedError(
+                f"{option}: a scale belongs to consecutive states, and those of a layer are not "
+                f"consecutive along axis {axis}",
+                key=codes,
+                hint=_HINT,
+            )
         scales, table = companions_of(codes)
         state = blockwise(tensors, codes, scales, table, shape=tensors[codes].shape)
         blocks[scales], blocks[table] = StateBlocks(state, False), StateBlocks(state, True)

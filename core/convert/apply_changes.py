@@ -259,10 +259,10 @@ def _restack(catalog: Catalog, job: Job) -> _ChangeStep:
             "--stack-layers and --unstack-layers contradict each other", hint="use only one of them"
         )
     if job.stack_layers:
-        result = stack_layers(catalog)
+        result = stack_layers(catalog, axis=job.layer_axis)
         note = f"layers stacked into {result.n_groups} tensors"
     elif job.unstack_layers is not None:
-        result = unstack_layers(catalog, job.unstack_layers)
+        result = unstack_layers(catalog, job.unstack_layers, axis=job.layer_axis)
         note = f"{result.n_groups} stacked tensors split into one per layer"
     else:
         return _ChangeStep(catalog)

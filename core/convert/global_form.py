@@ -466,6 +466,7 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
         src=job.src,
         stack_layers=job.stack_layers,
         unstack_layers=job.unstack_layers,
+        layer_axis=job.layer_axis,
         quantize=job.quantize,
     )
     second = _apply_checked(catalog, late)

@@ -106,6 +106,7 @@ class Job:
         stack_layers: stack layers along an axis.
         unstack_layers: globs of stacked tensors to split into layers; () for the usual names, None
             for no unstacking.
+        layer_axis: number of the axis along which layers are stacked or unstacked, from 0.
         dtype, quantize: (glob, dtype) pairs, of which later ones win; the glob None stands for the
             model's weights.
         max_file_bytes: maximum size of an output file with tensors, where the format can split;
@@ -170,6 +171,7 @@ class Job:
     tie: tuple[tuple[str, str], ...] = ()
     stack_layers: bool = False
     unstack_layers: tuple[str, ...] | None = None
+    layer_axis: int = 0
     dtype: tuple[tuple[str | None, str], ...] = ()
     quantize: tuple[tuple[str | None, str], ...] = ()
     max_file_bytes: int | None = None

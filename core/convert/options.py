@@ -109,6 +109,11 @@ def _check_rank_options(job: Job, format: Format) -> None:
             f"{OPTION} is for rank files; {format.name} does not depend on the version",
             hint=f"omit {OPTION}",
         )
+    if job.layer_axis and format.is_mcore:
+        raise UsageError(
+            f"--layer-axis: layers of {format.name} are always stacked along axis 0",
+            hint="omit it",
+        )
     if job.unstack_layers and format.is_mcore:
         raise UsageError(
             f"--unstack-layers: {format.name} has either one key for all layers or one per layer",

@@ -294,7 +294,7 @@ class _StoredArrays:
             return array.name, 0
         # The bytes of an encoded array have no position before they are decoded. A late-bound array
         # is known only by the item that contains it.
-        if extent.encoding is not None:
+        if extent.encoding is not None or extent.axes is not None:
             return None
         if extent.is_late:
             base = self._late.get((extent.file, extent.offset))

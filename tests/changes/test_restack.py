@@ -136,6 +136,57 @@ def test_pieces_of_a_stack_go_to_the_layers_they_hold() -> None:
         assert len(apart.fragments(f"m.layers.{n}.w")) == 2
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_layers_along_another_axis_go_apart_and_together(axis: int) -> None:
+    stacked = {
+        "m.layers.a": np.moveaxis(numbered((4, 2, 3, 5), 0), 0, axis),
+        "m.layers.b": np.moveaxis(numbered((4, 2, 6), 500), 0, axis),
+        "m.layers.step": numbered((4,), 900),
+    }
+    stacked = {key: np.ascontiguousarray(value) for key, value in stacked.items()}
+    catalog, store = catalog_of(stacked)
+    apart = unstack_layers(catalog, axis=axis).catalog
+    back = stack_layers(apart, axis=axis).catalog
+    for key, whole in stacked.items():
+        at = axis if whole.ndim > 1 else 0
+        for n in range(4):
+            layer = f"m.layers.{n}.{key.removeprefix('m.layers.')}"
+            assert apart.tensors[layer].shape == whole.shape[:at] + whole.shape[at + 1 :]
+            assert (values(apart, store, layer) == whole.take(n, at)).all()
+        assert back.tensors[key] == catalog.tensors[key]
+        assert (values(back, store, key) == whole).all()
+
+
+def test_a_layer_is_cut_from_arrays_with_more_or_fewer_axes() -> None:
+    whole = numbered((2, 4, 6), 0)
+    store = MemoryStore({"deep": whole[:1].tobytes(), "flat": whole[1].tobytes()})
+    deep = StoredArray("deep", "int32", (1, 1, 4, 6), Extent("deep", 0))
+    flat = StoredArray("flat", "int32", (4, 6), Extent("flat", 0))
+    fragments = [
+        Fragment("m.layers.w", Box((0, 0, 0), (1, 4, 6)), deep, (0,) * 4),
+        Fragment("m.layers.w", Box((1, 0, 0), (1, 1, 6)), flat, (0, 0)),
+        Fragment("m.layers.w", Box((1, 1, 0), (1, 3, 6)), flat, (1, 0)),
+    ]
+    meta = TensorMeta("m.layers.w", "int32", whole.shape)
+    catalog = Catalog("test", None, {meta.key: meta}, lambda _: fragments)
+    apart = unstack_layers(catalog, axis=1).catalog
+    for n in range(4):
+        assert (values(apart, store, f"m.layers.{n}.w") == whole[:, n]).all()
+    back = stack_layers(apart, axis=1).catalog
+    assert (values(back, store, "m.layers.w") == whole).all()
+
+
+def test_tensors_with_too_few_axes_stay_apart_and_are_told() -> None:
+    tensors = {f"m.layers.{n}.{name}": numbered((2,), n) for n in range(2) for name in "ab"}
+    tensors |= {f"m.layers.{n}.w": numbered((2, 3, 4), n) for n in range(2)}
+    made = stack_layers(catalog_of(tensors)[0], axis=2)
+    assert made.catalog.tensors["m.layers.w"].shape == (2, 3, 2, 4)
+    assert "m.layers.1.a" in made.catalog.tensors
+    assert made.notes[0].endswith("too few axes for layers along axis 2")
+    with pytest.raises(UsageError, match="has no axis 2"):
+        unstack_layers(catalog_of({"m.layers.a": numbered((2, 3), 0)})[0], axis=2)
+
+
 def test_zeros_by_rule_stay_zeros() -> None:
     meta = TensorMeta("m.layers.w", "int32", (2, 3))
     zeros = Fragment(meta.key, Box((0, 0), (2, 3)), None, ())

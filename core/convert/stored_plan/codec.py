@@ -134,7 +134,7 @@ def _fields(kind: type) -> list[str]:
     return [field.name for field in fields(kind) if field.init and field.compare]
 
 
-_PLAIN = (None, None, -1, None, None, False)
+_PLAIN = (None, None, -1, None, None, None)
 """Details of a dense, bound extent without encoding and CRC; they are not written."""
 
 
@@ -220,7 +220,7 @@ class Encoder:
             number,
             extent.crc,
             extent.part_of,
-            extent.is_swapped,
+            extent.axes,
         )
         return row if more == _PLAIN else [*row, *more]
 
@@ -259,7 +259,7 @@ class Decoder:
         more = _row(row)[6:]
         extent = Extent(self._files[file], offset)
         if more:
-            strides, item_bytes, number, crc, part_of, is_swapped = more
+            strides, item_bytes, number, crc, part_of, axes = more
             extent = Extent(
                 self._files[file],
                 offset,
@@ -268,7 +268,7 @@ class Decoder:
                 encodings[number] if number >= 0 else None,
                 crc,
                 None if part_of is None else (tuple(part_of[0]), part_of[1]),
-                is_swapped,
+                None if axes is None else tuple(axes),
             )
         return _planned(meta, array).at(extent)
 

@@ -316,7 +316,7 @@ class _PlainLines:
         name = "0" if array.name == key else _encode(array.name)
         target_name = "0" if str(number) == key else f'"{number}"'
         file = self._files.setdefault(extent.file, len(self._files))
-        more = "" if extent.crc is None else f",null,null,-1,{extent.crc},null,false"
+        more = "" if extent.crc is None else f",null,null,-1,{extent.crc},null,null"
         line = (
             f"[{_encode(key)},{sides_text},"
             f"[[[{name},{source_text},{file},{extent.offset}{more}]],[],[0]],"

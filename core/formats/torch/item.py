@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape, c_strides
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import swapped
-from core.catalog.stored import StoredArray
+from core.catalog.stored import StoredArray, strides_with_axes, without_axes
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch.tensors import Location, TensorHooks, unsupported_kind
 from core.formats.torch.zip.container import CENTRAL, Archive, check_kind, read_archive
@@ -111,8 +110,8 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     start, n_bytes = extent.offset, extent.item_bytes
     try:
         form, crc = _find_form(store, extent.file, start, n_bytes)
-        # The array may be the transpose of the item's tensor, or a run of its elements.
-        stored_shape = swapped(array.shape) if extent.is_swapped else array.shape
+        # The array may have the item's axes in another order, or be a run of its elements.
+        stored_shape = without_axes(array).shape
         shape, n_before = extent.part_of or (stored_shape, 0)
         _check_tensor(form, array, shape)
     except CheckpointingException as err:
@@ -127,8 +126,8 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     # The CRC is that of the entire record, so it is valid only for all of a dense tensor.
     if extent.part_of is not None or strides is not None or location.storage_bytes != array.n_bytes:
         crc = None
-    if extent.is_swapped:
-        strides = swapped(strides or c_strides(stored_shape))
+    if extent.axes is not None:
+        strides = strides_with_axes(strides or c_strides(stored_shape), extent.axes)
     return replace(
         array,
         extent=replace(
@@ -137,7 +136,7 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
             strides=strides,
             item_bytes=None,
             part_of=None,
-            is_swapped=False,
+            axes=None,
             crc=crc,
         ),
     )

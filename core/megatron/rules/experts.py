@@ -29,12 +29,12 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from core.arrays.box import Box, c_strides
+from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog, Fragment, swapped
 from core.catalog.file_image import JoinedArray
-from core.catalog.stored import PlannedArray, StoredArray
+from core.catalog.stored import PlannedArray, StoredArray, with_axes
 from core.errors import CorruptError, UnsupportedError
 
 OPTION = "--experts"
@@ -214,11 +214,5 @@ def _transposed(fragment: Fragment) -> Fragment:
             hint=f"write one module per expert with {OPTION} sequential",
         )
 
-    # Swap the strides: the bytes stay where they are, but no longer in the order of a CRC.
-    shape, strides = swapped(array.shape), swapped(extent.strides or c_strides(array.shape))
-    if extent.is_late:
-        extent = replace(extent, is_swapped=not extent.is_swapped)
-    else:
-        extent = replace(extent, strides=None if strides == c_strides(shape) else strides, crc=None)
-    view = replace(array, name=f"{array.name}^T", shape=shape, extent=extent)
+    view = with_axes(array, swapped(tuple(range(len(array.shape)))))
     return replace(fragment, box=box, array=view, at=swapped(fragment.at))

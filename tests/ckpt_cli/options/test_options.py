@@ -272,6 +272,13 @@ def test_stacking_and_unstacking_cannot_be_combined() -> None:
         build_job(options, keeps_layout=False)
 
 
+def test_an_axis_of_layers_needs_layers_to_stack() -> None:
+    options = parsed("convert", "a", "--unstack-layers", "auto", "--layer-axis", "1")
+    assert build_job(options, keeps_layout=False).layer_axis == 1
+    with pytest.raises(UsageError, match="has no effect without"):
+        build_job(parsed("convert", "a", "--layer-axis", "0"), keeps_layout=False)
+
+
 def test_no_name_of_another_tool_hides_an_option_of_ours() -> None:
     command = get_command(app)
     assert isinstance(command, Group)

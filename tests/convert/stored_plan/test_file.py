@@ -140,9 +140,9 @@ def members_of(node: ast.ClassDef) -> Iterator[str]:
 
 
 def test_a_place_that_is_found_late_keeps_the_order_of_its_axes() -> None:
-    meta = TensorMeta("w", "float32", (3, 2))
-    extent = Extent("a", 8, item_bytes=99, is_swapped=True)
-    fragments = (whole_fragment("w", StoredArray("w^T", "float32", (3, 2), extent)),)
+    meta = TensorMeta("w", "float32", (3, 1, 2))
+    extent = Extent("a", 8, item_bytes=99, axes=(1, None, 0))
+    fragments = (whole_fragment("w", StoredArray("w^T", "float32", (3, 1, 2), extent)),)
     encoder = Encoder()
     data = json.loads(json.dumps(encoder.fragments(meta, fragments)))
     assert Decoder(list(encoder.files)).fragments(meta, data) == fragments
