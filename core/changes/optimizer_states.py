@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
-from core.catalog.optimizer_keys import BITSANDBYTES
 from core.catalog.stored import Extent, StoredArray
 from core.changes.blockwise_states import (
     BlockwiseState,
@@ -26,10 +25,8 @@ from core.changes.blockwise_states import (
     states_of_torchao,
     without_parts,
 )
-from core.changes.rename import OwnedEntry, is_optimizer_key, nest_again, owned_entries
+from core.changes.rename import OwnedEntry, is_optimizer_key, owned_entries
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.pickle.inert import TensorLeaf
-from core.pickle.nesting import entries
 from core.quantize.from_blockwise import DequantizedState
 from core.quantize.source import source_of
 

@@ -1,4 +1,4 @@
-"""``torch.optim.Muon`` of torch 2.13 under FSDP2: saved, converted, loaded and trained on by torch."""
+"""``torch.optim.Muon`` under FSDP2: saved, converted, loaded and trained on by torch 2.13."""
 
 from __future__ import annotations
 
