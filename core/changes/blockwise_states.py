@@ -27,8 +27,10 @@ from math import prod
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.optimizer_keys import BITSANDBYTES
-from core.changes.rename import is_optimizer_key
+from core.changes.rename import is_optimizer_key, nest_again
 from core.errors import CorruptError, UnsupportedError
+from core.pickle.inert import TensorLeaf
+from core.pickle.nesting import entries
 
 _BLOCKS = (256, 2048, 64, 128, 512, 1024, 4096)
 """Blocks of bitsandbytes: 256 since 0.45, 2048 before, and others that it has kernels for."""
@@ -139,3 +141,31 @@ def blockwise(
             f"the parts of the optimizer state of shape {shape} do not fit: {problem}", key=codes
         )
     return BlockwiseState(codes, scales, table, shape, block)
+
+
+def without_parts(
+    skeleton: object, key_of: dict[str, str], gone: set[str], mappings: tuple[str, ...]
+) -> object:
+    """Return a skeleton in which computed tensors take the place of their codes.
+
+    Args:
+        key_of: key of the codes → key of the computed tensor.
+        gone: keys of other parts.
+        mappings: prefixes of the keys of mappings of parts, which are removed completely.
+    """
+    leaves: dict[tuple[object, ...], object] = {}
+    for entry in entries(skeleton):
+        key = key_of.get(entry.key) if isinstance(entry.leaf, TensorLeaf) else None
+        if key is not None:
+            # A tensor of torchao was a mapping of its parts; one of bitsandbytes has another name.
+            container = entry.path[:-1]
+            if entry.key.startswith(f"{key}."):
+                path = container
+            else:
+                if container[-1:] == (BITSANDBYTES,):
+                    container = container[:-1]
+                path = (*container, key.rpartition(".")[2])
+            leaves[path] = TensorLeaf(key)
+        elif entry.key not in gone and not entry.key.startswith(mappings):
+            leaves[entry.path] = entry.leaf
+    return nest_again(leaves)

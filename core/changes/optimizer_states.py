@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
-from core.catalog.optimizer_keys import BITSANDBYTES
 from core.catalog.stored import Extent, StoredArray
 from core.changes.blockwise_states import (
     BlockwiseState,
@@ -24,11 +23,10 @@ from core.changes.blockwise_states import (
     companions_of,
     parameter_entry,
     states_of_torchao,
+    without_parts,
 )
-from core.changes.rename import OwnedEntry, is_optimizer_key, nest_again, owned_entries
+from core.changes.rename import OwnedEntry, is_optimizer_key, owned_entries
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.pickle.inert import TensorLeaf
-from core.pickle.nesting import entries
 from core.quantize.from_blockwise import DequantizedState
 from core.quantize.source import source_of
 
@@ -120,32 +118,10 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
         objects=objects,
         skeleton=None
         if catalog.skeleton is None
-        else _without_parts(catalog.skeleton, key_of, gone, mappings),
+        else without_parts(catalog.skeleton, key_of, gone, mappings),
     )
     renamed = tuple(key for key in states if key not in computed_keys)
     return DequantizedStates(result, computed_keys, renamed)
-
-
-def _without_parts(
-    skeleton: object, key_of: dict[str, str], gone: set[str], mappings: tuple[str, ...]
-) -> object:
-    """Return a skeleton in which states take the place of their codes, and parts are missing."""
-    leaves: dict[tuple[object, ...], object] = {}
-    for entry in entries(skeleton):
-        key = key_of.get(entry.key) if isinstance(entry.leaf, TensorLeaf) else None
-        if key is not None:
-            # A state of torchao was a mapping of its parts; one of bitsandbytes has another name.
-            container = entry.path[:-1]
-            if entry.key == f"{key}.codes":
-                path = container
-            else:
-                if container[-1:] == (BITSANDBYTES,):
-                    container = container[:-1]
-                path = (*container, key.rpartition(".")[2])
-            leaves[path] = TensorLeaf(key)
-        elif entry.key not in gone and not entry.key.startswith(mappings):
-            leaves[entry.path] = entry.leaf
-    return nest_again(leaves)
 
 
 def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:

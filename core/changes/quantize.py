@@ -20,6 +20,8 @@ last two axes are r × c:
 bitsandbytes' int8: ``….weight`` times the row's number in ``….SCB``, over 127. compressed-tensors'
 int8, if ``config.json`` declares that scheme: ``….weight_scale``, one for each row or tensor.
 
+torchao: ``X.qdata`` and its other parts (``torchao_weights``).
+
 MXFP4: ``X_blocks`` and ``X_scales`` of gpt-oss become ``X`` (``core.quantize.from_mxfp4``).
 
 Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale per tensor,
@@ -46,6 +48,7 @@ from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.stored import Extent, StoredArray
 from core.changes.rename import is_optimizer_key, nest_again
 from core.changes.tie import aliases_among
+from core.changes.torchao_weights import dequantize_torchao
 from core.errors import CorruptError, UnsupportedError, UsageError, did_you_mean
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import REMOVED, ListIndex, entries, map_leaves
@@ -132,7 +135,12 @@ def dequantize(
         )
 
     # Find the scales and check them all now, so that no error comes in the middle of copying.
-    unpacked = _dequantize_mxfp4(catalog, target.name, config)
+    of_torchao = dequantize_torchao(catalog, target.name)
+    unpacked = _dequantize_mxfp4(of_torchao.catalog, target.name, config)
+    if of_torchao.keys:
+        note = f"{len(of_torchao.keys)} weights of torchao become {target.name}"
+        keys = (*of_torchao.keys, *unpacked.keys)
+        unpacked = replace(unpacked, keys=keys, notes=(note, *unpacked.notes))
     catalog, unpacked_keys = unpacked.catalog, unpacked.keys
     integers = _find_integer_weights(catalog, config)
     float8_scales, bare = _find_float8_scales(catalog, block)

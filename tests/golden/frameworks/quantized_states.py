@@ -4,6 +4,8 @@
 itself makes of its 8-bit states; ``OUT/ademamix.pt`` and ``OUT/lion.pt`` have other forms.
 ``OUT/fsdp1_full.pt`` is what FSDP gathers of two ranks. ``OUT/trainer/NAME`` are checkpoints of
 transformers' Trainer, each with the names of the parameters by group in ``names.json``.
+``OUT/torchao/NAME.pt`` are quantized models, ``NAME.wide.pt`` what torchao's ``dequantize()`` makes
+of their weights.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torchao.quantization as tq
 from bitsandbytes.functional import dequantize_blockwise
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -128,11 +131,42 @@ def by_trainer(folder, optim):
     checkpoint.rmdir()
 
 
+def weights_of_torchao(folder):
+    folder.mkdir()
+    cases = {
+        "float8_e5m2": (tq.Float8WeightOnlyConfig(torch.float8_e5m2), torch.float32),
+        "int8_fp16": (tq.Int8WeightOnlyConfig(version=2), torch.float16),
+        "int8_group_fp32": (
+            tq.Int8WeightOnlyConfig(version=2, granularity=tq.PerGroup(32)),
+            torch.float32,
+        ),
+        "intx3_group": (
+            tq.IntxWeightOnlyConfig(
+                weight_dtype=torch.int3,
+                granularity=tq.PerGroup(32),
+                mapping_type=tq.quant_primitives.MappingType.ASYMMETRIC,
+                version=2,
+            ),
+            torch.bfloat16,
+        ),
+    }
+    for name, (config, dtype) in cases.items():
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(torch.nn.Linear(96, 40), torch.nn.Linear(40, 8, bias=False))
+        model = model.to(dtype)
+        with torch.no_grad():
+            model[0].weight.mul_(torch.logspace(-3, 2, 40, dtype=torch.float32)[:, None])
+        tq.quantize_(model[0], config)
+        torch.save(model.state_dict(), folder / f"{name}.pt")
+        torch.save(model[0].weight.dequantize(), folder / f"{name}.wide.pt")
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     blocks(out)
+    weights_of_torchao(out / "torchao")
     mp.spawn(gathered, (out,), nprocs=2)
     for optim in ("adamw_bnb_8bit", "lion_8bit", "adamw_torch_8bit"):
         by_trainer(out / "trainer" / optim, optim)
