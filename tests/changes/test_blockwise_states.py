@@ -74,6 +74,12 @@ def test_stacked_layers_keep_the_scale_of_every_state(golden: Path, tmp_path: Pa
             torch.stack([expected[f"layers.{number}.w.weight.{moment}"] for number in range(2)]),
         )
 
+    # Along another axis, the states of a block would not be consecutive.
+    for change in ({"stack_layers": True}, {"unstack_layers": ()}):
+        file = source if "stack_layers" in change else tmp_path / "stacked.pt"
+        with pytest.raises(UnsupportedError, match="not consecutive along axis 1"):
+            converted(file, tmp_path / "out.pt", layer_axis=1, **change)
+
     # Unstacked again, every layer is as before.
     again = converted(tmp_path / "stacked.pt", tmp_path / "again.pt", unstack_layers=())
     for name, item in before.items():
