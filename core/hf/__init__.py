@@ -8,7 +8,7 @@
 The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.family``). Sizes and
 features of a model come from the training arguments (``core.hf.traits``), which
 ``core.hf.config_json`` converts from and to a ``config.json``. Fused tensors consist of boxes
-(``core.hf.fuse``).
+(``core.hf.tensors.fuse``).
 
 The family of a model follows from its ``model_type``, or from its tensors (``core.hf.detection``);
 that of a Megatron model from its arguments (``core.hf.choice``). What arguments cannot express
@@ -20,8 +20,8 @@ States of an optimizer follow their parameters (``core.hf.optimizer``).
 Not supported: quantized weights (they are dequantized first), models with another head than the
 language model's, vision and audio towers (their text model:
 ``core.hf.text_model``).
-Imports: arrays, catalog, changes, errors, files, hf.config_json, megatron.extras, megatron.model,
-pickle, quantize.
+Imports: arrays, catalog, changes, errors, files, hf.config_json, hf.optimizer, hf.tensors,
+megatron.extras, megatron.model, pickle, quantize.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from itertools import groupby
 from core.arrays.box import Shape
 from core.errors import UnsupportedError
 from core.hf.family import EXPERT, Family, NameRow
-from core.hf.fuse import Strip, chain_strips, interleave_by_group
-from core.hf.packed import PackedExpert
+from core.hf.tensors.fuse import Strip, chain_strips, interleave_by_group
+from core.hf.tensors.packed import PackedExpert
 from core.hf.traits import Model
 
 LAYERS = "decoder.layers."
@@ -46,12 +46,13 @@ class Pair:
         names: Megatron's name in this model's rank files, then others that are read.
         parts: tensors that it consists of; a single part is the tensor itself.
         n_groups: number of groups by which parts are interleaved
-            (``core.hf.fuse.interleave_by_group``).
+            (``core.hf.tensors.fuse.interleave_by_group``).
         n_alternations: number of groups by which parts with the same name are interleaved in their
             tensor.
         is_swapped: the halves of its columns follow each other the other way round in the Hugging
             Face tensor.
-        shift: what the Hugging Face tensor's numbers exceed Megatron's by (``core.hf.shifted``).
+        shift: what the Hugging Face tensor's numbers exceed Megatron's by
+            (``core.hf.tensors.shifted``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
             first axis; or None.
         packed: where it stands in a tensor that holds it in another order; or None.

@@ -37,8 +37,8 @@ from core.catalog.files_beside import with_documents
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf.config_json.config import document
 from core.hf.family import families, family_of
-from core.hf.fuse import Strip, interleave_by_group, take_apart, take_from_stack
-from core.hf.packed import transpose_matrix
+from core.hf.tensors.fuse import Strip, interleave_by_group, take_apart, take_from_stack
+from core.hf.tensors.packed import transpose_matrix
 from core.hf.values import CONFIG, count_of
 
 _LAYOUTS: tuple[Mapping[str, str], ...] = (

@@ -12,47 +12,41 @@ The result has the fields and facets of ``core.megatron.reshard.from_ranks``: on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.arrays.box import Shape
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, StoredObject
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import NOT_CARRIED, carried_of
-from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, state_key
 from core.changes.select import is_optimizer_key
 from core.errors import (
-    CorruptError,
     MissingShardError,
     UnknownTensorError,
     UnsupportedError,
     UsageError,
 )
-from core.hf import fuse
 from core.hf.config_json.config import arguments_of
 from core.hf.config_json.origin import ARGUMENT, text_of
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
-from core.hf.name_tables import BODY, Pair, pairs_of
+from core.hf.name_tables import BODY, pairs_of
 from core.hf.optimizer.groups import PARAM_GROUPS
 from core.hf.optimizer.restored import restored_optimizer
 from core.hf.optimizer.states import (
-    STEP,
-    named_state_key,
     named_state_of,
     states_by_name,
-    view_of_named_state,
 )
-from core.hf.packed import unpack_expert
-from core.hf.shifted import SHIFT_NOTE, shifted_fragments
+from core.hf.optimizer.to_global import NO_STATES, convert_states
+from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
+from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite, towers_text
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
-from core.quantize.schemes import check_numbers, quantized_weights
+from core.quantize.schemes import quantized_weights
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -75,25 +69,6 @@ class OptimizerTarget:
 
     is_distributed: bool
     store: ReadStore
-
-
-@dataclass(frozen=True, slots=True)
-class _GlobalTensor:
-    """A tensor of the global form.
-
-    Args:
-        meta: name, dtype and shape.
-        used: tensors of the source that it consists of.
-        fragments: function that returns its fragments.
-        copies: tensors among ``used`` that are redundant copies of it.
-        is_shifted: its numbers are computed from those of the source (``core.hf.shifted``).
-    """
-
-    meta: TensorMeta
-    used: tuple[str, ...]
-    fragments: Callable[[], list[Fragment]]
-    copies: tuple[str, ...] = ()
-    is_shifted: bool = False
 
 
 def to_megatron(
@@ -163,7 +138,7 @@ def to_megatron(
 
     # Convert the tensors. Every tensor of the source must be used or be known to be redundant.
     # One by one, as a damaged configuration may describe more of them than memory can hold.
-    tensors = {pair.names[0]: _global_tensor(catalog, pair) for pair in pairs_of(family, model)}
+    tensors = {pair.names[0]: global_tensor(catalog, pair) for pair in pairs_of(family, model)}
     ignored = {
         key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
     }
@@ -171,9 +146,9 @@ def to_megatron(
     objects, order = _extra_states(tensors, is_local=model.is_local)
 
     # Convert the optimizer's states in the same way.
-    states, restored = _NO_STATES, None
+    states, restored = NO_STATES, None
     if optimizer is not None and has_states:
-        states = _convert_states(catalog, pairs_of(family, model), tensors)
+        states = convert_states(catalog, pairs_of(family, model), tensors)
         used |= states.used
         restored = restored_optimizer(
             catalog,
@@ -238,107 +213,7 @@ def to_megatron(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _GlobalStates:
-    """The optimizer's states in the global form.
-
-    Args:
-        tensors: key in the global form → tensor.
-        used: tensors of the source that they consist of, and the numbers of steps.
-        params: Megatron's names of the trained parameters.
-        names: names of the states.
-    """
-
-    tensors: Mapping[str, _GlobalTensor]
-    used: Set[str]
-    params: tuple[str, ...]
-    names: tuple[str, ...]
-
-    def kept(self, optimizer: Optimizer) -> dict[str, _GlobalTensor]:
-        """Return the tensors that an optimizer of its kind has."""
-        return {
-            key: tensor
-            for key, tensor in self.tensors.items()
-            if optimizer.kind != "fp32" or not key.startswith(f"{STATES}{MASTER}.")
-        }
-
-
-_NO_STATES = _GlobalStates({}, frozenset(), (), ())
-
-
-def _convert_states(
-    catalog: Catalog, pairs: Iterable[Pair], weights: Mapping[str, _GlobalTensor]
-) -> _GlobalStates:
-    """Convert the states of an optimizer like the weights.
-
-    Args:
-        catalog: weights and states under Hugging Face's names.
-        pairs: the pairs of the model.
-        weights: the weights in the global form.
-
-    Raises:
-        UnsupportedError: a tensor is only partly trained, or a state has another shape than its
-            parameter.
-        MissingShardError: a parameter lacks a state that others have.
-    """
-    names = states_by_name(catalog)
-    views = {state: view_of_named_state(catalog, state) for state in names}
-    tensors: dict[str, _GlobalTensor] = {}
-    params: list[str] = []
-    used = {
-        key
-        for key in catalog.tensors
-        if (owned := named_state_of(catalog, key)) is not None and owned[1] == STEP
-    }
-    for pair in pairs:
-        name = pair.names[0]
-        weight = weights[name]
-        keys = [key for key in weight.used if key not in weight.copies]
-        trained = [key for key in keys if any(key in view.tensors for view in views.values())]
-        if not trained:
-            continue
-        if len(trained) < len(keys):
-            raise UnsupportedError(
-                f"the optimizer trains {trained[0]}, but not {_first_missing(keys, trained)}, and "
-                "both are one tensor in Megatron",
-                key=name,
-                hint="drop the optimizer with --no-optim",
-            )
-        params.append(name)
-        for state, view in views.items():
-            if any(key not in view.tensors for key in keys):
-                if state == MASTER:  # weights that are float32 need none
-                    continue
-                missing = _first_missing(keys, view.tensors)
-                raise MissingShardError(
-                    f"the optimizer has no {state} of this parameter, but of others",
-                    key=missing,
-                    hint="drop the optimizer with --no-optim",
-                )
-            # A moment is not shifted with its weight; redundant copies of a weight have no states.
-            shift = pair.shift if state == MASTER else None
-            tensor = _global_tensor(view, replace(pair, shift=shift, copies=(), twins=()))
-            key = state_key(state, name)
-            tensors[key] = _renamed(tensor, key)
-            used |= {named_state_key(part, state) for part in tensor.used}
-    return _GlobalStates(tensors, frozenset(used), tuple(params), tuple(names))
-
-
-def _first_missing(keys: Iterable[str], names: Container[str]) -> str:
-    """Return the first key that is not among the names."""
-    return next(key for key in keys if key not in names)
-
-
-def _renamed(tensor: _GlobalTensor, key: str) -> _GlobalTensor:
-    """Return a tensor under another key."""
-    return replace(
-        tensor,
-        meta=replace(tensor.meta, key=key),
-        fragments=lambda: [replace(fragment, key=key) for fragment in tensor.fragments()],
-    )
-
-
-def _trained_facts(tensor: _GlobalTensor) -> tuple[int, str]:
+def _trained_facts(tensor: GlobalTensor) -> tuple[int, str]:
     """Return the number of axes of a parameter, and the Hugging Face name of its first part."""
     return len(tensor.meta.shape), tensor.used[0]
 
@@ -349,7 +224,7 @@ def _is_of_states(catalog: Catalog, key: str) -> bool:
 
 
 def _notes(
-    tensors: Mapping[str, _GlobalTensor], ignored: Set[str], *, declared_mtp: object, n_mtp: int
+    tensors: Mapping[str, GlobalTensor], ignored: Set[str], *, declared_mtp: object, n_mtp: int
 ) -> Iterator[str]:
     """Yield the notes about a conversion for the user.
 
@@ -374,7 +249,7 @@ def _notes(
         yield f"{names}: redundant copies, compared with the originals"
 
 
-def _shift_notes(tensors: Mapping[str, _GlobalTensor]) -> Iterator[str]:
+def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:
     """Yield the note about tensors whose numbers are others in Megatron."""
     shifted = [tensor.used[0] for tensor in tensors.values() if tensor.is_shifted]
     if shifted:
@@ -451,96 +326,6 @@ def _dtype_of(catalog: Catalog, family: Family) -> str:
     return catalog.tensors[key].dtype
 
 
-def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
-    """Check the shapes and dtypes of a tensor's parts and return the tensor of the global form."""
-    name = pair.names[0]
-    # An expert may be one entry of a tensor that stacks all experts of its layer.
-    if pair.stack is not None and pair.stack[0] in catalog.tensors:
-        stack_key, index, extent = pair.stack
-        _check_shape(catalog, stack_key, (extent, *pair.shape))
-        check_numbers(catalog.tensors[stack_key])
-        meta = TensorMeta(name, catalog.tensors[stack_key].dtype, pair.shape)
-        return _GlobalTensor(
-            meta,
-            (stack_key,),
-            lambda: list(fuse.take_from_stack(name, catalog.fragments(stack_key), index)),
-        )
-    # Or a matrix of a tensor that holds those of all experts in another order.
-    if (packed := pair.packed) is not None:
-        key = _find_part(catalog, (packed.key,), pair)
-        _check_shape(catalog, key, packed.tensor_shape(pair.shape))
-        check_numbers(catalog.tensors[key])
-        return _GlobalTensor(
-            TensorMeta(name, catalog.tensors[key].dtype, pair.shape),
-            (key,),
-            lambda: unpack_expert(catalog, name, packed, pair.shape),
-        )
-    # Otherwise it consists of parts, and other tensors may repeat it.
-    keys = [_find_part(catalog, tensor.names, pair) for tensor in pair.tensors]
-    copies = [key for key in (*pair.copies, *pair.twins) if key in catalog.tensors]
-    for key, tensor in zip(keys, pair.tensors, strict=True):
-        _check_shape(catalog, key, tensor.shape)
-    # One tensor has one dtype. Reversed, so that the error names the first key with each dtype.
-    dtypes = {catalog.tensors[key].dtype: key for key in reversed((*keys, *copies))}
-    if len(dtypes) > 1:
-        (other, other_key), (first, first_key) = list(dtypes.items())[-2:]
-        raise CorruptError(
-            f"{first_key} is {first} and {other_key} is {other}, "
-            "but they are one tensor in Megatron",
-            key=name,
-        )
-    for key in (*keys, *copies):
-        check_numbers(catalog.tensors[key])
-    for key in copies:
-        _check_shape(catalog, key, pair.shape)
-
-    if (shift := pair.shift) is not None:
-        (key,) = keys
-        return _GlobalTensor(
-            TensorMeta(name, catalog.tensors[key].dtype, pair.shape),
-            (key,),
-            lambda: shifted_fragments(catalog, key, name, -shift),
-            is_shifted=True,
-        )
-    # Copies are fragments of the same box, so that the planner compares their bytes.
-    strips = pair.strips
-
-    def fragments() -> list[Fragment]:
-        fused = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
-        if pair.is_swapped:
-            fused = fuse.swap_halves(fused, pair.shape[1])
-        return fused + [
-            replace(fragment, key=name) for key in copies for fragment in catalog.fragments(key)
-        ]
-
-    meta = TensorMeta(name, next(iter(dtypes)), pair.shape)
-    return _GlobalTensor(meta, (*keys, *copies), fragments, tuple(copies))
-
-
-def _find_part(catalog: Catalog, names: Sequence[str], pair: Pair) -> str:
-    """Return the first of a part's names that the source has.
-
-    Raises:
-        MissingShardError: the source has none of the names.
-    """
-    for key in names:
-        if key in catalog.tensors:
-            return key
-    hint = None if pair.stack is None else f"the stacked tensor {pair.stack[0]} is missing as well"
-    raise MissingShardError("the tensor is not in the checkpoint", key=names[0], hint=hint)
-
-
-def _check_shape(catalog: Catalog, key: str, shape: Shape) -> None:
-    """Raise CorruptError unless a tensor has the expected shape."""
-    actual = catalog.tensors[key].shape
-    if actual != shape:
-        raise CorruptError(
-            f"shape {actual}, but {CONFIG} implies {shape} (elements)",
-            key=key,
-            hint="is this the configuration of these weights?",
-        )
-
-
 def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
     """Raise for tensors that the family does not have.
 
@@ -565,7 +350,7 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
 
 
 def _extra_states(
-    tensors: Mapping[str, _GlobalTensor], *, is_local: bool
+    tensors: Mapping[str, GlobalTensor], *, is_local: bool
 ) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
     """Return the extra states of linear modules, and the order of entries in a rank file.
 

@@ -79,7 +79,7 @@ def fold(base: MergeSource, adapter: Adapter) -> MergedCatalog:
         UnsupportedError: the base belongs to no known family, or as for ``fold_adapter``.
         CorruptError, MissingShardError: adapter and base do not fit each other.
     """
-    from core.hf import fuse
+    from core.hf.tensors import fuse
     from core.hf.to_hf import to_hf, weights_of
 
     if base.catalog.facet(MegatronModel) is None:
@@ -90,7 +90,7 @@ def fold(base: MergeSource, adapter: Adapter) -> MergedCatalog:
     under_hf = to_hf(base.catalog, has_config=False)
     folded = fold_adapter(MergeSource(base.label, under_hf), adapter)
     pairs = {}
-    for name, pair in weights_of(base.catalog):
+    for name, pair in weights_of(base.catalog).items():
         names = [tensor.names[0] for tensor in pair.tensors]
         if not folded.changed.intersection(names):
             continue

@@ -23,7 +23,7 @@ from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.key_patterns import listed_keys, some_of
 from core.errors import UnsupportedError
-from core.hf.packed import transpose_matrix
+from core.hf.tensors.packed import transpose_matrix
 from core.merge.merge import MergedCatalog, MergeSource, origin_note, refuse_quantized
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")

@@ -24,8 +24,8 @@ from core.formats.torch.zip.container import Record
 from core.formats.torch.zip.records import RecordEncoding
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import FillValue
-from core.hf.packed import Rearranged
-from core.hf.shifted import Shifted
+from core.hf.tensors.packed import Rearranged
+from core.hf.tensors.shifted import Shifted
 from core.merge.combined import Combined
 from core.merge.lora import Folded
 from core.merge.slerp import Slerp

@@ -16,7 +16,6 @@ from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import listed_keys
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
-from core.hf import fuse
 from core.hf.adapters.linear import (
     ADAPTER,
     CANONICAL,
@@ -40,6 +39,7 @@ from core.hf.config_json.origin import ARGUMENT, text_of
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import Pair
+from core.hf.tensors import fuse
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.model.args import ADAPTER_ARGUMENT

@@ -15,7 +15,6 @@ from core.catalog.key_patterns import listed_keys, natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.hf import fuse
 from core.hf.adapters.linear import (
     ADAPTER,
     CANONICAL,
@@ -31,6 +30,7 @@ from core.hf.choice import choose_family
 from core.hf.config_json.origin import origin_of, parse_origin
 from core.hf.family import Family
 from core.hf.name_tables import Pair
+from core.hf.tensors import fuse
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core.arrays.box import Box, full_box
 from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
-from core.hf import fuse
+from core.hf.tensors import fuse
 
 Sizes = tuple[int, list[int], int, list[int]]
 

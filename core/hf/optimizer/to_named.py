@@ -1,0 +1,86 @@
+"""Convert the optimizer of the global Megatron form to Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.optimizer_keys import MASTER, Optimizer
+from core.errors import UnsupportedError
+from core.hf.name_tables import Pair
+from core.hf.optimizer.groups import torch_groups
+from core.hf.optimizer.states import named_state_key, states_in_global_form, view_of_global_state
+from core.hf.optimizer.steps import step_of_megatron
+from core.hf.tensors.hf_tensor import HfTensor, hf_tensors
+from core.megatron.model.args import fields_of
+from core.megatron.optimizer.groups import is_muon
+
+
+@dataclass(frozen=True, slots=True)
+class HfStates:
+    """The optimizer under Hugging Face's names: its states, and its groups as objects."""
+
+    tensors: dict[str, HfTensor]
+    objects: Mapping[str, StoredObject]
+
+
+def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair]) -> HfStates:
+    """Convert the states and groups of the optimizer.
+
+    Raises:
+        UnsupportedError: Muon trains some of the parameters, only some experts of a tensor have
+            states, or the groups have different numbers of steps.
+    """
+    if any(is_muon(group.settings) for group in optimizer.groups):
+        raise UnsupportedError(
+            "Muon's momentum has no counterpart among the optimizers of Hugging Face models",
+            hint="drop the optimizer with --no-optim",
+        )
+    tensors: dict[str, HfTensor] = {}
+    names_of: dict[str, list[str]] = {}
+    for state in states_in_global_form(catalog):
+        # A moment is not shifted with its weight; a master weight is.
+        view = view_of_global_state(catalog, state)
+        used = {
+            name: pair if state == MASTER else replace(pair, shift=None)
+            for name, pair in pairs.items()
+            if name in view.tensors
+        }
+        _check_experts(pairs, used, state)
+        for key, tensor in hf_tensors(view, used).items():
+            state_key = named_state_key(key, state)
+            tensors[state_key] = tensor.renamed(state_key)
+        for name, pair in used.items():
+            keys = [tensor.names[0] for tensor in pair.tensors] if pair.packed is None else []
+            names_of[name] = keys or [pair.packed.key if pair.packed else name]
+
+    # Every trained parameter has the number of steps.
+    step = step_of_megatron(catalog, optimizer)
+    if step is not None:
+        for number, key in enumerate(dict.fromkeys(chain.from_iterable(names_of.values()))):
+            meta, fragments = step.of(key, is_first=number == 0)
+            tensors[meta.key] = HfTensor(meta, partial(list, fragments))
+    objects = torch_groups(optimizer, names_of)
+    samples = fields_of(catalog.args).get("consumed_train_samples")
+    if type(samples) is int and samples > 0:
+        objects["global_samples"] = StoredObject("global_samples", value=samples)
+    return HfStates(tensors, objects)
+
+
+def _check_experts(all_pairs: Mapping[str, Pair], used: Mapping[str, Pair], state: str) -> None:
+    """Raise unless all or none of the experts of a packed tensor have a state.
+
+    Raises:
+        UnsupportedError: only some have it.
+    """
+    packed = {pair.packed.key for pair in used.values() if pair.packed is not None}
+    for name, pair in all_pairs.items():
+        if pair.packed is not None and pair.packed.key in packed and name not in used:
+            raise UnsupportedError(
+                f"the expert has no {state}, but others of {pair.packed.key} have",
+                key=name,
+                hint="drop the optimizer with --no-optim",
+            )

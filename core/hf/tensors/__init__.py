@@ -1,0 +1,7 @@
+"""Tensors of the two forms, made of each other's fragments; nothing is read or copied.
+
+Start at ``global_tensor`` (to Megatron) and ``hf_tensor`` (to Hugging Face). ``fuse`` joins and
+splits rows, ``packed`` takes experts out of tensors that hold all of a layer, ``shifted`` adds to
+numbers.
+Imports: arrays, catalog, errors, files, hf, quantize.
+"""
