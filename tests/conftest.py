@@ -52,6 +52,7 @@ LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
 TWO_MODELS_ARCHIVE = GOLDEN_ARCHIVE.with_name("two_models.tar.xz")
 DIFFUSERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("diffusers.tar.xz")
+MEGATRON_FSDP_ARCHIVE = GOLDEN_ARCHIVE.with_name("megatron_fsdp.tar.xz")
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +93,14 @@ def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the pipelines of diffusers, as ``frameworks``."""
     return _made_or_unpacked("CKPT_DIFFUSERS", DIFFUSERS_ARCHIVE, "diffusers", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def megatron_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the checkpoints of Megatron-FSDP, as ``frameworks``."""
+    return _made_or_unpacked(
+        "CKPT_MEGATRON_FSDP", MEGATRON_FSDP_ARCHIVE, "megatron_fsdp", tmp_path_factory
+    )
 
 
 @pytest.fixture(scope="session")
