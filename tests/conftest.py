@@ -53,6 +53,7 @@ LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
 TWO_MODELS_ARCHIVE = GOLDEN_ARCHIVE.with_name("two_models.tar.xz")
 DIFFUSERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("diffusers.tar.xz")
+MEGATRON_FSDP_ARCHIVE = GOLDEN_ARCHIVE.with_name("megatron_fsdp.tar.xz")
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +101,14 @@ def orbax_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tree whose layers Orbax stacked along axis 1, as ``frameworks``."""
     return _made_or_unpacked(
         "CKPT_ORBAX_LAYERS", ORBAX_LAYERS_ARCHIVE, "orbax_layers", tmp_path_factory
+    )
+
+
+@pytest.fixture(scope="session")
+def megatron_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the checkpoints of Megatron-FSDP, as ``frameworks``."""
+    return _made_or_unpacked(
+        "CKPT_MEGATRON_FSDP", MEGATRON_FSDP_ARCHIVE, "megatron_fsdp", tmp_path_factory
     )
 
 

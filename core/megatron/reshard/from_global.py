@@ -38,6 +38,7 @@ from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.optimizer.sharded.read import read_states, with_states
+from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import Origin, OriginFragments, meta_of, names_in, origins_of
 from core.megatron.rules.rules import Layer, Rules
@@ -62,6 +63,7 @@ def unshard_global(
 
     ``core.megatron.reshard.reshard.unshard`` explains the arguments and errors.
     """
+    catalog = from_fsdp_dtensor(catalog, carries_optimizer=optim == "carry")
     catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
     entries = _separate_entries(catalog)
@@ -73,8 +75,10 @@ def unshard_global(
     if entries.has_optimizer and not carries_optimizer:
         dropped.append(note_dropped_optimizer(f"of {catalog.format}", optim=optim))
 
-    # No version means version 0 only in rank files: other formats need not have the entry.
-    if "checkpoint_version" in entries.common:
+    # No version means version 0 only in rank files: other formats need not have the entry. In DCP
+    # it may be an object that is not loaded, as in a forecast.
+    version = entries.common.get("checkpoint_version")
+    if version is not None and not isinstance(version, ObjectLeaf):
         check_version(entries.common)
 
     # The random states in the file of a single rank belong to no layout.

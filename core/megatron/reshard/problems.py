@@ -21,6 +21,7 @@ from core.megatron.model.checks import check_complete, check_shape, fc2_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, with_sizes
 from core.megatron.optimizer.rank_state import RankFile
+from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import meta_of, origins_of
 from core.megatron.reshard.from_global import (
@@ -184,7 +185,7 @@ def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankP
 
 def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     """Read the model of a catalog of global tensors, and report its problems."""
-    catalog = join_parts(catalog, rules)
+    catalog = join_parts(from_fsdp_dtensor(catalog, carries_optimizer=False), rules)
     prefix = prefix_of(catalog, rules)
     common = common_entries(catalog)
     facts = facts_of(
