@@ -20,6 +20,7 @@ from core.merge.request import Merge
 from tests.hf.models import (
     COMMON,
     GATED_DELTA,
+    MINISTRAL_ROPE,
     QWEN2_MOE,
     QWEN3_MOE,
     WINDOWS,
@@ -59,6 +60,12 @@ VL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "sliding_window": None},
         {**_SIGLIP, "head_dim": 8},
     ),
+    "mistral3 ministral3": (
+        "ministral3",
+        "language_model.model.",
+        {"model_type": "ministral3", "head_dim": 8, "rope_parameters": MINISTRAL_ROPE},
+        {**_SIGLIP, "head_dim": 8},
+    ),
     "qwen2_5_vl": (
         "qwen2",
         "model.",
@@ -90,7 +97,9 @@ VL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         _QWEN,
     ),
 }
-"""Type → (family of its text model, beginning of that one's names, its values, the tower's)."""
+"""Type (and another text model's than its usual one) → (family of its text model, beginning of that
+one's names, its values, the tower's).
+"""
 
 
 def _saved(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -101,7 +110,10 @@ def _saved(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     _, _, text, vision = VL[name]
     options = {"mm_tokens_per_image": 4} if name == "gemma3" else {}
     config = AutoConfig.for_model(
-        name, text_config={**COMMON, **text, **changes}, vision_config=vision, **options
+        name.partition(" ")[0],
+        text_config={**COMMON, **text, **changes},
+        vision_config=vision,
+        **options,
     )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
