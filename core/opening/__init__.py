@@ -5,6 +5,6 @@ Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a
 builds the form that does not depend on format and layout; ``target`` divides a catalog into the
 arrays of a destination.
 Imports: arrays, catalog, changes, errors, files, files.ranges, formats, formats.deepspeed,
-formats.huggingface, formats.safetensors, formats.torch, formats.trainer, formats.zarr,
-megatron.extras, megatron.optimizer, megatron.reshard, pickle, plan.
+formats.huggingface, formats.mcore, formats.safetensors, formats.torch, formats.trainer,
+formats.zarr, megatron.extras, megatron.optimizer, megatron.reshard, pickle, plan.
 """

@@ -14,6 +14,8 @@ which contains iterations:
  Orbax                    ``10/``
 =======================  ==================
 
+NeMo 2 saves into the directory ``weights`` below the one that it names after the step.
+
 Megatron and DeepSpeed write a tracker next to them, a file that names the iteration to resume from
 (``latest_checkpointed_iteration.txt``, ``latest``). In a root, the iteration of its tracker is
 opened, else the newest one. An iteration may be such a root again: Hugging Face's Trainer and
@@ -50,6 +52,7 @@ from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
+from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nemo_context
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
 from core.opening.absent import absent
@@ -166,6 +169,8 @@ def open_checkpoint(
                 if samples and format.sample is not None
                 else format.read(store)
             )
+            if catalog.common is not None and location.path.name == WEIGHTS:
+                catalog = _with_context_above(catalog, location.path)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
     except BaseException as err:
         store.close()
@@ -192,6 +197,20 @@ def open_checkpoint(
         below=location.below,
         passed=location.passed,
     )
+
+
+def _with_context_above(catalog: Catalog, path: Path) -> Catalog:
+    """Return a torch_dist checkpoint with the training arguments of NeMo 2, if it is one of its.
+
+    Args:
+        catalog: the checkpoint.
+        path: its directory, which is called ``weights``.
+    """
+    above = open_store(path.parent)
+    try:
+        return with_nemo_context(catalog, above)
+    finally:
+        above.close()
 
 
 def _name_iteration(err: CheckpointingException, path: Path, chosen: Path) -> None:
@@ -414,7 +433,9 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
         name = _tracked_name(store, tracker, iterations)
         return root / name, [] if tracker == TRACKER else _unread_weights(store, name)
     if not iterations:
-        return root, []
+        # NeMo 2 puts a torch_dist checkpoint below its own directory.
+        is_nemo = has_weights_below(store) and not any(map(_WEIGHTS.search, store.files()))
+        return (root / WEIGHTS if is_nemo else root), []
     # Without a tracker the newest iteration is read, unless the root is a checkpoint itself, as the
     # final weights of a Hugging Face run are. Weights next to DeepSpeed's rank files are copies.
     name = iterations[max(iterations)]

@@ -19,7 +19,7 @@ have, rank and alpha become an argument (``core.megatron.model.args.ADAPTER_ARGU
 Versions: Megatron-Bridge 067f987d (2026-08), with the model providers of that version. The sections
 on the optimizer and the training are not read, nor is ``train_state.pt``.
 
-Not supported: NeMo 2's ``context/model.yaml``; aliases and merge keys of YAML, which such a file
+Not supported: aliases and merge keys of YAML, which such a file
 does not need.
 
 Source: a checkpoint that Megatron-Bridge 067f987d wrote on a CPU, whose run_config.yaml is in
@@ -75,27 +75,42 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
         return catalog
     try:
         content = _read_sections(store)
-        fields = _arguments_of(content[_MODEL])
+        fields = arguments_of(content[_MODEL])
         fields |= _adapter_of(content.get(_PEFT), base=content[_MODEL].get("hf_model_id"))
     except (CorruptError, UnsupportedError) as err:
         note = f"no training arguments: {RUN_CONFIG} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
+    note = f"the training arguments were taken from {RUN_CONFIG} (Megatron-Bridge)"
+    catalog = with_arguments(catalog, {}, fields, note=note)
+    return replace(
+        catalog,
+        dropped=(*catalog.dropped, f"{RUN_CONFIG} (its model section became the arguments)"),
+    )
+
+
+def with_arguments(
+    catalog: Catalog, common: Mapping[object, object], fields: dict[str, object], *, note: str
+) -> Catalog:
+    """Return a catalog with training arguments.
+
+    Args:
+        catalog: the checkpoint.
+        common: further entries of the common state, if it does not have them.
+        fields: the arguments, from ``arguments_of``; those that the tensors tell are added.
+        note: where they come from.
+    """
     # The rows of the embedding tell how the vocabulary was padded; the file says only to what.
-    embedding = catalog.tensors.get(_EMBEDDING)
-    if embedding is not None and embedding.shape:
-        fields["padded_vocab_size"] = embedding.shape[0]
+    embedding = next((key for key in catalog.tensors if key.endswith(_EMBEDDING)), None)
+    if embedding is not None and catalog.tensors[embedding].shape:
+        fields["padded_vocab_size"] = catalog.tensors[embedding].shape[0]
     if _has_local_norms(catalog.tensors):
         fields["transformer_impl"] = "local"
     args = make_namespace(fields)
     return replace(
         catalog,
         args=args,
-        common={**(catalog.common or {}), "args": args},
-        notes=(
-            *catalog.notes,
-            f"the training arguments were taken from {RUN_CONFIG} (Megatron-Bridge)",
-        ),
-        dropped=(*catalog.dropped, f"{RUN_CONFIG} (its model section became the arguments)"),
+        common={**common, **(catalog.common or {}), "args": args},
+        notes=(*catalog.notes, note),
     )
 
 
@@ -115,46 +130,12 @@ def _read_sections(store: ReadStore) -> Mapping[str, Mapping[str, object]]:
     """Return the sections ``model`` and, for adapters, ``peft`` of the file.
 
     Raises:
-        CorruptError: the file is not YAML, or has no such section.
+        CorruptError: the file is not YAML, or has no section ``model``.
         UnsupportedError: the file uses aliases or merge keys, or is too large.
     """
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    size = store.size(RUN_CONFIG)
-    if size > _MAX_BYTES:
-        raise UnsupportedError(
-            f"{size:,} bytes, more than the {_MAX_BYTES:,} that are read", file=RUN_CONFIG
-        )
-    data = bytes(store.read(RUN_CONFIG, 0, size))
-    try:
-        # Look at the events first: the loader recurses (libyaml's crashes on deep nesting), and
-        # aliases and merge keys let a small file stand for a huge one.
-        depth = 0
-        for event in yaml.parse(data, Loader=loader):
-            if isinstance(event, yaml.AliasEvent) or (
-                isinstance(event, yaml.ScalarEvent) and event.value == "<<"
-            ):
-                raise UnsupportedError(
-                    "aliases and merge keys of YAML are not supported",
-                    file=RUN_CONFIG,
-                )
-            depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
-            depth -= isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent))
-            if depth > _MAX_DEPTH:
-                raise UnsupportedError(
-                    f"values are nested more than {_MAX_DEPTH} deep", file=RUN_CONFIG
-                )
-        content = yaml.load(data, Loader=loader)
-    # Numbers and dates out of range are ValueErrors.
-    except (yaml.YAMLError, ValueError, OverflowError) as err:
-        raise CorruptError(
-            f"not valid YAML: {' '.join(str(err).split())[:200]}", file=RUN_CONFIG
-        ) from err
-    content = content if isinstance(content, dict) else {}
     sections = {
         str(section): {str(name): value for name, value in fields.items()}
-        for section, fields in content.items()
+        for section, fields in read_yaml(store, RUN_CONFIG).items()
         if section in (_MODEL, _PEFT) and isinstance(fields, dict)
     }
     if not sections.get(_MODEL):
@@ -162,6 +143,52 @@ def _read_sections(store: ReadStore) -> Mapping[str, Mapping[str, object]]:
             "it has no section model, so it is not Megatron-Bridge's", file=RUN_CONFIG
         )
     return sections
+
+
+def read_yaml(
+    store: ReadStore, file: str, *, allows_aliases: bool = False
+) -> Mapping[object, object]:
+    """Return the mapping in a YAML file of plain values, {} if it contains another value.
+
+    Args:
+        store, file: the file.
+        allows_aliases: values may be repeated by an alias: the caller looks at values of a fixed
+            depth, as a small file may stand for a huge tree.
+
+    Raises:
+        CorruptError: the file is not YAML.
+        UnsupportedError: the file uses aliases or merge keys, or is too large.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    size = store.size(file)
+    if size > _MAX_BYTES:
+        raise UnsupportedError(
+            f"{size:,} bytes, more than the {_MAX_BYTES:,} that are read", file=file
+        )
+    data = bytes(store.read(file, 0, size))
+    try:
+        # Look at the events first: the loader recurses (libyaml's crashes on deep nesting), and
+        # aliases and merge keys let a small file stand for a huge one.
+        depth = 0
+        for event in yaml.parse(data, Loader=loader):
+            is_alias = isinstance(event, yaml.AliasEvent) and not allows_aliases
+            if is_alias or (isinstance(event, yaml.ScalarEvent) and event.value == "<<"):
+                raise UnsupportedError(
+                    "aliases and merge keys of YAML are not supported", file=file
+                )
+            depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
+            depth -= isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent))
+            if depth > _MAX_DEPTH:
+                raise UnsupportedError(f"values are nested more than {_MAX_DEPTH} deep", file=file)
+        content = yaml.load(data, Loader=loader)
+    # Numbers and dates out of range are ValueErrors.
+    except (yaml.YAMLError, ValueError, OverflowError) as err:
+        raise CorruptError(
+            f"not valid YAML: {' '.join(str(err).split())[:200]}", file=file
+        ) from err
+    return content if isinstance(content, dict) else {}
 
 
 def _adapter_of(peft: Mapping[str, object] | None, *, base: object) -> dict[str, object]:
@@ -193,7 +220,7 @@ def _adapter_of(peft: Mapping[str, object] | None, *, base: object) -> dict[str,
     return {ADAPTER_ARGUMENT: json.dumps(config)}
 
 
-def _arguments_of(model: Mapping[str, object]) -> dict[str, object]:
+def arguments_of(model: Mapping[str, object]) -> dict[str, object]:
     """Return the training arguments that the fields of a model provider stand for."""
     fields: dict[str, object] = {}
     for name, value in model.items():

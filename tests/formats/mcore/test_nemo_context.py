@@ -1,0 +1,125 @@
+"""Checkpoints of NeMo 2, whose training arguments stand in ``context/model.yaml``."""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import core
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
+from core.errors import UnsupportedError
+from core.megatron.model.args import fields_of
+from core.opening.open import open_checkpoint
+from tests.support.rank_files import assert_same_bits
+
+ARCHIVE = Path(__file__).parents[2] / "golden" / "nemo2.tar.xz"
+
+
+@pytest.fixture
+def nemo(tmp_path: Path) -> Path:
+    """A directory with the checkpoint ``llama``, and the model's parameters in ``truth``."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def notes_of(path: Path) -> str:
+    return "\n".join(open_checkpoint(path).catalog.notes)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/weights", "llama/weights/metadata.json"])
+def test_the_arguments_come_from_the_section_config(name: str, nemo: Path) -> None:
+    checkpoint = open_checkpoint(nemo / name)
+    assert checkpoint.iteration == 10
+    fields = fields_of(checkpoint.catalog.args)
+    expected = {
+        "num_layers": 2,
+        "num_query_groups": 2,
+        "group_query_attention": True,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": True,
+        "norm_epsilon": 1e-6,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "padded_vocab_size": 128,
+        "tensor_model_parallel_size": 1,
+    }
+    assert {name: fields[name] for name in expected} == expected
+    assert str(fields["params_dtype"]) == "torch.bfloat16"
+
+
+def test_a_model_becomes_one_of_transformers_through_any_layout(nemo: Path) -> None:
+    truth = load_file(nemo / "truth.safetensors")
+    source = nemo / "llama"
+    for to, topology, name in (
+        ("megatron", TopologyChange(tp=2, pp=2), "ranks"),
+        ("torch_dist", TopologyChange(tp=2), "dist"),
+        ("hf", None, "hf/llama"),
+    ):
+        job = Job(src=source, dst=nemo / name, to=to, topology=topology, vocab_size=128)
+        run(replace(job, fsync=False))
+    for name in ("ranks", "dist"):
+        core.convert(nemo / name, nemo / "hf" / name, to="hf")
+    for name in ("llama", "ranks", "dist"):
+        found = load_file(nemo / "hf" / name / "model.safetensors")
+        assert len(found) == 21
+        assert_same_bits(found["lm_head.weight"], truth["output_layer.weight"], name)
+        for layer in range(2):
+            start, wanted = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+            # Two groups of two queries, a key and a value, with eight channels.
+            qkv = truth[f"{wanted}self_attention.linear_qkv.weight"].view(2, 4, 8, 32)
+            query = found[f"{start}self_attn.q_proj.weight"]
+            value = found[f"{start}self_attn.v_proj.weight"]
+            assert_same_bits(query, qkv[:, :2].reshape(32, 32), name)
+            assert_same_bits(value, qkv[:, 3].reshape(16, 32), name)
+            gate, up = (found[f"{start}mlp.{part}_proj.weight"] for part in ("gate", "up"))
+            fc1 = truth[f"{wanted}mlp.linear_fc1.weight"]
+            assert_same_bits(torch.cat([gate, up]), fc1, name)
+            norm = found[f"{start}post_attention_layernorm.weight"]
+            assert_same_bits(norm, truth[f"{wanted}pre_mlp_layernorm.weight"], name)
+
+
+def test_the_vocabulary_without_padding_is_unknown(nemo: Path) -> None:
+    with pytest.raises(UnsupportedError, match="unknown vocabulary size"):
+        core.convert(nemo / "llama", nemo / "hf", to="hf")
+
+
+def test_aliases_do_not_matter_and_nothing_else_of_the_context_is_read(nemo: Path) -> None:
+    context = nemo / "llama" / "context"
+    (context / "io.json").write_text("{")
+    text = (context / "model.yaml").read_text()
+    (context / "model.yaml").write_text(f"{text}more: &a [1]\nagain: *a\n")
+    assert "taken from context/model.yaml" in notes_of(nemo / "llama")
+
+
+def test_llama_3_1_scales_its_rope(nemo: Path) -> None:
+    path = nemo / "llama" / "context" / "model.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("\nconfig:\n", "\nconfig:\n  scale_factor: 8.0\n", 1))
+    fields = fields_of(open_checkpoint(nemo / "llama").catalog.args)
+    assert (fields["use_rope_scaling"], fields["rope_scaling_factor"]) == (True, 8.0)
+    more = "\nconfig:\n  scale_factor: 8.0\n  old_context_len: 4096\n"
+    path.write_text(text.replace("\nconfig:\n", more, 1))
+    assert "old_context_len is 4096" in notes_of(nemo / "llama")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("config: [", "not valid YAML"),
+        ("model: {}", "no section config"),
+        ("config: {a: !!python/object/apply:os.system [true]}", "not valid YAML"),
+        ("base: {a: 1}\nconfig: {<<: {a: 1}}", "merge keys"),
+        ("config: " + "[" * 1000, "nested more than 50 deep"),
+    ],
+    ids=["cut", "no config", "python", "merge", "deep"],
+)
+def test_a_file_that_cannot_be_used_is_noted(nemo: Path, text: str, reason: str) -> None:
+    (nemo / "llama" / "context" / "model.yaml").write_text(text)
+    assert reason in notes_of(nemo / "llama")
