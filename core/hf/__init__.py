@@ -19,8 +19,8 @@ States of an optimizer follow their parameters (``core.hf.optimizer``).
 Not supported: quantized weights (they are dequantized first), LoRA adapters, models with another
 head than the language model's, vision and audio towers (their text model:
 ``core.hf.text_model``).
-Imports: arrays, catalog, changes, errors, files, hf.config_json, megatron.extras, megatron.model,
-pickle, quantize.
+Imports: arrays, catalog, changes, errors, files, hf.config_json, hf.optimizer, megatron.extras,
+megatron.model, megatron.optimizer, pickle, quantize.
 """
 
 from __future__ import annotations

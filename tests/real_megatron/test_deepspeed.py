@@ -85,8 +85,6 @@ def _write_config(model: Model, path: Path) -> Path:
     }
     config = LlamaConfig(**sizes)
     if model.experts:
-        config = Qwen3MoeConfig(
-            **sizes, moe_intermediate_size=model.ffn, num_experts=model.experts
-        )
+        config = Qwen3MoeConfig(**sizes, moe_intermediate_size=model.ffn, num_experts=model.experts)
     path.write_text(config.to_json_string(use_diff=False))
     return path
