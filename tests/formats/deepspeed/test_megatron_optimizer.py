@@ -40,6 +40,7 @@ SOURCES = {
     "fully_reshardable": "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fullyreshardable",
     "dp_reshardable": "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable",
 }
+LONG = pytest.mark.long
 
 
 def converted(src: Path, dst: Path, to: str, **options: object) -> Report:
@@ -90,7 +91,13 @@ def split_by_hand(golden: Path, config: Path) -> dict[str, dict[str, torch.Tenso
     return result
 
 
-@pytest.mark.parametrize("case", SOURCES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("float16", "fully_reshardable") else LONG)
+        for case in SOURCES
+    ],
+)
 def test_masters_and_moments_are_those_of_megatron_split_by_hand(
     golden: Path, config: Path, tmp_path: Path, case: str
 ) -> None:
@@ -221,6 +228,12 @@ def test_what_megatron_cannot_continue_is_refused(
         converted(tmp_path / "edited", tmp_path / "back", "torch_dist", config=config)
     assert caught.value.hint is None or "--no-optim" in caught.value.hint
     assert not (tmp_path / "back").exists()
+
+
+def test_megatrons_names_are_refused_with_a_way_out(golden: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="under Megatron's names") as caught:
+        converted(golden / SOURCES["torch_dist"], tmp_path / "made", "ucp")
+    assert "--names hf" in (caught.value.hint or "")
 
 
 def test_a_state_that_some_parameters_lack_is_named(

@@ -116,8 +116,8 @@ def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted)
 
 
-def main(case: str, folder: str) -> None:
-    deepspeed.init_distributed("gloo")
+def pipeline() -> PipelineModule:
+    """Build the model: an embedding, three blocks, and a norm, with the embedding as its head."""
     topology = PipeDataParallelTopology(num_pp=2, num_dp=2)
     if TP > 1:
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
@@ -137,6 +137,12 @@ def main(case: str, folder: str) -> None:
         is_replicated = any(re.match(pattern, name) for pattern in REPLICATED)
         torch.manual_seed(sum(map(ord, name)) + (0 if is_replicated else 1000 * TP_RANK))
         nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+def main(case: str, folder: str) -> None:
+    deepspeed.init_distributed("gloo")
+    net = pipeline()
     groups = [
         {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.0},

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from core.arrays.dtypes import DTYPES
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.key_patterns import listed_keys, rename_hint
+from core.catalog.optimizer_keys import MASTERS, MOMENTS
+from core.catalog.optimizer_keys import state_of as state_of_megatron
 from core.changes.rename import is_optimizer_key
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import check_name
@@ -160,6 +162,17 @@ def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, 
     Raises:
         UnsupportedError: a tensor does not belong to a parameter, or cannot be stored.
     """
+    # Megatron's keys have the state before the parameter: a run of DeepSpeed has other names.
+    for key in target.tensors:
+        pair = state_of_megatron(key)
+        if pair is not None and pair[0] in MASTERS | MOMENTS and pair[1] in target.tensors:
+            raise UnsupportedError(
+                "an optimizer under Megatron's names cannot be stored in a universal checkpoint, "
+                "as DeepSpeed trains no model with such names",
+                key=key,
+                hint="give the tensors Hugging Face's names with --names hf, or drop the optimizer "
+                "with --no-optim",
+            )
     # Weights and buffers first, as states refer to them. Their keys become names of directories.
     states = [key for key in target.tensors if is_optimizer_key(key)]
     names = [key for key in target.tensors if key not in aliases and not is_optimizer_key(key)]

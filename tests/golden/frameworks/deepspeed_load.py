@@ -1,0 +1,99 @@
+"""Loads a universal checkpoint into a DeepSpeed engine, and writes what the engine then holds.
+
+    torchrun --nproc-per-node N deepspeed_load.py KIND STAGE FOLDER OUT [CONFIG]
+
+KIND is the model: ``transformers`` (of CONFIG, a config.json), ``autotp`` (the same with two
+tensor-parallel ranks), or ``pipeline`` and ``pipeline_tp2`` (that of deepspeed_pipeline.py). STAGE
+is that of ZeRO. OUT gets, for each rank, a file with the fp32 weights, the moments, the steps and
+the settings of the groups, and the loss of a step of training after loading.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def main(kind: str, stage: str, folder: str, out: str, config: str | None = None) -> None:
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would compile C++
+    deepspeed.init_distributed("gloo")
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": int(stage), "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": True},
+    }
+    if kind.startswith("pipeline"):
+        from deepspeed_pipeline import pipeline  # which takes the TP size from argv
+
+        net: Any = pipeline()
+        settings |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    else:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        assert config is not None
+        net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+        if kind == "autotp":
+            settings["tensor_parallel"] = {"autotp_size": 2}
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.4},
+    ]
+    if kind == "autotp":  # as many groups as the run that saved, or DeepSpeed loads only the first
+        groups = [{"params": list(net.parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-9)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=settings)
+    path, client = engine.load_checkpoint(folder)
+    assert path is not None, "nothing was loaded"
+
+    # What the engine holds, of each parameter of this rank.
+    values: dict[str, Any] = {}
+    for name, parameter in engine.module.named_parameters():
+        values[name] = safe_get_full_fp32_param(parameter).detach().clone()
+        for state in STATES:
+            value = safe_get_full_optimizer_state(parameter, state)
+            values[f"{name}/{state}"] = value.detach().clone()
+    inner = engine.optimizer.optimizer
+    steps = [float(state["step"]) for state in inner.state.values() if "step" in state]
+    decay = [group["weight_decay"] for group in inner.param_groups]
+
+    global_steps = engine.global_steps
+
+    # Training goes on.
+    torch.manual_seed(7)
+    if kind.startswith("pipeline"):
+        tokens = torch.randint(0, 11, (4, 5))
+        loss = engine.train_batch(iter([(tokens, tokens)] * 2))
+    else:
+        tokens = torch.randint(0, engine.module.config.vocab_size, (2, 7))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+    Path(out).mkdir(parents=True, exist_ok=True)
+    content = {
+        "values": values,
+        "steps": steps,
+        "decay": decay,
+        "global_steps": global_steps,
+        "client": sorted(client),
+        "loss": float(loss),
+    }
+    torch.save(content, f"{out}/rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
