@@ -217,11 +217,17 @@ def test_training_goes_on_from_buckets_with_gaps(
 
 
 FROZEN = Model(hidden=128, ffn=64, frozen="embedding|linear_qkv|mlp.linear_fc2|final")
-FROZEN_CASES: dict[str, tuple[Optimizer, Layout, Layout]] = {
-    "distributed_tp2_to_pp2": (ONE_BUCKET, TP2, PP2),
-    "distributed_pp2_to_dp2": (ONE_BUCKET, PP2, DP2),
-    "buckets_dp2_to_tp2": (WIDE_BUCKETS, DP2, TP2),
-    "float16_tp2_to_pp2": (FLOAT16, TP2, PP2),
+FROZEN_CASES: dict[str, tuple[Optimizer, Layout, Layout, Form, Form]] = {
+    "distributed_tp2_to_pp2": (ONE_BUCKET, TP2, PP2, RANK_FILES, RANK_FILES),
+    "distributed_pp2_to_dp2": (ONE_BUCKET, PP2, DP2, RANK_FILES, RANK_FILES),
+    "buckets_dp2_to_tp2": (WIDE_BUCKETS, DP2, TP2, RANK_FILES, RANK_FILES),
+    "float16_tp2_to_pp2": (FLOAT16, TP2, PP2, RANK_FILES, RANK_FILES),
+    "params_tp2_to_pp2": (ONE_BUCKET, TP2, PP2, BY_PARAMETER, BY_PARAMETER),
+    "params_pp2_to_rank_files_dp2": (ONE_BUCKET, PP2, DP2, BY_PARAMETER, RANK_FILES),
+    "rank_files_tp2_to_params_pp2": (ONE_BUCKET, TP2, PP2, RANK_FILES, BY_PARAMETER),
+    "in_buckets_tp2_to_params_pp2": (ONE_BUCKET, TP2, PP2, BY_BUCKET, BY_PARAMETER),
+    "in_buckets_dp2_to_rank_files_tp2": (WIDE_BUCKETS, DP2, TP2, BY_BUCKET, RANK_FILES),
+    "float16_global_tp2_to_pp2": (FLOAT16, TP2, PP2, GLOBAL, GLOBAL),
 }
 """Parameters that are not trained have no optimizer states."""
 
@@ -231,8 +237,8 @@ FROZEN_CASES: dict[str, tuple[Optimizer, Layout, Layout]] = {
 def test_training_goes_on_where_not_all_parameters_are_trained(
     worker: Megatron, tmp_path: Path, name: str
 ) -> None:
-    optimizer, source, target = FROZEN_CASES[name]
-    _check(worker, (FROZEN, optimizer, source, target), tmp_path, RANK_FILES, RANK_FILES)
+    *case, source_form, target_form = FROZEN_CASES[name]
+    _check(worker, (FROZEN, *case), tmp_path, source_form, target_form)
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
-from core.catalog.optimizer_keys import MASTER, Optimizer, state_key
+from core.catalog.optimizer_keys import MASTER, Optimizer, param_of, state_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.args import fields_of
@@ -37,7 +37,13 @@ from core.megatron.model.topology import Rank, Topology
 from core.megatron.optimizer.flat.boxes import fragments_of_run, runs_in
 from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
 from core.megatron.optimizer.flat.groups import shared_groups
-from core.megatron.optimizer.flat.layout import HINT, FlatParam, FlatSpace, find_starts
+from core.megatron.optimizer.flat.layout import (
+    HINT,
+    FlatParam,
+    FlatSpace,
+    find_starts,
+    find_trained,
+)
 from core.megatron.optimizer.flat.params import (
     is_distributed_expert,
     is_shared_embedding,
@@ -107,6 +113,13 @@ def read_buckets(
     for place in reader.places(groups):
         places.setdefault(place.key, []).append(place)
         dtypes[place.key] = place.stored[0][1].dtype
+    partly = [key for key in places if param_of(key) in reader.untrained]
+    if partly:
+        raise CorruptError(
+            "the optimizer's buffers hold this parameter on some ranks, but not on others",
+            key=param_of(partly[0]),
+            hint=HINT,
+        )
     tensors = {
         key: TensorMeta(key, dtypes[key], model.tensors[of_key[0].param.key].shape)
         for key, of_key in places.items()
@@ -159,7 +172,11 @@ class _StatePlace:
 
 @dataclass(frozen=True, slots=True)
 class _BucketReader:
-    """A reader of the buffers of all ranks, which collects notes for the user."""
+    """A reader of the buffers of all ranks.
+
+    It collects notes for the user, and the keys of parameters that a rank's buffers do not hold
+    because they are not trained.
+    """
 
     catalog: Catalog
     model: Catalog
@@ -168,6 +185,7 @@ class _BucketReader:
     store: ReadStore | None
     bucketing: Bucketing
     notes: list[str] = field(default_factory=list)
+    untrained: set[str] = field(default_factory=set)
 
     def places(self, groups: Mapping[tuple[int, int], BucketGroup]) -> Iterator[_StatePlace]:
         """Yield the places of all states of all ranks.
@@ -289,9 +307,18 @@ class _BucketReader:
                 )
             return samples[place].hold(masters, start, bind=self.catalog.bind)
 
-        result = find_starts(space, None if store is None else fits)
-        self.notes.extend(result.notes)
-        for param, start in zip(params, result.starts, strict=True):
+        # A buffer that is too short for all parameters holds the trained ones only.
+        starts: Sequence[int | None] | None = None
+        if store is not None and space.n_elements < sum(space.sizes):
+            starts = find_trained(space, fits)
+        if starts is None:
+            result = find_starts(space, None if store is None else fits)
+            self.notes.extend(result.notes)
+            starts = result.starts
+        for param, start in zip(params, starts, strict=True):
+            if start is None:
+                self.untrained.add(param.key)
+                continue
             for state, stored in buffer.states.items():
                 yield _StatePlace(state, param, stored, start)
 
