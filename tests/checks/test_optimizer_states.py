@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from core.checks.finding import Severity
 from core.checks.level import Level
@@ -194,3 +196,33 @@ def test_states_that_older_megatron_cut_up_are_no_damage_without_its_metadata(
     name = "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space"
     run(Job(src=golden / name, dst=tmp_path / "out", to="dcp", fsync=False))
     assert found_in(tmp_path / "out", Level.HEADERS) == []
+
+
+def test_states_of_a_parameter_that_is_saved_in_parts_have_its_shape(tmp_path: Path) -> None:
+    """torchtitan 0.3.0 trains ``wqkv`` and saves ``wq``, ``wk`` and ``wv``."""
+    attention = "layers.0.attention"
+    state: dict[str, Any] = {
+        f"{attention}.qkv_linear.{part}.weight": torch.zeros(rows, 8)
+        for part, rows in (("wq", 8), ("wk", 4), ("wv", 4))
+    }
+    state |= {f"{attention}.wo.weight": torch.ones(8, 8), "norm.weight": torch.ones(8)}
+
+    def save(name: str, n_rows: int) -> Path:
+        shapes = {
+            f"{attention}.qkv_linear.wqkv.weight": (n_rows, 8),
+            f"{attention}.wo.weight": (8, 8),
+            "norm.weight": (8,),
+        }
+        moments = {
+            f"optimizer.state.{parameter}.{moment}": torch.full(shape, 2.0)
+            for parameter, shape in shapes.items()
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+        dcp.save({**state, **moments}, checkpoint_id=tmp_path / name, no_dist=True)
+        return tmp_path / name
+
+    assert found_in(save("good", 16)) == []
+    codes = {finding.code for finding in found_in(save("bad", 15))}
+    assert codes == {"CK403"}
+    del state[f"{attention}.qkv_linear.wk.weight"]
+    assert {finding.code for finding in found_in(save("lost", 16))} == {"CK409"}

@@ -11,7 +11,11 @@
 A model may have several optimizers (Muon next to Adam), so a state counts as missing only if it is
 one of a set that most parameters have, and this parameter has no state outside that set.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/state_dict.py``;
+torchtitan trains the query, key and value weights as one parameter, ``qkv_linear.wqkv``, and splits
+only the weights when it saves (``wq``, ``wk``, ``wv``): the states keep the shape and the name of
+that parameter.
+
+Source: torch 2.13 ``torch/distributed/checkpoint/state_dict.py``; checkpoints of torchtitan 0.3.0;
 ``core.megatron.optimizer.sharded.read``; tests/golden.
 """
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from core.catalog.catalog import Catalog, TensorMeta
@@ -49,6 +53,9 @@ _MEGATRON_KEY = re.compile(
 )
 _TORCH_KEY = re.compile(rf"(?P<at>(?:.*\.)?state\.)(?P<param>.+)\.(?P<state>{_NAMES})", re.DOTALL)
 
+_FUSED, _PARTS = ".wqkv.", ("wq", "wk", "wv")
+"""torchtitan's fused parameter, and the parts as which its weights are saved."""
+
 
 @dataclass(frozen=True, slots=True)
 class _NamedStates:
@@ -57,6 +64,7 @@ class _NamedStates:
     Args:
         keys_of: parameter name → state name → name of the state's tensor.
         model_tensors: parameter name → name of the model's tensor, where there is one.
+        joined: parameter name → the parameter that is saved as several tensors of the model.
         are_model_names: parameter names correspond to tensor names of the model.
         shapes: state and model tensors with the shapes that they have in the model.
         usual: moments that more than half of the parameters have; empty if there is no such set.
@@ -65,6 +73,7 @@ class _NamedStates:
 
     keys_of: Mapping[str, Mapping[str, str]]
     model_tensors: Mapping[str, str]
+    joined: Mapping[str, TensorMeta]
     are_model_names: bool
     shapes: Mapping[str, TensorMeta]
     usual: frozenset[str]
@@ -84,7 +93,9 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
         first_key = next(iter(keys.values()))
         file = _file_of(catalog, first_key)
         tensor = states.model_tensors.get(name)
-        meta = None if tensor is None else states.shapes.get(tensor, catalog.tensors.get(tensor))
+        meta = states.joined.get(name)
+        if tensor is not None:
+            meta = states.shapes.get(tensor, catalog.tensors.get(tensor))
 
         # The parameter must be in the model.
         if states.are_model_names and meta is None and name not in problems:
@@ -128,10 +139,11 @@ def _collect_states(catalog: Catalog) -> _NamedStates | None:
         shapes = catalog.tensors
     moments = Counter(frozenset(MOMENTS & keys.keys()) for keys in keys_of.values())
     most_frequent, n_parameters = moments.most_common(1)[0]
-    model_tensors, are_model_names = _match_model_tensors(catalog, keys_of)
+    model_tensors, joined, are_model_names = _match_model_tensors(catalog, keys_of)
     return _NamedStates(
         keys_of,
         model_tensors,
+        joined,
         are_model_names,
         shapes,
         usual=most_frequent if 2 * n_parameters > len(keys_of) else frozenset(),
@@ -141,14 +153,15 @@ def _collect_states(catalog: Catalog) -> _NamedStates | None:
 
 def _match_model_tensors(
     catalog: Catalog, keys_of: Mapping[str, Mapping[str, str]]
-) -> tuple[dict[str, str], bool]:
+) -> tuple[dict[str, str], dict[str, TensorMeta], bool]:
     """Match parameters with tensors of the model.
 
     The model's tensors may have a prefix that the optimizer omits (``app.model.``); the most
     frequent one is taken.
 
     Returns:
-        parameter name → tensor name, and whether most parameter names are names of the model.
+        parameter name → tensor name; parameter name → parameter, for those that are saved as
+        several tensors; and whether most parameter names are names of the model.
     """
     # Try the complete name of each tensor and every suffix after a dot, and count the prefixes in
     # front of those that are parameter names.
@@ -164,10 +177,18 @@ def _match_model_tensors(
             if start == 0:
                 break
     if not prefixes:
-        return {}, False
+        return {}, {}, False
     prefix, n_matches = min(prefixes.items(), key=lambda item: (-item[1], len(item[0])))
     tensors = {name: prefix + name for name in keys_of if prefix + name in catalog.tensors}
-    return tensors, 2 * n_matches > len(keys_of)
+    joined = {}
+    for name in keys_of:
+        head, fused, tail = name.rpartition(_FUSED)
+        parts = [catalog.tensors.get(f"{prefix}{head}.{part}.{tail}") for part in _PARTS]
+        metas = [meta for meta in parts if meta is not None and meta.shape]
+        if fused and len(metas) == len(_PARTS):
+            n_rows = sum(meta.shape[0] for meta in metas)
+            joined[name] = replace(metas[0], key=name, shape=(n_rows, *metas[0].shape[1:]))
+    return tensors, joined, 2 * n_matches > len(keys_of)
 
 
 def _missing_states(
