@@ -21,7 +21,7 @@ Not supported: quantized weights (they are dequantized first), models with anoth
 language model's, vision and audio towers (their text model:
 ``core.hf.text_model``).
 Imports: arrays, catalog, changes, errors, files, hf.config_json, hf.optimizer, hf.tensors,
-megatron.extras, megatron.model, megatron.optimizer, pickle, quantize.
+megatron.extras, megatron.model, pickle, quantize.
 """
 
 from __future__ import annotations
