@@ -13,7 +13,8 @@ Variants that are also read:
 * files that store their chunks as safetensors (``core.formats.dcp.safetensors_items``);
 * one metadata file per rank, ``__0.metadata`` … (``core.formats.dcp.rank_metadata``);
 * accelerate's separate directories for model and optimizer (``core.formats.dcp.folders``);
-* Lightning's ``meta.pt`` next to the DCP files (``core.formats.dcp.lightning_meta``).
+* Lightning's ``meta.pt`` next to the DCP files (``core.formats.dcp.lightning_meta``);
+* items with tensors of torchao's classes, as their parts (``core.formats.torch.joined_parts``).
 
 Versions: everything with this file layout (torch 2.1 to 2.13); older ones lack some attributes of
     ``.metadata``.
@@ -48,6 +49,7 @@ checkpoints written by it, pinned in tests/golden (``torch_dcp``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -56,7 +58,7 @@ from operator import add
 from posixpath import join
 from typing import TYPE_CHECKING
 
-from core.arrays.dtypes import itemsize
+from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import (
     AnyCatalog,
     Catalog,
@@ -79,6 +81,7 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
+from core.formats.dcp.columns import DcpTensor
 from core.formats.dcp.facts import with_run_facts
 from core.formats.dcp.folders import dcp_folders, joined
 from core.formats.dcp.items import ItemLayout, lay_out_items
@@ -93,11 +96,13 @@ from core.formats.format import Format
 from core.formats.mcore.metadata_json import CONFIG
 from core.formats.mcore.objects import COMMON_OBJECT
 from core.formats.torch.format import item_location
+from core.formats.torch.joined_parts import JoinedParts, joined_parts
 from core.formats.torch.refused import aside_notes, loadable
+from core.formats.torch.tree import parse
 from core.formats.trainer.state import with_training_state
-from core.pickle.inert import ObjectLeaf, TensorLeaf
+from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping
 from core.pickle.key_text import text_of
-from core.pickle.nesting import ListIndex, Path, entries, nest_leaves
+from core.pickle.nesting import LeafEntry, ListIndex, Path, entries, map_leaves, nest_leaves
 
 if TYPE_CHECKING:
     from core.catalog.file_image import FileImage
@@ -145,7 +150,8 @@ def read(store: ReadStore) -> Catalog:
             file=CONFIG,
             hint="use an older checkpoint",
         )
-    catalog = with_meta(catalog_of(metadata, format="dcp", store=store), store)
+    catalog = catalog_of(metadata, format="dcp", store=store)
+    catalog = with_meta(_with_parts(catalog, metadata, store), store)
     catalog = with_run_facts(catalog, store)
     folders = _folders(store)
     if not folders:
@@ -434,6 +440,94 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
         array = StoredArray(array_name(key, box), tensor.dtype, box.shape, extent)
         fragments.append(Fragment(key, box, array, origin))
     return fragments
+
+
+def _with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Catalog:
+    """Replace tensors of torchao's classes by their parts.
+
+    ``.metadata`` does not tell the class of a tensor. An item that is smaller than the elements of
+    its chunk has another one than a plain tensor; then all items of float tensors are looked into.
+
+    Raises:
+        CorruptError, TruncatedError, UnsafeError: such an item is damaged or hostile.
+    """
+
+    def is_zip_less(row: int) -> bool:
+        return row in metadata.descriptors or metadata.file_index[row] in raw_files
+
+    def is_small(key: str, tensor: DcpTensor) -> bool:
+        return any(
+            item.n_bytes < prod(box.shape) * itemsize(tensor.dtype)
+            for row, (box, item) in enumerate(metadata.chunks(key), tensor.first)
+            if not is_zip_less(row)
+        )
+
+    raw_files = metadata.raw_files or ()
+    floats = {
+        key: tensor
+        for key, tensor in metadata.tensors.items()
+        if dtype_of(tensor.dtype).kind == "float" and tensor.shape
+    }
+    if not any(is_small(key, tensor) for key, tensor in floats.items()):
+        return catalog
+    parts_of: dict[str, JoinedParts] = {}
+    unsupported: dict[str, str] = {}
+    for key, tensor in floats.items():
+        rows = range(tensor.first, tensor.first + tensor.n_chunks)
+        if any(
+            row in metadata.descriptors or metadata.file_index[row] in raw_files for row in rows
+        ):
+            continue
+        chunks = []
+        for box, item in metadata.chunks(key):
+            tree = parse(
+                store, item.file, start=item.offset, n_bytes=item.n_bytes, prefix=f"{key}."
+            )
+            if as_mapping(tree.value) is None:
+                break
+            chunks.append((box, tree))
+        else:
+            parts = joined_parts(key, tensor.shape, chunks) if chunks else None
+            if isinstance(parts, JoinedParts):
+                parts_of[key] = parts
+            elif parts is not None:
+                unsupported[key] = parts
+    if not parts_of and not unsupported:
+        return catalog
+
+    # The parts take the place of their tensors; a tensor that cannot be read is an object.
+    fragments = {key: part for item in parts_of.values() for key, part in item.fragments.items()}
+    tensors: dict[str, TensorMeta] = {}
+    for key, meta in catalog.tensors.items():
+        if key in parts_of:
+            tensors |= parts_of[key].tensors
+        elif key not in unsupported:
+            tensors[key] = meta
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        return fragments[key] if key in fragments else catalog.fragments(key)
+
+    def leaf_of(entry: LeafEntry) -> object:
+        if entry.key in parts_of and isinstance(entry.leaf, TensorLeaf):
+            return parts_of[entry.key].skeleton
+        return ObjectLeaf(entry.key) if entry.key in unsupported else entry.leaf
+
+    objects = {key: StoredObject(key) for key in unsupported}
+    objects |= {key: item for joined in parts_of.values() for key, item in joined.objects.items()}
+    classes = Counter(str(item.objects[f"{key}.class"].value) for key, item in parts_of.items())
+    listed = ", ".join(f"{n} × {name}" for name, n in classes.items())
+    note = (
+        f"tensors of torchao are taken apart ({listed}): numbers, scales and settings are entries"
+    )
+    result = replace(
+        catalog,
+        tensors=tensors,
+        fragments_of=fragments_of,
+        objects={**catalog.objects, **objects},
+        unsupported={**catalog.unsupported, **unsupported},
+        skeleton=None if catalog.skeleton is None else map_leaves(catalog.skeleton, leaf_of),
+    )
+    return result.noted([note]) if parts_of else result
 
 
 def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> object:

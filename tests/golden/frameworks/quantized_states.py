@@ -5,7 +5,8 @@ itself makes of its 8-bit states; ``OUT/ademamix.pt`` and ``OUT/lion.pt`` have o
 ``OUT/fsdp1_full.pt`` is what FSDP gathers of two ranks. ``OUT/trainer/NAME`` are checkpoints of
 transformers' Trainer, each with the names of the parameters by group in ``names.json``.
 ``OUT/torchao/NAME.pt`` are quantized models, ``NAME.wide.pt`` what torchao's ``dequantize()`` makes
-of their weights.
+of their weights; ``OUT/torchao/int8_fp16.dcp`` is the same in DCP. ``OUT/fsdp2/NAME`` is what torch
+saves of torchao's optimizers on two ranks, ``OUT/fsdp2/NAME.pt`` their full states, dequantized.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from pathlib import Path
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import torchao.quantization as tq
 from bitsandbytes.functional import dequantize_blockwise
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torchao.optim import AdamW4bit, AdamW8bit
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 WRAPPER = "__bnb_optimizer_quant_state__"
@@ -159,6 +163,34 @@ def weights_of_torchao(folder):
         tq.quantize_(model[0], config)
         torch.save(model.state_dict(), folder / f"{name}.pt")
         torch.save(model[0].weight.dequantize(), folder / f"{name}.wide.pt")
+        if name == "int8_fp16":
+            dcp.save({"model": model.state_dict()}, checkpoint_id=folder / f"{name}.dcp")
+
+
+def sharded(rank, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29648")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for name, kind in (("adamw8bit", AdamW8bit), ("adamw4bit", AdamW4bit)):
+        torch.manual_seed(2)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 8))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = kind(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            model(torch.randn(4, 64)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = get_optimizer_state_dict(model, optimizer)
+        full = {
+            key: value.full_tensor().dequantize()
+            for key, value in states["state"]["0.weight"].items()
+            if key != "step"
+        }
+        if rank == 0:
+            torch.save(full, folder / f"{name}.pt")
+        dcp.save({"optim": states}, checkpoint_id=folder / name)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -168,5 +200,7 @@ if __name__ == "__main__":
     blocks(out)
     weights_of_torchao(out / "torchao")
     mp.spawn(gathered, (out,), nprocs=2)
+    (out / "fsdp2").mkdir()
+    mp.spawn(sharded, (out / "fsdp2",), nprocs=2)
     for optim in ("adamw_bnb_8bit", "lion_8bit", "adamw_torch_8bit"):
         by_trainer(out / "trainer" / optim, optim)
