@@ -252,8 +252,7 @@ class _StackedNames:
             blocks = self.facts.blocks_of(layer.stack, layer.number)
             own = () if blocks is None else blocks.linear_norm_names()
             sub = rules.fused(sub, own=own)
-        if self.facts.pattern is None:
-            sub = rules.in_torch_dist(sub)
+        sub = rules.in_torch_dist(sub, has_own_inner_name=self.facts.pattern is None)
 
         # Layers of multi-token prediction are never stacked.
         _, stage, _ = self.stages.chunk_of(layer.stack, layer.number)

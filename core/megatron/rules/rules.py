@@ -155,6 +155,7 @@ class Rules:
         sizes: sizes that are read from shapes.
         unstacked: beginnings of names within layers that torch_dist never stacks.
         renamed: a beginning of names within layers, in newer rank files and in torch_dist.
+        torch_dist_names: (beginning of names within layers in newer rank files, in torch_dist).
         inner: pattern of the beginning of names in a layer inside another layer, or None.
         tells_numbers_apart: a rule matches some layers or experts and not others.
     """
@@ -170,6 +171,7 @@ class Rules:
     sizes: tuple[ShapeSize, ...] = ()
     unstacked: tuple[str, ...] = ()
     renamed: tuple[str, str] = ("", "")
+    torch_dist_names: tuple[tuple[str, str], ...] = ()
     inner: re.Pattern[str] | None = None
     tells_numbers_apart: bool = True
     _fits: dict[str, Rule | None] = field(
@@ -384,9 +386,15 @@ class Rules:
         inner, rest = self._inner(sub)
         return inner + _exchanged(rest, [(fused, local) for local, fused in self.fused_names])
 
-    def in_torch_dist(self, sub: str) -> str:
-        """Return a name within a layer with torch_dist's word for an inner layer."""
-        return _exchanged(sub, [self.renamed])
+    def in_torch_dist(self, sub: str, *, has_own_inner_name: bool) -> str:
+        """Return a name within a layer as in torch_dist.
+
+        Args:
+            has_own_inner_name: torch_dist has a word of its own for an inner layer.
+        """
+        sub = _exchanged(sub, [self.renamed]) if has_own_inner_name else sub
+        inner, rest = self._inner(sub)
+        return inner + _exchanged(rest, self.torch_dist_names)
 
     def in_rank_files(self, sub: str) -> str:
         """Return a name within a layer with newer rank files' word for an inner layer."""

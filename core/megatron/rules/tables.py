@@ -93,6 +93,7 @@ def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
         sizes=rows.sizes,
         unstacked=tuple(table["unstacked"]),
         renamed=(str(table["renamed"][0]), str(table["renamed"][1])),
+        torch_dist_names=tuple((str(a), str(b)) for a, b in table["torch_dist_names"]),
         inner=re.compile(table["inner"]),
         tells_numbers_apart=any(map(tells_numbers_apart, rules)),
     )

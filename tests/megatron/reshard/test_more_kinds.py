@@ -310,6 +310,21 @@ def test_torch_dist_has_the_parts_of_mamba_2_apart_and_mamba_1_whole() -> None:
             assert tensor_bytes(again, store, key).tobytes() == array.tobytes(), key
 
 
+def test_torch_dist_has_the_older_names_of_mamba_s_convolution() -> None:
+    # As Megatron-LM d98e8a64 names it in rank files; its sharded_state_dict has the older names.
+    newer = {name.replace("conv1d.", "conv1d_"): place for name, place in MAMBA_2.items()}
+    made = model([newer] * 2, norm="final_norm")
+    made.check(Topology(), Topology(tp=2))
+    store, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
+    stacked = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES)
+    names = {key for key in stacked.target.tensors if "conv1d" in key}
+    assert names and all(".mixer.conv1d." in key for key in names)
+    again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
+    for key, array in made.arrays().items():
+        older = key.replace("conv1d_", "conv1d.")
+        assert tensor_bytes(again, store, older).tobytes() == array.tobytes(), key
+
+
 @pytest.mark.parametrize(
     ("name", "inner", "is_renamed"),
     [
