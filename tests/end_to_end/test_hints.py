@@ -39,6 +39,8 @@ PROSE = frozenset({"wrote", "runs", "is", "writes", "reads", "command", "needs",
 """Words that follow the program's name in sentences about it."""
 FOREIGN: Mapping[str, str] = {
     "no-load-rng": "Megatron-LM",
+    "override-opt_param-scheduler": "Megatron-LM",
+    "use-distributed-optimizer": "Megatron-LM",
     "no-load-optim": "Megatron-LM",
     "verify-integrity": "Megatron-LM",
     "fp8-param-gather": "Megatron-LM",

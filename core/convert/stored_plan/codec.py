@@ -24,6 +24,7 @@ from core.formats.torch.zip.container import Record
 from core.formats.torch.zip.records import RecordEncoding
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import FillValue
+from core.hf.optimizer.steps import StepNumber
 from core.hf.tensors.packed import Rearranged
 from core.hf.tensors.shifted import Shifted
 from core.merge.combined import Combined
@@ -32,6 +33,7 @@ from core.merge.slerp import Slerp
 from core.quantize.from_blockwise import DequantizedState
 from core.quantize.from_float8 import Dequantized
 from core.quantize.from_mxfp4 import DequantizedMxfp4
+from core.quantize.from_torchao import DequantizedTorchao
 from core.quantize.source import SourceTensor
 from core.quantize.to_float8 import Quantized, Scales, Weight
 
@@ -45,6 +47,8 @@ CLASSES: dict[str, type] = {
             Dequantized,
             DequantizedMxfp4,
             DequantizedState,
+            DequantizedTorchao,
+            StepNumber,
             Rearranged,
             Shifted,
             EncodedChunk,
