@@ -504,7 +504,12 @@ def _form_as_adapter(request: _FormRequest, catalog: Catalog, source: Checkpoint
         family=request.family,
         transformer_impl=job.transformer_impl,
     )
-    late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers)
+    late = Job(
+        src=job.src,
+        stack_layers=job.stack_layers,
+        unstack_layers=job.unstack_layers,
+        layer_axis=job.layer_axis,
+    )
     second = _apply_checked(adapter, late)
     return GlobalForm(
         second.catalog, first.renamed + second.renamed, (*first.notes, *second.notes), ()

@@ -176,7 +176,6 @@ def _text_config(config: Mapping[str, object], *, has_head: bool) -> dict[str, o
     Args:
         config: parsed ``config.json`` of the complete model.
         has_head: the model has an output layer that is not the embedding.
-
     """
     # Files of transformers 4 may have the values of Qwen2-VL's text model among the others.
     kind = _type_of_text(config)

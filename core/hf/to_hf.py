@@ -22,7 +22,7 @@ from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, re
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.optimizer.to_named import hf_states
-from core.hf.tensors.hf_tensor import hf_tensors
+from core.hf.tensors.hf_tensor import hf_tensors, weights_in
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
@@ -63,7 +63,7 @@ def to_hf(
         CorruptError: shapes and arguments contradict each other, or an argument is invalid.
     """
     fields = fields_of(catalog.args)
-    weights = _weights(catalog)
+    weights = weights_in(catalog)
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
@@ -132,7 +132,7 @@ def weights_of(catalog: Catalog) -> Mapping[str, Pair]:
         UnsupportedError: the model belongs to no supported family.
         MissingShardError: a tensor is missing.
     """
-    fields, weights = fields_of(catalog.args), _weights(catalog)
+    fields, weights = fields_of(catalog.args), weights_in(catalog)
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
     origin = origin_of(fields)
     family = choose_family(
@@ -159,15 +159,6 @@ def _pairs_by_name(
             raise MissingShardError("the tensor is not in the checkpoint", key=pair.names[0])
         pairs[name] = pair
     return pairs
-
-
-def _weights(catalog: Catalog) -> dict[str, TensorMeta]:
-    """Return the tensors that are neither optimizer states nor extra states."""
-    return {
-        key: meta
-        for key, meta in catalog.tensors.items()
-        if not is_optimizer_key(key) and _EXTRA not in key
-    }
 
 
 def _config_document(

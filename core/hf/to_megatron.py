@@ -60,10 +60,10 @@ _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj)\.we
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTarget:
-    """How to convert the optimizer of a model with Hugging Face names.
+    """The optimizer of Megatron that the optimizer of a Hugging Face model is converted to.
 
     Args:
-        is_distributed: build Megatron's distributed optimizer.
+        is_distributed: it is the distributed one.
         store: the checkpoint's files, from which the number of steps is read.
     """
 
@@ -337,9 +337,10 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
         return
     if is_optimizer_key(keys[0]):
         raise UnsupportedError(
-            f"optimizer state under Hugging Face names is not supported ({len(keys)} tensors)",
+            f"optimizer state under Hugging Face names ({len(keys)} tensors) that belongs to no "
+            "weight of the model, or that this operation does not carry",
             key=keys[0],
-            hint="drop it with --no-optim",
+            hint="drop the optimizer with --no-optim",
         )
     suffix = f", nor {len(keys) - 1} others" if len(keys) > 1 else ""
     raise UnknownTensorError(

@@ -87,10 +87,11 @@ def fold(base: MergeSource, adapter: Adapter) -> MergedCatalog:
         return MergedCatalog(folded.catalog, folded.notes)
 
     # Fold under the names of transformers, and put the changed weights together again.
-    under_hf = to_hf(base.catalog, has_config=False)
+    catalog = without_optimizer(base.catalog).catalog
+    under_hf = to_hf(catalog, has_config=False)
     folded = fold_adapter(MergeSource(base.label, under_hf), adapter)
     pairs = {}
-    for name, pair in weights_of(base.catalog).items():
+    for name, pair in weights_of(catalog).items():
         names = [tensor.names[0] for tensor in pair.tensors]
         if not folded.changed.intersection(names):
             continue
@@ -101,7 +102,6 @@ def fold(base: MergeSource, adapter: Adapter) -> MergedCatalog:
                 hint="convert the base first: ckpt convert SRC DST --to hf",
             )
         pairs[name] = pair
-    catalog = without_optimizer(base.catalog).catalog
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         pair = pairs.get(key)

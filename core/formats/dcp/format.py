@@ -445,53 +445,17 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
 def _with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Catalog:
     """Replace tensors of torchao's classes by their parts.
 
-    ``.metadata`` does not tell the class of a tensor. An item that is smaller than the elements of
-    its chunk has another one than a plain tensor; then all items of float tensors are looked into.
-
     Raises:
         CorruptError, TruncatedError, UnsafeError: such an item is damaged or hostile.
     """
-
-    def is_zip_less(row: int) -> bool:
-        return row in metadata.descriptors or metadata.file_index[row] in raw_files
-
-    def is_small(key: str, tensor: DcpTensor) -> bool:
-        return any(
-            item.n_bytes < prod(box.shape) * itemsize(tensor.dtype)
-            for row, (box, item) in enumerate(metadata.chunks(key), tensor.first)
-            if not is_zip_less(row)
-        )
-
-    raw_files = metadata.raw_files or ()
-    floats = {
-        key: tensor
-        for key, tensor in metadata.tensors.items()
-        if dtype_of(tensor.dtype).kind == "float" and tensor.shape
-    }
-    if not any(is_small(key, tensor) for key, tensor in floats.items()):
-        return catalog
     parts_of: dict[str, JoinedParts] = {}
     unsupported: dict[str, str] = {}
-    for key, tensor in floats.items():
-        rows = range(tensor.first, tensor.first + tensor.n_chunks)
-        if any(
-            row in metadata.descriptors or metadata.file_index[row] in raw_files for row in rows
-        ):
-            continue
-        chunks = []
-        for box, item in metadata.chunks(key):
-            tree = parse(
-                store, item.file, start=item.offset, n_bytes=item.n_bytes, prefix=f"{key}."
-            )
-            if as_mapping(tree.value) is None:
-                break
-            chunks.append((box, tree))
-        else:
-            parts = joined_parts(key, tensor.shape, chunks) if chunks else None
-            if isinstance(parts, JoinedParts):
-                parts_of[key] = parts
-            elif parts is not None:
-                unsupported[key] = parts
+    for key, tensor in _possible_wrappers(metadata).items():
+        parts = _parts_of(metadata, key, tensor, store)
+        if isinstance(parts, JoinedParts):
+            parts_of[key] = parts
+        elif parts is not None:
+            unsupported[key] = parts
     if not parts_of and not unsupported:
         return catalog
 
@@ -528,6 +492,53 @@ def _with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Ca
         skeleton=None if catalog.skeleton is None else map_leaves(catalog.skeleton, leaf_of),
     )
     return result.noted([note]) if parts_of else result
+
+
+def _possible_wrappers(metadata: DcpMetadata) -> dict[str, DcpTensor]:
+    """Return the tensors that may be of torchao's classes; {} if none of the checkpoint is.
+
+    ``.metadata`` does not tell the class of a tensor. If an item is smaller than the elements of
+    its chunk, its tensor is no plain one; then any tensor of floats may be of these classes.
+    """
+    raw_files = metadata.raw_files or ()
+    tensors = {
+        key: tensor
+        for key, tensor in metadata.tensors.items()
+        if dtype_of(tensor.dtype).kind == "float"
+        and tensor.shape
+        # Items without a zip hold plain tensors only.
+        and not any(
+            row in metadata.descriptors or metadata.file_index[row] in raw_files
+            for row in range(tensor.first, tensor.first + tensor.n_chunks)
+        )
+    }
+    # By the columns, as there may be millions of chunks.
+    has_wrappers = any(
+        metadata.item_bytes[tensor.first + number] < prod(metadata.sizes[at : at + rank]) * width
+        for tensor in tensors.values()
+        for rank, width in ((len(tensor.shape), itemsize(tensor.dtype)),)
+        for number, at in enumerate(
+            range(tensor.start, tensor.start + tensor.n_chunks * rank, rank)
+        )
+    )
+    return tensors if has_wrappers else {}
+
+
+def _parts_of(
+    metadata: DcpMetadata, key: str, tensor: DcpTensor, store: ReadStore
+) -> JoinedParts | str | None:
+    """Read the parts of a tensor of torchao's classes.
+
+    Returns:
+        The parts, the reason if they cannot be joined, or None for a plain tensor.
+    """
+    chunks = []
+    for box, item in metadata.chunks(key):
+        tree = parse(store, item.file, start=item.offset, n_bytes=item.n_bytes, prefix=f"{key}.")
+        if as_mapping(tree.value) is None:
+            return None
+        chunks.append((box, tree))
+    return joined_parts(key, tensor.shape, chunks) if chunks else None
 
 
 def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> object:

@@ -19,8 +19,7 @@ have, rank and alpha become an argument (``core.megatron.model.args.ADAPTER_ARGU
 Versions: Megatron-Bridge 067f987d (2026-08), with the model providers of that version. The sections
 on the optimizer and the training are not read, nor is ``train_state.pt``.
 
-Not supported: aliases and merge keys of YAML, which such a file
-does not need.
+Not supported: aliases and merge keys of YAML, which such a file does not need.
 
 Source: a checkpoint that Megatron-Bridge 067f987d wrote on a CPU, whose run_config.yaml is in
 tests/golden; Megatron-LM d98e8a64 ``training/arguments.py`` for the names of the arguments.
@@ -89,7 +88,7 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
 
 
 def with_arguments(
-    catalog: Catalog, common: Mapping[object, object], fields: dict[str, object], *, note: str
+    catalog: Catalog, common: Mapping[object, object], fields: Mapping[str, object], *, note: str
 ) -> Catalog:
     """Return a catalog with training arguments.
 
@@ -100,12 +99,13 @@ def with_arguments(
         note: where they come from.
     """
     # The rows of the embedding tell how the vocabulary was padded; the file says only to what.
+    derived: dict[str, object] = {}
     embedding = next((key for key in catalog.tensors if key.endswith(_EMBEDDING)), None)
     if embedding is not None and catalog.tensors[embedding].shape:
-        fields["padded_vocab_size"] = catalog.tensors[embedding].shape[0]
+        derived["padded_vocab_size"] = catalog.tensors[embedding].shape[0]
     if _has_local_norms(catalog.tensors):
-        fields["transformer_impl"] = "local"
-    args = make_namespace(fields)
+        derived["transformer_impl"] = "local"
+    args = make_namespace({**fields, **derived})
     return replace(
         catalog,
         args=args,

@@ -13,7 +13,6 @@ from core.catalog.catalog import AnyCatalog, Catalog, Fragment, TensorMeta
 from core.catalog.facets import HuggingFaceModel, WeightFileFacts
 from core.catalog.key_patterns import listed_keys, natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF
-from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf.adapters.linear import (
     ADAPTER,
@@ -31,6 +30,7 @@ from core.hf.config_json.origin import origin_of, parse_origin
 from core.hf.family import Family
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
+from core.hf.tensors.hf_tensor import weights_in
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
@@ -42,9 +42,7 @@ _TARGETS = "target_modules"
 
 def is_adapter(catalog: AnyCatalog) -> bool:
     """Return whether all weights of a catalog with Megatron's names are those of adapters."""
-    names = [
-        key for key in catalog.tensors if not is_optimizer_key(key) and "_extra_state" not in key
-    ]
+    names = weights_in(catalog)
     return bool(names) and all(ADAPTER in name for name in names)
 
 
@@ -82,11 +80,7 @@ def adapter_to_peft(
     )
 
     # Take the adapters apart, layer by layer; none may be left over.
-    weights = {
-        key: meta
-        for key, meta in catalog.tensors.items()
-        if not is_optimizer_key(key) and "_extra_state" not in key
-    }
+    weights = weights_in(catalog)
     text = _config_text(fields)
     rank = parse_config(text)["r"]
     tensors: dict[str, tuple[TensorMeta, Callable[[], list[Fragment]]]] = {}

@@ -3,5 +3,5 @@
 Start at ``global_tensor`` (to Megatron) and ``hf_tensor`` (to Hugging Face). ``fuse`` joins and
 splits rows, ``packed`` takes experts out of tensors that hold all of a layer, ``shifted`` adds to
 numbers.
-Imports: arrays, catalog, errors, files, hf, quantize.
+Imports: arrays, catalog, changes, errors, files, hf, quantize.
 """

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import AnyCatalog, Catalog, Fragment, TensorMeta
+from core.changes.select import is_optimizer_key
 from core.errors import CorruptError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
@@ -13,7 +14,17 @@ from core.hf.tensors.packed import pack_experts
 from core.hf.tensors.shifted import shifted_fragments
 from core.quantize.schemes import check_numbers
 
+_EXTRA = "_extra_state"
 _VOCAB = ("embedding.word_embeddings.", "output_layer.")
+
+
+def weights_in(catalog: AnyCatalog) -> dict[str, TensorMeta]:
+    """Return the tensors that are neither optimizer states nor extra states."""
+    return {
+        key: meta
+        for key, meta in catalog.tensors.items()
+        if not is_optimizer_key(key) and _EXTRA not in key
+    }
 
 
 @dataclass(frozen=True, slots=True)

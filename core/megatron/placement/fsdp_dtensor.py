@@ -48,8 +48,8 @@ from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.optimizer_keys import MASTER, STATES, state_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.extras.common_state import OPTIMIZER
-from core.megatron.model.args import replaced
-from core.pickle.inert import as_mapping, attributes
+from core.megatron.model.args import fields_of, replaced
+from core.pickle.inert import as_mapping
 
 _GROUPS = "optimizer.param_to_group_meta."
 _HALF = re.compile(r"(?P<param>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])", re.DOTALL)
@@ -202,8 +202,7 @@ def _with_extra_states(catalog: Catalog) -> Catalog:
     Megatron-FSDP leaves all extra states out, and Megatron's loader of torch_dist asks for them.
     Modules of Transformer Engine load without theirs.
     """
-    args = attributes(catalog.args) or as_mapping(catalog.args) or {}
-    if args.get("transformer_impl") != "local":
+    if _arguments(catalog).get("transformer_impl") != "local":
         return catalog
     states = [
         f"{match['module']}._extra_state"
@@ -212,6 +211,11 @@ def _with_extra_states(catalog: Catalog) -> Catalog:
     ]
     objects = {key: StoredObject(key) for key in states}
     return replace(catalog, objects={**objects, **catalog.objects})
+
+
+def _arguments(catalog: Catalog) -> Mapping[str, object]:
+    """Return the training arguments; {} if there are none."""
+    return {} if catalog.args is None else fields_of(catalog.args)
 
 
 def _groups_of(objects: Mapping[str, StoredObject]) -> list[object]:
@@ -254,7 +258,7 @@ def _with_masters(catalog: Catalog) -> Catalog:
     Raises:
         CorruptError: a state has no parameter.
     """
-    args = attributes(catalog.args) or as_mapping(catalog.args) or {}
+    args = _arguments(catalog)
     dtype = "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else None
     prefix = next(
         (match[0] for key in catalog.tensors if (match := _PREFIX.match(key)) is not None), ""
