@@ -77,6 +77,22 @@ def test_an_adapter_comes_back_with_its_configuration(
     assert config == (source / "adapter_config.json").read_text()
 
 
+def test_layers_of_an_adapter_are_stacked_along_the_axis_that_was_asked_for(
+    adapters: Path, tmp_path: Path
+) -> None:
+    source, dst = adapters / "lora_peft", tmp_path / "adapter.safetensors"
+    config = adapters / "hf" / "config.json"
+    names = {"to": "safetensors", "names": "megatron", "config": config, "fsync": False}
+    run(Job(src=source, dst=dst, stack_layers=True, layer_axis=1, **names))  # type: ignore[arg-type]
+    (name,) = [
+        name for name in load_file(dst) if name.endswith("linear_proj.adapter.linear_in.weight")
+    ]
+    layers = [
+        load_file(source / WEIGHTS)[f"{START}{n}.self_attn.o_proj.lora_A.weight"] for n in (0, 1)
+    ]
+    assert_same_bits(load_file(dst)[name], torch.stack(layers, 1), name)
+
+
 def _partial(adapters: Path, tmp_path: Path) -> Path:
     """A copy of an adapter that leaves k_proj and gate_proj out, as most do."""
     source = tmp_path / "adapter"
