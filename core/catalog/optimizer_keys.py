@@ -42,6 +42,18 @@ MOMENTS = frozenset(
 )
 MASTERS = frozenset({"fp32_param", "fp32_from_fp16_params", "master_param", "fp32", "param"})
 """Names of fp32 master weights in any checkpoint; ``MOMENTS`` has those of the moments."""
+FACTORS: Mapping[str, str] = {
+    "exp_avg_sq_row": "Adafactor",
+    "exp_avg_sq_col": "Adafactor",
+    "moment2_buffer": "adaptive Muon",
+    **dict.fromkeys(("L", "R", "Q_L", "Q_R", "eigvals_L", "eigvals_R", "GG", "Q"), "SOAP"),
+}
+"""Names of states that may have another shape than their parameter → the optimizer that has them.
+
+Source: transformers 5.23 ``optimization.py`` (Adafactor); Emerging-Optimizers 0.4
+``orthogonalized_optimizers/adaptive_muon.py``, ``legacy_soap/soap.py``; SOAP's reference
+implementation (``GG``, ``Q``).
+"""
 BITSANDBYTES = "__bnb_optimizer_quant_state__"
 """Key of the mapping in which bitsandbytes has a parameter's states, except ``step``."""
 NOT_IN_HF = "Hugging Face checkpoints have none"

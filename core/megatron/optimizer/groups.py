@@ -40,10 +40,11 @@ _ADAPTER = re.compile(r"(^|\.)(linear_in|linear_out|lora_[ab]|adapter)(\.|$)")
 _QK_NORM = re.compile(r"[qk]_layernorm\.")
 _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MAX_STATES = 1 << 12
-_HINT = (
+HINT = (
     "drop the optimizer with --no-optim; the weights are exact, and training starts with a fresh "
     "optimizer"
 )
+"""The next step where an optimizer cannot be resharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,16 +251,16 @@ def assign(
     facts = f"{len(params)} parameters in groups of {sizes or 'none'}"
     if assignments:
         raise UnsupportedError(
-            f"several assignments to the optimizer's groups fit ({facts})", hint=_HINT
+            f"several assignments to the optimizer's groups fit ({facts})", hint=HINT
         )
     if refused is not None:
         raise UnsupportedError(
             f"no assignment has master weights that round to these weights ({facts})",
             key=refused,
-            hint=_HINT,
+            hint=HINT,
         )
     raise UnsupportedError(
-        f"names and shapes do not fit the optimizer's groups ({facts})", hint=_HINT
+        f"names and shapes do not fit the optimizer's groups ({facts})", hint=HINT
     )
 
 
@@ -359,7 +360,7 @@ def _search_assignments(
         if len(frontier) > _MAX_STATES:
             raise UnsupportedError(
                 "too many assignments of parameters to the optimizer's groups fit by their shapes",
-                hint=_HINT,
+                hint=HINT,
             )
 
     # Assignments use every entry and all master weights.

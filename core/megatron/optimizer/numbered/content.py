@@ -17,7 +17,10 @@ still reads.
 Source: megatron-core 0.16.1 ``core/optimizer/{optimizer,muon}.py``; Megatron-LM d98e8a64, pinned in
 tests/golden (``mcore_legacy/dense_gqa/*_optim``).
 
-Not supported: chains of other optimizers; the files ``layer_wise_optimizer_N.pt`` of a Muon that is
+Not supported: states of another shape than their parameter: the factors of SOAP, and of adaptive
+Muon with ``normuon`` or ``namo`` (Megatron-LM HEAD), which depend on the layout (Megatron itself
+cannot save them in torch_dist); Adafactor, which no Megatron has. Chains of other optimizers; the
+files ``layer_wise_optimizer_N.pt`` of a Muon that is
 distributed by layers (``dist_muon``).
 """
 
@@ -27,8 +30,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from core.catalog.optimizer_keys import FACTORS
 from core.errors import CorruptError, MissingShardError, Report, UnsupportedError, raising
-from core.megatron.optimizer.groups import member_of
+from core.megatron.optimizer.groups import HINT, member_of
 from core.pickle.inert import TensorLeaf, as_mapping
 
 INNER = ("optimizer", "optimizer_state_dict")
@@ -89,11 +93,20 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
         kinds = [{member_of(group.settings) for group in member.groups} for member in members]
         order = [kind for of_member in kinds for kind in of_member]
         if len(order) != len(members) or order != sorted(set(order)):
+            factored = {
+                FACTORS[name]
+                for member in members
+                for group in member.groups
+                for states in group.states
+                for name in states
+                if name in FACTORS
+            }
+            owner = f" ({', '.join(sorted(factored))} is one of them)" if factored else ""
             raise UnsupportedError(
-                f"the rank has {len(members)} chained optimizers, which are not those of Muon and "
-                "Adam, each for dense parameters or for experts",
+                f"the rank has {len(members)} chained optimizers{owner}, which are not those of "
+                "Muon and Adam, each for dense parameters or for experts",
                 rank=rank,
-                hint="drop the optimizer with --no-optim",
+                hint=HINT,
             )
     return StoredOptimizer(
         [group for member in members for group in member.groups],

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
-from core.catalog.optimizer_keys import MASTER, STEP, Optimizer
+from core.catalog.optimizer_keys import FACTORS, MASTER, STEP, Optimizer
 from core.catalog.stored import StoredArray
 from core.errors import (
     CheckpointingException,
@@ -27,6 +28,7 @@ from core.megatron.extras.common_state import renamed_leaves, same
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.groups import (
+    HINT,
     Assignment,
     Policy,
     Slots,
@@ -193,16 +195,18 @@ def _assign_numbers(
 
 
 def _slots(catalog: Catalog, group: StoredGroup) -> Slots:
-    """Return the shapes of a group's entries: that of the first state other than the steps."""
-    shapes = []
+    """Return the shapes of a group's entries, which are those of their states.
+
+    States that differ in shape, or that are factors by their names, do not show the parameter's.
+    """
+    shapes: list[Shape | None] = []
     for states in group.states:
-        leaves = (
-            leaf
+        known = {
+            catalog.meta(leaf.key).shape
             for name, leaf in states.items()
-            if name != STEP_NAME and isinstance(leaf, TensorLeaf)
-        )
-        first = next(leaves, None)
-        shapes.append(None if first is None else catalog.meta(first.key).shape)
+            if name != STEP_NAME and name not in FACTORS and isinstance(leaf, TensorLeaf)
+        }
+        shapes.append(known.pop() if len(known) == 1 else None)
     masters = (
         None if group.masters is None else [catalog.meta(leaf.key).shape for leaf in group.masters]
     )
@@ -293,16 +297,23 @@ class _CollectedStates:
         # States of other shapes, such as factored ones, cannot be cut like the parameter.
         for name in names:
             leaf = states[name]
-            if (
-                not isinstance(leaf, TensorLeaf)
-                or self.catalog.meta(leaf.key).shape != param.array.shape
-            ):
+            if not isinstance(leaf, TensorLeaf):
                 raise UnsupportedError(
-                    f"the optimizer state {name} does not have its parameter's shape "
-                    f"{param.array.shape}",
+                    f"the optimizer state {name} is not a tensor",
                     key=param.name,
                     rank=rank,
-                    hint="drop the optimizer with --no-optim",
+                    hint=HINT,
+                    rule="optim.shape",
+                )
+            shape = self.catalog.meta(leaf.key).shape
+            if shape != param.array.shape:
+                owner = f" of {FACTORS[name]}" if name in FACTORS else ""
+                raise UnsupportedError(
+                    f"the optimizer state {name}{owner} has shape {shape}, and its parameter "
+                    f"{param.array.shape}, so it cannot be cut like the parameter",
+                    key=param.name,
+                    rank=rank,
+                    hint=HINT,
                     rule="optim.shape",
                 )
             self.states.append(ParamState(param, name, _array(self.catalog, leaf.key)))

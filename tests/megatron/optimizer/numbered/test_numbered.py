@@ -565,6 +565,60 @@ def test_settings_of_experts_that_differ_cannot_come_to_one_group(tmp_path: Path
     assert "their lr is" in err.message
 
 
+def _factored(optimizer: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The states of a matrix under the names and in the shapes of other optimizers."""
+    rows, columns = weight.shape
+    if optimizer == "Adafactor":
+        return {"exp_avg_sq_row": torch.ones(rows), "exp_avg_sq_col": torch.ones(columns)}
+    if optimizer == "adaptive Muon":
+        return {"momentum_buffer": weight, "moment2_buffer": torch.ones(rows, 1)}
+    return {"exp_avg": weight, "exp_avg_sq": weight, "L": torch.eye(rows), "R": torch.eye(columns)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [("Adafactor", "exp_avg_sq_row"), ("adaptive Muon", "moment2_buffer"), ("SOAP", "L")],
+)
+@pytest.mark.parametrize("has_masters", [True, False])
+def test_states_of_another_shape_are_named_with_their_parameter_and_rank(
+    tmp_path: Path, optimizer: str, state: str, has_masters: bool
+) -> None:
+    source = save(DENSE, Topology(), tmp_path / "a", Style(has_masters=has_masters))
+
+    def factor(content: dict[str, Any]) -> None:
+        inner = content["optimizer"]
+        states = (inner["optimizer"] if has_masters else inner)["state"]
+        for number, of_param in states.items():
+            if of_param["exp_avg"].ndim == 2:
+                states[number] = _factored(optimizer, of_param["exp_avg"])
+            elif optimizer == "adaptive Muon":
+                states[number] = {
+                    "momentum_buffer": of_param["exp_avg"],
+                    "moment2_buffer": of_param["exp_avg_sq"],
+                }
+
+    change(source, "mp_rank_00", factor)
+    err = refusal(source, tmp_path)
+    assert isinstance(err, UnsupportedError)
+    assert err.message.startswith(f"the optimizer state {state} of {optimizer} has shape (")
+    assert err.key == "embedding.word_embeddings.weight"
+    assert err.rank == "mp_rank_00"
+    assert "--no-optim" in (err.hint or "")
+
+
+def test_a_chain_with_soap_is_named(tmp_path: Path) -> None:
+    source = save(DENSE, Topology(), tmp_path / "a")
+
+    def chain(content: dict[str, Any]) -> None:
+        first = content["optimizer"]
+        states = first["optimizer"]["state"]
+        soap = {**first["optimizer"], "state": {0: _factored("SOAP", states[0]["exp_avg"])}}
+        content["optimizer"] = [{**first, "optimizer": soap}, first]
+
+    change(source, "mp_rank_00", chain)
+    assert "2 chained optimizers (SOAP is one of them)" in refusal(source, tmp_path).message
+
+
 def test_other_chained_optimizers_are_refused(tmp_path: Path) -> None:
     source = save(DENSE, Topology(), tmp_path / "a")
     change(
