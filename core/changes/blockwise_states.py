@@ -11,8 +11,10 @@
     PARAM.exp_avg.{codes,scale}                     torchao OptimStateFp8
 
 bitsandbytes 0.49 and later puts its states into a mapping of their own, which FSDP does not gather;
-before, they were entries of the parameter. The block is not stored; it follows from the number of
-scales. Parameters below 4096 elements have ``state1`` and ``state2`` in float32.
+before, they were entries of the parameter. AdEMAMix has two moments in ``state1`` (2, *shape), with
+``absmax1`` (2, blocks); optimizers with one moment (Lion, SGD, RMSprop, Adagrad) have no
+``state2``. The block is not stored; it follows from the number of scales. Parameters below 4096
+elements have ``state1`` and ``state2`` in float32.
 
 Source: bitsandbytes 0.50.2 ``optim/optimizer.py``; torchao 0.18.0 ``optim/subclass_*.py``; states
 that both wrote, in tests/golden.
@@ -122,10 +124,15 @@ def blockwise(
     """
     n, n_codes, n_scales = prod(shape), prod(tensors[codes].shape), prod(tensors[scales].shape)
     expected = ("uint8", (256,) if n_codes == n else (16,)) if table is not None else None
-    block = next((block for block in _BLOCKS if -(-n // block) == n_scales), None)
+    # Two moments that are stacked have scales of their own.
+    scales_shape = tensors[scales].shape
+    n_stacked = 2 if len(scales_shape) == 2 and scales_shape[:1] == shape[:1] == (2,) else 1
+    block = next(
+        (block for block in _BLOCKS if n_stacked * -(-(n // n_stacked) // block) == n_scales), None
+    )
     problem = None
-    if n_codes not in (n, -(-n // 2)) or len(tensors[scales].shape) != 1:
-        problem = f"{n_codes} codes and scales of shape {tensors[scales].shape}"
+    if n_codes not in (n, -(-n // 2)) or len(scales_shape) != n_stacked:
+        problem = f"{n_codes} codes and scales of shape {scales_shape}"
     elif block is None:
         problem = f"{n_scales} scales for {n} states, which no block explains"
     elif tensors[scales].dtype != "float32":
@@ -165,6 +172,8 @@ def without_parts(
                 if container[-1:] == (BITSANDBYTES,):
                     container = container[:-1]
                 path = (*container, key.rpartition(".")[2])
+            if entry.key == key:
+                path = entry.path
             leaves[path] = TensorLeaf(key)
         elif entry.key not in gone and not entry.key.startswith(mappings):
             leaves[entry.path] = entry.leaf

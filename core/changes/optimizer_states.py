@@ -4,9 +4,15 @@ The states that ``blockwise_states`` finds become ``PARAM.exp_avg`` and ``PARAM.
 (torchao: the state's own name), as torch.optim's Adam has them; so do bitsandbytes' float32 states
 of small parameters. Codes and scales are multiplied as both libraries do (``from_blockwise``).
 
-Not supported, refused by name: bitsandbytes' optimizers with one state (Lion, SGD …), AdEMAMix,
-8-bit states that are not blockwise (``max1``), and states of another shape than their parameter:
-what FSDP gathers of bitsandbytes' states is the shard of the first rank, for every parameter.
+bitsandbytes' optimizers with one moment (Lion, SGD, RMSprop, Adagrad), which nothing in a
+checkpoint tells apart, and AdEMAMix, whose two first moments are one tensor, keep their names:
+``state1`` and ``state2`` in float32 are what bitsandbytes' own 32-bit optimizers save and load.
+
+Not supported, refused by name: 8-bit states that are not blockwise (``max1``); AdEMAMix's of a
+parameter whose number of elements is not a multiple of the block (bitsandbytes 0.50.2 reads the
+scales of the second moment at other places on a GPU than on a CPU); and states of another shape
+than their parameter: what FSDP gathers of bitsandbytes' states is the shard of the first rank, for
+every parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
+from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.stored import Extent, StoredArray
 from core.changes.blockwise_states import (
@@ -44,11 +52,13 @@ class DequantizedStates:
     Args:
         keys: the computed states.
         renamed: float32 states that only got a new name.
+        kept: computed states that keep bitsandbytes' name.
     """
 
     catalog: Catalog
     keys: tuple[str, ...]
     renamed: tuple[str, ...]
+    kept: tuple[str, ...]
 
 
 def dequantize_states(catalog: Catalog) -> DequantizedStates:
@@ -69,7 +79,10 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
             f"{OPTION}: no optimizer state has 8 or 4 bits and scales",
             hint=f"omit {OPTION}; ckpt inspect --optim shows the states",
         )
-    clash = next((key for key in states if key in catalog.tensors), None)
+    clash = next(
+        (key for key, state in states.items() if key != state.codes and key in catalog.tensors),
+        None,
+    )
     if clash is not None:
         raise CorruptError("the state is stored both in float32 and in 8 or 4 bits", key=clash)
 
@@ -121,15 +134,16 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
         else without_parts(catalog.skeleton, key_of, gone, mappings),
     )
     renamed = tuple(key for key in states if key not in computed_keys)
-    return DequantizedStates(result, computed_keys, renamed)
+    kept = tuple(key for key, state in states.items() if key == state.codes)
+    return DequantizedStates(result, computed_keys, renamed, kept)
 
 
 def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
-    """Return the states of bitsandbytes' Adam by their key in float32.
+    """Return the states of bitsandbytes' optimizers by their key in float32.
 
     Raises:
-        UnsupportedError: the optimizer has one state, or states that are not blockwise, or that
-            are not those of their parameter.
+        UnsupportedError: states are not blockwise, or not those of their parameter, or the two
+            moments of one tensor do not consist of complete blocks.
         CorruptError: the number of scales does not fit any block.
     """
     tensors, owned = catalog.tensors, owned_entries(catalog)
@@ -138,25 +152,28 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
         owner, _, name = key.rpartition(".")
         if name not in ("state1", "state2") or not is_optimizer_key(key):
             continue
-        number = name[-1]
-        if f"{owner}.state2" not in tensors:
-            raise UnsupportedError(
-                f"{OPTION}: the optimizer has one state, whose name in other software depends on "
-                "its kind (Lion, SGD, RMSprop …)",
-                key=key,
-                hint=_NO_OPTIM,
-            )
-        if tensors[f"{owner}.state2"].shape != tensors[f"{owner}.state1"].shape:
-            raise UnsupportedError(
-                f"{OPTION}: the states are those of AdEMAMix, whose first one has two moments",
-                key=key,
-                hint=_NO_OPTIM,
-            )
-        _check_owner(catalog, key, owned.get(key))
-        target = f"{parameter_entry(key)}.{_MOMENTS[number]}"
+
+        # Two states of one shape are Adam's; AdEMAMix has two moments in the first one.
+        number, shape = name[-1], meta.shape
+        first, second = (tensors.get(f"{owner}.state{i}") for i in (1, 2))
+        is_adam = first is not None and second is not None and first.shape == second.shape
+        if first is not None and second is not None and not is_adam:
+            if first.shape != (2, *second.shape):
+                raise UnsupportedError(
+                    f"{OPTION}: the states have shapes {first.shape} and {second.shape}, and "
+                    "belong to no known optimizer",
+                    key=key,
+                    hint=_NO_OPTIM,
+                )
+            shape = second.shape
+        _check_owner(catalog, key, owned.get(key), shape=shape)
+        target = f"{parameter_entry(key)}.{_MOMENTS[number]}" if is_adam else key
         if meta.dtype == "float32":
-            states[target] = BlockwiseState(key, None, None, meta.shape, 0)
+            if target != key:
+                states[target] = BlockwiseState(key, None, None, meta.shape, 0)
             continue
+
+        # Each code has a scale, by its block.
         scales, table = companions_of(key)
         if meta.dtype != "uint8" or scales not in tensors or table not in tensors:
             raise UnsupportedError(
@@ -165,11 +182,20 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
                 key=key,
                 hint=_NO_OPTIM,
             )
-        states[target] = blockwise(tensors, key, scales, table, shape=meta.shape)
+        state = blockwise(tensors, key, scales, table, shape=meta.shape)
+        if shape != meta.shape and prod(shape) % state.block:
+            raise UnsupportedError(
+                f"{OPTION}: the parameter has {prod(shape)} elements, which is not a multiple of "
+                f"the block of {state.block}; bitsandbytes stores the scales of AdEMAMix's second "
+                "moment at other places on a GPU than on a CPU",
+                key=key,
+                hint=_NO_OPTIM,
+            )
+        states[target] = state
     return states
 
 
-def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None) -> None:
+def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None, *, shape: Shape) -> None:
     """Raise if a state of bitsandbytes is not that of its complete parameter.
 
     ``FSDP.optim_state_dict`` (torch 2.13) leaves alone what is in a mapping of its own. So it
@@ -177,11 +203,12 @@ def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None) -> None:
 
     Args:
         entry: the parameter that the state belongs to; None if its key tells none.
+        shape: shape of one moment.
 
     Raises:
         UnsupportedError: the state has another shape than its parameter, or is that of several.
     """
-    shape, parameter = catalog.tensors[key].shape, None
+    parameter = None
     if entry is not None:
         parameter = catalog.tensors[entry.tensor].shape
     if parameter not in (None, shape):

@@ -179,6 +179,11 @@ def _dequantize_optim(catalog: Catalog) -> _ChangeStep:
     if result.renamed:
         n = len(result.renamed)
         notes.append(f"{n} optimizer states in float32 are renamed to exp_avg and exp_avg_sq")
+    if result.kept:
+        notes.append(
+            f"{len(result.kept)} of them keep their names in bitsandbytes (state1, state2), whose "
+            "32-bit optimizers load them"
+        )
     return _ChangeStep(result.catalog, notes)
 
 

@@ -3,7 +3,8 @@
 ::
 
     codes   uint8 or float8_e4m3fn, one a state; or uint8, two states a byte, high half first
-    scales  float32 (⌈states / block⌉,)         a factor for each block of consecutive states
+    scales  float32 (⌈states / block⌉,)         a factor for each block of consecutive states; also
+            (2, blocks) for two moments stacked along axis 0, each of complete blocks
     table   float32 (256,) or (16,), or None    the number that a code stands for
         value = table[code] × scale, or code × scale without a table; a product in float32
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from core.arrays.box import Box, Shape, boxes_of_flat_range, full_box
+from core.arrays.box import Shape, boxes_of_flat_range, full_box
 from core.arrays.cast import cast_of
 from core.errors import CorruptError
 from core.quantize.source import SourceTensor
@@ -116,7 +117,11 @@ class DequantizedState:
         if last > first:
             low, high = first // self.block, -(-last // self.block)
             scales: Any = np.frombuffer(
-                self.scales.read(store, Box((low,), (high - low,))), np.float32
+                b"".join(
+                    self.scales.read(store, box)
+                    for box in boxes_of_flat_range(self.scales.shape, low, high)
+                ),
+                np.float32,
             )
             with np.errstate(all="ignore"):
                 if first % self.block == 0 and (last - first) % self.block == 0:
