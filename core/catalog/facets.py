@@ -61,8 +61,8 @@ class RankFacts:
         planned: the arrays to write into a target's files, by name; None if only the fragments
             refer to them.
         optim_files: coordinates → ``distrib_optim.pt``: its skeleton in a source,
-            ``core.megatron.optimizer.flat.content.OptimFile`` in a target. Ranks without this file
-            are absent.
+            ``core.megatron.optimizer.flat.content.OptimFile`` in a target; of a layer-wise
+            optimizer, data parallel rank → skeleton. Ranks without such a file are absent.
         optimizer_kind: form of the optimizer in the files (``float16``, ``distributed``,
             ``layer-wise``), or None.
         is_single_rank: one rank's directory or file was opened, not the complete checkpoint; it can

@@ -45,8 +45,8 @@ def rank_dir(folder: Path, training: Training) -> Path:
 
 
 def save_rank_files(training: Training, folder: Path) -> None:
-    """``--ckpt-format torch``: one file per model parallel rank, and one of the distributed
-    optimizer.
+    """``--ckpt-format torch``: one file per model parallel rank, one of the distributed optimizer,
+    and of Muon by layers one per data parallel rank.
     """
     place = rank_dir(folder, training)
     place.mkdir(parents=True, exist_ok=True)
@@ -64,6 +64,9 @@ def save_rank_files(training: Training, folder: Path) -> None:
     state["rng_state"] = [_random_states()]
     if training.run.optimizer.kind == "distributed":
         training.optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
+    if training.run.optimizer.name == "dist_muon":
+        number = parallel_state.get_data_parallel_rank()
+        training.optimizer.save_state_dict_to_file(str(place / f"layer_wise_optimizer_{number}.pt"))
     is_writer = parallel_state.get_data_parallel_rank() == 0
     if is_writer or parallel_state.get_expert_data_parallel_rank() == 0:
         torch.save(state, place / "model_optim_rng.pt")

@@ -263,6 +263,7 @@ def test_training_goes_on_with_the_distributed_optimizer_by_parameters(
 
 MUON, MUON_TORCH = Optimizer(name="muon"), Optimizer(name="muon", adam="torch")
 MUON_FP32, LAYER_WISE = Optimizer(name="muon", kind="fp32"), Optimizer(name="dist_muon")
+PP2DP2, EP2DP4, TP2EP2 = Layout(pp=2, dp=2), Layout(ep=2, dp=4), Layout(tp=2, ep=2, etp=1, dp=2)
 SGD = Optimizer(name="sgd")
 
 OTHERS: dict[str, tuple[Model, Optimizer, Layout, Layout, Form, Form]] = {
@@ -279,6 +280,10 @@ OTHERS: dict[str, tuple[Model, Optimizer, Layout, Layout, Form, Form]] = {
     "muon_vpp2_to_tp2": (DENSE, MUON, VPP2, TP2, GLOBAL, GLOBAL),
     "layer_wise_dp2_to_tp2": (DENSE, LAYER_WISE, DP2, TP2, GLOBAL, GLOBAL),
     "layer_wise_ep2_to_pp2": (MOE, LAYER_WISE, EP2, PP2, GLOBAL, GLOBAL),
+    "layer_wise_files_dp2_to_tp2": (DENSE, LAYER_WISE, DP2, TP2, RANK_FILES, GLOBAL),
+    "layer_wise_files_pp2dp2_to_one": (TIED, LAYER_WISE, PP2DP2, ONE, RANK_FILES, GLOBAL),
+    "layer_wise_files_ep2_to_pp2": (MOE, LAYER_WISE, EP2DP4, PP2, RANK_FILES, GLOBAL),
+    "layer_wise_files_tp2ep2": (MOE, LAYER_WISE, TP2EP2, EP2, RANK_FILES, GLOBAL),
     "sgd_moe_ep2_to_one": (MOE, SGD, EP2, ONE, RANK_FILES, RANK_FILES),
     "sgd_fp32_tied_pp2_to_tp2": (
         TIED,

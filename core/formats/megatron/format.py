@@ -8,7 +8,8 @@ On disk::
         ├── mp_rank_00_000/                names: core.megatron.model.topology
         │   ├── model_optim_rng.pt         a torch zip: args, iteration, rng_state …,
         │   │                              model (or model0 … modelN)
-        │   └── distrib_optim.pt           with the distributed optimizer: its flat buffers
+        │   ├── distrib_optim.pt           with the distributed optimizer: its flat buffers
+    │   └── layer_wise_optimizer_0.pt  layer-wise Muon: one of each DP rank
         └── mp_rank_01_000/ …
 
 Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to HEAD) and of
@@ -58,6 +59,7 @@ MODEL_FILE = "model_optim_rng.pt"
 OPTIM_FILE = "distrib_optim.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
+_LAYER_WISE_FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt$")
 _OTHER_FILES = ("model_rng.pt", "optim.pt", "model_weights.ckpt")
 """Files of older versions and of NeMo, which are not supported."""
 
@@ -102,8 +104,8 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
     files.expect(
         f"{folder}/{name}"
         for folder in sorted(folders, key=lambda folder: folder.split("_")[:1:-1])
-        for name in (MODEL_FILE, OPTIM_FILE)
-        if name in files_in[folder]
+        for name in files_in[folder]
+        if name in (MODEL_FILE, OPTIM_FILE) or _LAYER_WISE_FILE.match(name)
     )
     args = files.read_root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
@@ -274,8 +276,17 @@ def _catalog(
                 report(err.breaking("ranks.files"))
                 continue
             collected.add_optimizer(coords, optim)
-        elif any(name.startswith("layer_wise_optimizer_") for name in files_in[folder]):
+            continue
+        for name in files_in[folder]:
+            if (match := _LAYER_WISE_FILE.match(name)) is None:
+                continue
             collected.optimizer_kinds.add("layer-wise")
+            try:
+                optim = files.read_other(start + name, folder, coords, name=PurePath(name).stem)
+            except CheckpointingException as err:
+                report(err.breaking("ranks.files"))
+                continue
+            collected.add_optimizer(coords, optim, number=int(match[1]))
     return collected.catalog(topology, n_unopened=files.n_unopened)
 
 
@@ -322,11 +333,23 @@ class _CollectedRanks:
         args = (as_mapping(content.skeleton) or {}).get("args")
         return disagreements(args, first_root.get("args"), rank=folder, other_rank=first_folder)
 
-    def add_optimizer(self, coords: Coords, content: RankContent) -> None:
-        """Add the content of a rank's distrib_optim.pt."""
+    def add_optimizer(
+        self, coords: Coords, content: RankContent, *, number: int | None = None
+    ) -> None:
+        """Add the content of a rank's optimizer file.
+
+        Args:
+            number: that of layer_wise_optimizer_N.pt, of which a rank directory has several; None
+                for distrib_optim.pt.
+        """
         self._arrays |= content.arrays
         self._aliases |= content.aliases
-        self._optim_files[coords] = content.skeleton
+        if number is None:
+            self._optim_files[coords] = content.skeleton
+        else:
+            by_number = self._optim_files.setdefault(coords, {})
+            assert isinstance(by_number, dict)
+            by_number[number] = content.skeleton
 
     def catalog(self, topology: Topology | None, *, n_unopened: int) -> Catalog:
         """Build the catalog of all ranks.

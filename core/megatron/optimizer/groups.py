@@ -208,6 +208,8 @@ class Slots:
 
 Assignment = tuple[tuple[int, ...], ...]
 """For every group, the numbers of its parameters, in order."""
+Share = Callable[[Assignment], Assignment]
+"""Selects the parameters of every group that the rank has."""
 Agrees = Callable[[int, int, int], bool]
 """Checks if master weights belong to a parameter: (parameter, group, their number in the group)."""
 
@@ -219,6 +221,7 @@ def assign(
     *,
     agrees: Agrees | None,
     decides: Agrees | None = None,
+    share: Share | None = None,
 ) -> Assignment:
     """Return the parameters of every group of a rank.
 
@@ -228,6 +231,7 @@ def assign(
         agrees: compares master weights with weights, possibly of some parameters only; None
             compares none.
         decides: compares those of every parameter, if no policy fits; None uses ``agrees``.
+        share: selects what the rank has of a policy's assignment; None if it has all.
 
     Raises:
         UnsupportedError: no assignment fits, or several do.
@@ -236,6 +240,8 @@ def assign(
     refused = None
     for policy in policies:
         assignment = by_policy(params, groups, policy)
+        if assignment is not None and share is not None:
+            assignment = share(assignment)
         if assignment is None or not fits(assignment, params, groups):
             continue
         wrong = None if agrees is None else _find_disagreeing(assignment, params, groups, agrees)

@@ -51,15 +51,17 @@ def read_states(
         from core.megatron.optimizer.flat.read import read_flat
 
         return read_flat(catalog, files, facts, rules, store=store, report=report)
-    if kind == "layer-wise":
-        raise UnsupportedError(
-            "the layer-wise optimizer (Muon) cannot be resharded yet",
-            hint="drop it with --no-optim: the weights are exact, and training starts with a fresh "
-            "optimizer",
-        )
     from core.megatron.optimizer.numbered.read import read_numbered
 
-    return read_numbered(catalog, files, facts, rules, store=store, report=report)
+    return read_numbered(
+        catalog,
+        files,
+        facts,
+        rules,
+        store=store,
+        is_layer_wise=kind == "layer-wise",
+        report=report,
+    )
 
 
 def optimizer_files(target: ReshardTarget) -> OptimizerFiles:

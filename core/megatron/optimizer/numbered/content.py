@@ -70,12 +70,15 @@ class StoredOptimizer:
     has_masters: bool
 
 
-def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> StoredOptimizer:
+def stored_optimizer(
+    value: object, *, rank: str, is_layer_wise: bool = False, report: Report = raising
+) -> StoredOptimizer:
     """Return the optimizer of a rank.
 
     Args:
-        value: the entry ``optimizer``.
+        value: the entry ``optimizer``, or the content of a file of the layer-wise optimizer.
         rank: name of the rank directory, for messages.
+        is_layer_wise: the optimizer is distributed by layers.
         report: receives states without a parameter (rule ``optim.numbers``); by default, raises
             them.
 
@@ -89,10 +92,14 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
     if len({member.has_masters for member in members}) > 1:
         raise CorruptError("only some of the chained optimizers have master weights", rank=rank)
     if len(members) > 1:
-        # Muon precedes Adam; each has one optimizer for dense parameters and one for experts.
-        kinds = [{member_of(group.settings) for group in member.groups} for member in members]
+        # Muon precedes Adam; each has one optimizer for dense parameters and one for experts, or
+        # one for both if they are distributed by layers.
+        kinds = [
+            sorted({member_of(group.settings) for group in member.groups}) for member in members
+        ]
         order = [kind for of_member in kinds for kind in of_member]
-        if len(order) != len(members) or order != sorted(set(order)):
+        is_split = len(order) == len(members)
+        if order != sorted(set(order)) or not (is_split or is_layer_wise):
             factored = {
                 FACTORS[name]
                 for member in members

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
@@ -45,6 +46,7 @@ from core.megatron.optimizer.numbered.content import (
     StoredOptimizer,
     stored_optimizer,
 )
+from core.megatron.optimizer.numbered.layer_wise import DataRank, layer_wise_files
 from core.megatron.optimizer.proof import is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
 from core.megatron.rules.rules import Rules
@@ -64,11 +66,15 @@ def read_numbered(
     rules: Rules,
     *,
     store: ReadStore | None,
+    is_layer_wise: bool = False,
     report: Report = raising,
 ) -> RankStates:
     """Read the FP32 or Float16 optimizer of a rank catalog.
 
-    ``core.megatron.reshard.rank_optimizer.read_states`` explains the arguments.
+    ``core.megatron.reshard.rank_optimizer.read_states`` explains the other arguments.
+
+    Args:
+        is_layer_wise: the optimizer is distributed by layers, in files of its own.
 
     Raises:
         MissingShardError: a rank has no optimizer, or a parameter lacks states.
@@ -79,14 +85,19 @@ def read_numbered(
     collected = _CollectedStates(catalog)
     merged = MergedGroups(collected.note_tensor)
     policies = tuple(policies_of(fields_of(catalog.args)))
-    proven_stages: set[int] = set()
+    sources: Iterable[tuple[RankFile, str, object, DataRank | None]]
+    if is_layer_wise:
+        sources = layer_wise_files(catalog, files, facts.topology)
+    else:
+        sources = ((file, file.folder, file.root.get("optimizer"), None) for file in files)
+    proven: set[tuple[int, int]] = set()  # stage, and data parallel rank
 
     is_param: dict[str, bool] = {}  # by local name, which the ranks repeat
-    for file in files:
+    for file, name, entry, data_rank in sources:
         rule = "optim.numbers"  # of the current check
         try:
-            stored = stored_optimizer(file.root.get("optimizer"), rank=file.folder, report=report)
-            collected.check_kind(stored, rank=file.folder)
+            stored = stored_optimizer(entry, rank=name, is_layer_wise=is_layer_wise, report=report)
+            collected.check_kind(stored, rank=name)
 
             # Assign numbers to parameters; the first rank of a stage is proven more thoroughly.
             for param in file.params:
@@ -94,27 +105,34 @@ def read_numbered(
                     global_name = param.chunk.global_names(param.name)[0][1]
                     is_param[param.name] = rules.is_param(global_name)
             params = [param for param in file.params if is_param[param.name]]
-            is_first = file.rank.pp not in proven_stages
-            proven_stages.add(file.rank.pp)
+            stage = file.rank.pp, 0 if data_rank is None else data_rank.number
+            is_first = stage not in proven
+            proven.add(stage)
             rule = "optim.groups"
             assignment = _assign_numbers(
-                catalog, params, stored, file, policies, rules, store, is_first=is_first
+                catalog,
+                params,
+                stored,
+                policies,
+                rules,
+                store,
+                rank=name,
+                is_first=is_first,
+                data_rank=data_rank,
             )
             members = [[params[i] for i in numbers] for numbers in assignment]
 
             # Collect the states, the other entries and the groups by global names.
             for group, group_params in zip(stored.groups, members, strict=True):
-                collected.add_group(group, group_params, report, rank=file.folder)
+                collected.add_group(group, group_params, report, rank=name)
             rule = "optim.entries"
             for entries in stored.entries:
-                collected.add_entries(entries, rank=file.folder)
+                collected.add_entries(entries, rank=name)
             rule = "optim.settings"
             names = [_global_names(group_params, facts, rules) for group_params in members]
-            merged.add(
-                file.folder, zip((group.settings for group in stored.groups), names, strict=True)
-            )
+            merged.add(name, zip((group.settings for group in stored.groups), names, strict=True))
         except CheckpointingException as err:
-            report(err.breaking("optim.missing" if file.root.get("optimizer") is None else rule))
+            report(err.breaking("optim.missing" if entry is None else rule))
     return collected.states_with(merged)
 
 
@@ -137,17 +155,19 @@ def _assign_numbers(
     catalog: Catalog,
     params: Sequence[Param],
     stored: StoredOptimizer,
-    file: RankFile,
     policies: Sequence[Policy],
     rules: Rules,
     store: ReadStore | None,
     *,
+    rank: str,
     is_first: bool,
+    data_rank: DataRank | None,
 ) -> Assignment:
     """Return the parameters of each of a rank's groups.
 
     Args:
         is_first: the rank is the first of its stage; more master weights are compared.
+        data_rank: selects the rank's parameters, if the optimizer is distributed by layers.
 
     Raises:
         UnsupportedError: no assignment fits, or several do.
@@ -188,9 +208,12 @@ def _assign_numbers(
             policies,
             agrees=agrees if can_prove else None,
             decides=is_own if can_prove else None,
+            share=None
+            if data_rank is None
+            else partial(data_rank.share, params=trained, groups=slots),
         )
     except CheckpointingException as err:
-        err.rank = err.rank or file.folder
+        err.rank = err.rank or rank
         raise
 
 
