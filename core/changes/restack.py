@@ -32,6 +32,7 @@ from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.key_patterns import LIST_THEM, matcher, ranges, some_of
 from core.catalog.stored import with_axes
+from core.changes.factor_states import check_factors
 from core.changes.rename import is_optimizer_key, move_leaves, nest_again, with_parameters
 from core.changes.stacked_blocks import StateBlocks, blocks_of_states, with_their_codes
 from core.changes.tie import aliases_among
@@ -80,7 +81,9 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
 
     Raises:
         UsageError: no tensor's key has a layer's number, or a stacked key exists already.
+        UnsupportedError: the optimizer is SOAP or Shampoo.
     """
+    check_factors(catalog.tensors, option="--stack-layers")
     # Group the tensors by their keys without the number of the layer.
     groups: dict[tuple[str, str], dict[int, TensorMeta]] = {}
     n_layers: dict[str, int] = {}
@@ -229,7 +232,9 @@ def unstack_layers(
         UsageError: a pattern matches nothing, a key has no position for a number, the numbers of
             layers of tensors after the same names differ, a tensor does not have the axis, or a
             layer's key exists already.
+        UnsupportedError: the optimizer is SOAP or Shampoo.
     """
+    check_factors(catalog.tensors, option="--unstack-layers")
     # Find the position of the layer's number in each key. The scales of states follow their codes.
     blocks = blocks_of_states(catalog, option="--unstack-layers", axis=axis)
     heads: dict[str, list[TensorMeta]] = {}

@@ -102,10 +102,22 @@ def _combine_chain(chain: Sequence[_ChainedOptimizer], moments: tuple[str, ...])
     """Combine chained optimizers into one.
 
     Raises:
-        CorruptError: the optimizers are of different kinds.
+        UnsupportedError: Muon is chained with a distributed optimizer.
+        CorruptError: other optimizers are of different kinds.
     """
     if len({(member.kind, member.sharding) for member in chain}) > 1:
-        raise CorruptError("the chained optimizers are of different kinds", key="optimizer")
+        kinds = ", ".join(member.kind for member in chain)
+        if any(is_muon(group.settings) for member in chain for group in member.groups):
+            raise UnsupportedError(
+                f"the optimizer chains Muon with one of another kind ({kinds}), as Megatron-LM "
+                "does with --use-distributed-optimizer, which is not supported",
+                key="optimizer",
+                hint="save with --no-use-layer-wise-param-layout, or drop the optimizer with "
+                "--no-optim",
+            )
+        raise CorruptError(
+            f"the chained optimizers are of different kinds: {kinds}", key="optimizer"
+        )
     first = chain[0]
 
     # The global form holds entries such as the loss scaler once.

@@ -14,9 +14,10 @@ Which parameters a rank has follows from their number of elements: sorted by it,
 the ranks forwards and backwards in turn; experts that expert parallelism distributes are dealt to
 their own data parallel ranks.
 
-Versions: megatron-core 0.16.1 (``--optimizer dist_muon``), and Megatron-LM HEAD of 2026-08 without
-``--use-layer-wise-param-layout``; with it, HEAD cannot write these files (its ``ChainedOptimizer``
-has no ``save_state_dict_to_file``).
+Versions: megatron-core 0.16.1 (``--optimizer dist_muon``), and Megatron-LM HEAD of 2026-08 with
+``--no-use-layer-wise-param-layout``; without it, HEAD cannot write these files (its
+``ChainedOptimizer`` has no ``save_state_dict_to_file``), and chains Muon with a distributed
+optimizer of the other parameters.
 
 Not supported: context parallelism, whose ranks overwrite each other's file; writing these files.
 
