@@ -62,6 +62,7 @@ from core.merge.sources import open_others, with_joined_store
 from core.opening.objects import check_safety, loaded, state_dict
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
+from core.opening.state_above import with_files_above
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
@@ -246,6 +247,8 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
                 merge, missing_chunks=job.missing_chunks, on_open=source.store.on_open
             )
             source = with_joined_store(source, others)
+        else:
+            source = with_files_above(source)
         with gc_paused():
             try:
                 prepared = _prepare(job, source, others)

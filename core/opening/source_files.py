@@ -7,7 +7,7 @@ format, folders. Files and folders of the directories that were descended throug
 except for other iterations, which are checkpoints of their own.
 
 Hugging Face's Trainer keeps ``config.json`` and similar files above DeepSpeed's directory: they are
-carried from there.
+carried from there. For the training state above it see ``core.opening.state_above``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from core.catalog.files_beside import carried_of
 from core.files.json_object import parse_json_object
 from core.files.source_store import SourceStore, open_store
 from core.files.store import list_files_below
+from core.formats.deepspeed.files import FORMATS
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
@@ -37,7 +38,6 @@ _BOOKKEEPING = re.compile(
     r"|(.*/)?ocdbt\.process_\d+/.*",  # files of single Orbax processes, before merging
     re.DOTALL,
 )
-_DEEPSPEED = ("deepspeed", "deepspeed_universal")
 _TOOL = re.compile(r"zero_to_\w+\.py")
 """Programs that DeepSpeed copies next to every checkpoint."""
 _MAX_DOCUMENT_BYTES = 64 << 20
@@ -77,13 +77,16 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     state = catalog.facet(TrainingState)
     if state is not None:
         unread = (unread | {*state.unread}) - {*state.left_out}
-    above = _files_above(source, carried=catalog.documents)
+    above = list(_files_above(source, carried=catalog.documents))
+    # The names of the state above DeepSpeed's directory begin with that of its own.
+    if state is not None:
+        above = [name for name in above if name not in {*state.files.values(), *state.left_out}]
     return [*_folded(unread), *source.below, *_empty_folders(store), *above]
 
 
 def documents_above(source: Checkpoint) -> dict[str, bytes]:
     """Return the small files that Hugging Face's Trainer keeps above DeepSpeed's directory."""
-    if not source.passed or source.format.name not in _DEEPSPEED:
+    if not source.passed or source.format.name not in FORMATS:
         return {}
     store = open_store(source.passed[-1])
     try:

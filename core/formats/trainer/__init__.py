@@ -1,6 +1,7 @@
 """Training state that transformers' Trainer and accelerate save in files next to the weights.
 
 Start at ``state``. ``files`` knows the names of the files, ``optimizer`` gives the numbered
-parameters of an optimizer their names, in an order that ``parameter_order`` finds.
+parameters of an optimizer their names, in an order that ``parameter_order`` finds. ``above`` reads
+the same files above a directory of DeepSpeed.
 Imports: arrays, catalog, errors, files, formats.torch, megatron.optimizer, pickle.
 """

@@ -20,8 +20,9 @@ Facet: ``TrainingState``. Formats that store weights only leave these entries ou
 Second and further models of accelerate (``model_1.safetensors``) have entries ``model_1.…`` and the
 optimizers ``optimizer_1``.
 
-Not supported: state next to DeepSpeed's directory (its own files have the optimizer, by name), and
-second models in torch files (``pytorch_model_1.bin``).
+State above a directory of DeepSpeed: see ``above``.
+
+Not supported: second models in torch files (``pytorch_model_1.bin``).
 
 Source: see ``files``; directories that transformers 5.23 and accelerate 1.15.0 wrote, pinned in
 tests/golden (``trainer``, ``accelerate``).
@@ -73,12 +74,7 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
     flat: dict[object, object] = {key: TensorLeaf(key) for key in catalog.tensors}
     flat |= {key: ObjectLeaf(key) for key in catalog.objects}
     skeleton = flat if catalog.skeleton is None else catalog.skeleton
-    root = as_mapping(skeleton)
-    used = {*catalog.tensors, *catalog.objects, *catalog.hidden, *(root or {})}
-    prefixes = {str(key).partition(".")[0] for key in used}
-    unread = {
-        entry: file for entry, file in files.items() if root is None or entry in used | prefixes
-    }
+    unread = taken_entries(catalog, skeleton, files)
     notes = [
         f"{file} was not read, because the weights have entries that are called {entry}"
         for entry, file in unread.items()
@@ -89,7 +85,7 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
         if entry in unread:
             continue
         if not is_optimizer(entry):
-            parts.append(_object_part(entry, file, store))
+            parts.append(object_entry(entry, file, store.size(file)))
             continue
         n_optimizers = sum(map(is_optimizer, files))
         weights = _weights(catalog, store, entry, n_optimizers=n_optimizers, is_ordered=is_ordered)
@@ -99,14 +95,27 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
             notes.append(f"{file} was not read: it is not the state dict of an optimizer")
         else:
             parts.append(part)
-    joined = _joined(catalog, rebuild(skeleton, root or {}), parts) if parts else catalog
+    joined = with_entries(catalog, skeleton, parts) if parts else catalog
     read = {part.entry: files[part.entry] for part in parts}
     facet = TrainingState(read, (*unread.values(), *listing.others))
     return joined.noted(notes).with_facet(facet)
 
 
+def taken_entries(catalog: Catalog, skeleton: object, files: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries that cannot be added to a catalog, as it has others with their names.
+
+    Args:
+        skeleton: the catalog's; a flat one has a mapping of its keys.
+        files: entry → file.
+    """
+    root = as_mapping(skeleton)
+    used = {*catalog.tensors, *catalog.objects, *catalog.hidden, *(root or {})}
+    used |= {str(key).partition(".")[0] for key in used}
+    return {entry: file for entry, file in files.items() if root is None or entry in used}
+
+
 @dataclass(frozen=True, slots=True)
-class _StateEntries:
+class StateEntries:
     """The entries that one file adds to the catalog.
 
     Args:
@@ -127,17 +136,22 @@ class _StateEntries:
     notes: tuple[str, ...] = ()
 
 
-def _object_part(entry: str, file: str, store: ReadStore) -> _StateEntries:
-    """Return the part of a file that is one object, whose stream is read later."""
+def object_entry(entry: str, file: str, n_bytes: int) -> StateEntries:
+    """Return the entry of a file that is one object, whose stream is read later.
+
+    Args:
+        file: its name in the store from which the catalog is read.
+        n_bytes: its size in bytes.
+    """
     raw_key = f"raw:{entry}"
-    stream = StoredArray(raw_key, "uint8", (store.size(file),), Extent(file, 0))
+    stream = StoredArray(raw_key, "uint8", (n_bytes,), Extent(file, 0))
     item = StoredObject(entry, raw_key=raw_key)
-    return _StateEntries(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {}, {})
+    return StateEntries(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {}, {})
 
 
 def _optimizer_part(
     entry: str, file: str, store: ReadStore, weights: Weights
-) -> _StateEntries | None:
+) -> StateEntries | None:
     """Return the part of an optimizer's file; None if it is not an optimizer's state dict."""
     try:
         tree = parse(store, file, prefix=f"{entry}.")
@@ -158,7 +172,7 @@ def _optimizer_part(
     return _keyed(entry, optimizer.value, tree, notes=(*tree.notes, *note))
 
 
-def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]) -> _StateEntries:
+def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]) -> StateEntries:
     """Give the entries of an optimizer the keys of their places, after numbers became names."""
     leaves = list(entries(value, (entry,)))
     keys = iter(keys_of(leaves, reserved=tree.hidden))
@@ -183,7 +197,7 @@ def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]
         return leaf if old_key is None and key == plain_key else ObjectLeaf(key)
 
     skeleton = map_leaves(value, with_key, (entry,))
-    return _StateEntries(
+    return StateEntries(
         entry,
         skeleton,
         {
@@ -198,8 +212,8 @@ def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]
     )
 
 
-def _joined(catalog: Catalog, skeleton: object, parts: list[_StateEntries]) -> Catalog:
-    """Add parts to a catalog whose root is the mapping ``skeleton``."""
+def with_entries(catalog: Catalog, skeleton: object, parts: list[StateEntries]) -> Catalog:
+    """Add the entries of files to a catalog whose root is the mapping ``skeleton``."""
     arrays = {key: array for part in parts for key, array in part.arrays.items()}
     hidden = {key: array for part in parts for key, array in part.hidden.items()}
     joined = catalog.with_hidden({**arrays, **hidden})
