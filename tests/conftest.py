@@ -54,6 +54,7 @@ DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
 TWO_MODELS_ARCHIVE = GOLDEN_ARCHIVE.with_name("two_models.tar.xz")
 DIFFUSERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("diffusers.tar.xz")
 MEGATRON_FSDP_ARCHIVE = GOLDEN_ARCHIVE.with_name("megatron_fsdp.tar.xz")
+MEGATRON_PREDICTIONS_ARCHIVE = GOLDEN_ARCHIVE.with_name("megatron_predictions.tar.xz")
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +111,12 @@ def megatron_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _made_or_unpacked(
         "CKPT_MEGATRON_FSDP", MEGATRON_FSDP_ARCHIVE, "megatron_fsdp", tmp_path_factory
     )
+
+
+@pytest.fixture(scope="session")
+def megatron_predictions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a model with multi-token prediction and tied embeddings, as ``golden``."""
+    return _unpacked(MEGATRON_PREDICTIONS_ARCHIVE, "megatron_predictions", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ _FIELDS = frozenset(
             "allows",
         ),
         *("ignored", "absent", "rope", "detected", "implementation", "builder", "checked"),
+        "caution",
         *("config", "mtp_names"),
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
@@ -144,6 +145,7 @@ class Family:
     implementation: str
     builder: str | None
     checked: str
+    caution: str | None
     first: tuple[NameRow, ...]
     layer: tuple[NameRow, ...]
     mtp: tuple[NameRow, ...]
@@ -280,6 +282,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         implementation=table.get("implementation", "local"),
         builder=table.get("builder"),
         checked=table.get("checked", _checked_with(table)),
+        caution=table.get("caution"),
         first=rows("first"),
         layer=rows("layer"),
         mtp=rows("mtp"),

@@ -118,6 +118,7 @@ _DROP_UNKNOWN = _Option(
     "without objects of unknown classes: --drop-unknown", {"drop_unknown": True}
 )
 _FLOAT32 = _Option("with the weights cast: --dtype float32", {"dtype": ((None, "float32"),)})
+_UNIVERSAL = "deepspeed_universal"
 _NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to torch_dist"
 
 
@@ -200,6 +201,18 @@ class _Trials:
         needs_layout = is_cut(format) or to == _HF or self._source.format.partition == "ranks"
         # For a model with Hugging Face's names, the planner gives a more precise reason.
         lacks_layout = needs_layout and model.layout_refusal is not None and not model.is_hf
+        # DeepSpeed's universal form takes an optimizer under Hugging Face's names, not Megatron's.
+        if (
+            format.name == _UNIVERSAL
+            and model.has_optimizer
+            and not model.is_hf
+            and not lacks_layout
+        ):
+            casts = [option for option in options if option in (_DEQUANTIZE, _FLOAT32)]
+            job = Job(src=self._source.path, to=to)
+            is_possible, why = self._try_options(job, format, [_HF_NAMES, *casts])
+            if is_possible:
+                return True, why
         # No option gives the tensors other names.
         if lacks_layout and not is_cut(self._source.format):
             options = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def _through_rank_files(name: str, topology: Topology, tmp_path: Path) -> None:
     made = to_hf(back)
     assert facet_of(made, HuggingFaceModel).model_type == MODELS[name][0]
     assert_same(contents(made, LocalStore(ours)), tensors(folder))
+
+
+def test_both_ways_tell_which_megatron_rotates_other_channels_of_the_indexer(
+    tmp_path: Path,
+) -> None:
+    folder = saved("deepseek_v32", tmp_path / "model")
+    middle = to_megatron(catalog_of(folder)[1], config_of(folder), make_vocab_size_divisible_by=16)
+    for result in (middle, to_hf(replace(middle, notes=()))):
+        assert any("since megatron-core 0.19" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -505,4 +505,9 @@ def test_a_hugging_face_directory_needs_no_option_to_leave_the_optimizer_out(
     golden: Path, tmp_path: Path
 ) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
-    assert assert_capabilities_hold(source, tmp_path)["hf"].why == "the optimizer is left out"
+    of_target = assert_capabilities_hold(source, tmp_path)
+    assert of_target["hf"].why == "the optimizer is left out"
+
+    # DeepSpeed takes the optimizer with the model's names of Hugging Face.
+    words = "with Hugging Face's names: --names hf"
+    assert of_target["deepspeed_universal"].why == words

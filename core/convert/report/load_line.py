@@ -7,7 +7,8 @@
  and zarr of Megatron ``--no-load-optim`` or ``--no-load-rng`` for what is not in the checkpoint
  Hugging Face model   ``AutoModelForCausalLM.from_pretrained("DST")``
  adapter              ``PeftModel.from_pretrained(model, "DST")``; torch_dist with Megatron-Bridge's
-                      ``load_peft_adapter_checkpoint``
+                      ``load_peft_adapter_checkpoint``; rank files, which no library loads without
+                      their model, with this project's ``ckpt.open``
  any other            the call of the library that reads the format
 ==================== =============================================================================
 
@@ -78,7 +79,8 @@ def load_line(result: WrittenResult) -> str:
     if has_tracker and result.format.name == "torch_dist" and is_adapter(result.target):
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
         return f"load_peft_adapter_checkpoint(model, {_quoted(result.dst / metadata.parent)}, peft)"
-    if result.topology is not None and has_tracker:
+    # Megatron's training script loads an adapter only as a part of its model.
+    if result.topology is not None and has_tracker and not is_adapter(result.target):
         return " ".join(_megatron_options(result, result.topology))
     return _library_call(result)
 

@@ -17,7 +17,6 @@ from core.errors import (
 )
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import SYMBOLS
-from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import Layer, Rule, Rules
 
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
@@ -64,23 +63,6 @@ def check_complete(
             subs[layer.stack].setdefault(layer.number, set()).add(layer.sub)
     for stack, subs_of in subs.items():
         _check_stack(stack, subs_of, facts, rules, report)
-
-
-def check_predictions(facts: ModelFacts, topology: Topology) -> None:
-    """Raise for multi-token prediction in rank files that Megatron cannot save properly.
-
-    Raises:
-        UnsupportedError: the model has multi-token prediction, shared embeddings and several
-            pipeline stages. The last stage then has an output layer of its own, which is neither
-            used nor trained, and which megatron-core 0.16.1 fails to save as torch_dist.
-    """
-    if facts.n_predictions and facts.is_tied and topology.pp > 1:
-        raise UnsupportedError(
-            f"multi-token prediction with shared embeddings in {topology.pp} pipeline stages "
-            "cannot be resharded: Megatron then has an output layer that it neither uses nor "
-            "trains",
-            hint="use one pipeline stage, or torch_dist with any number of stages",
-        )
 
 
 def _check_stack(

@@ -156,8 +156,8 @@ class ModelFacts:
         """
         if len(self.kind.stacks) > 1 and pp > 1:
             raise UnsupportedError(
-                f"{self.kind.kind} models cannot be cut into {pp} pipeline stages, because "
-                "Megatron-LM cannot load them",
+                f"{self.kind.kind} models cannot be cut into {pp} pipeline stages: megatron-core "
+                "0.14 and later have no pipeline for encoders and decoders",
                 hint="use --pp-new 1",
             )
         pipeline = self.pipeline_at(pp, vpp) if pipeline is None else pipeline
@@ -206,6 +206,17 @@ class ModelFacts:
                 raise
             hint = "the training arguments of this checkpoint contradict each other"
             raise CorruptError(err.message, hint=hint) from err
+
+    def has_unused_head(self, topology: Topology) -> bool:
+        """Return whether the last stage of rank files has an output layer that is not used.
+
+        A stage with multi-token prediction has a copy of the embedding. If embeddings are tied,
+        megatron-core 0.17 and later use that copy as the output layer, but build another one.
+        """
+        if not (self.is_tied and self.n_predictions and topology.pp > 1):
+            return False
+        stages = self.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
+        return stages.chunk_at("mtp") == stages.chunk_at("last")
 
     def is_cut_by_pattern(self, pp: int, vpp: int = 1) -> bool:
         """Return whether a hybrid model's pattern gives the layers of these stages and chunks."""

@@ -59,7 +59,6 @@ from core.megatron.extras.nested_dicts import flattened
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import (
     check_complete,
-    check_predictions,
     check_shape,
     extent_of,
     fc2_of,
@@ -98,7 +97,6 @@ def unshard_ranks(
         )
     ranks = ranks_of(catalog)
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
-    check_predictions(facts, facts.topology)
 
     # Put the tensors of all ranks under global names. Lost extra states go before the rules are
     # settled and the optimizer is read, which both go through the model's tensors.
@@ -150,6 +148,12 @@ def unshard_ranks(
     }
     hidden |= metas_of({key: arrays[0] for key, arrays in optimizer.copies.items()})
 
+    unused = []
+    if facts.has_unused_head(facts.topology):
+        unused.append(
+            f"{facts.kind.head} (not used: with multi-token prediction and tied embeddings, the "
+            "last stage computes its output with its copy of the embedding)"
+        )
     megatron = replace(
         _describe_files(model, ranks),
         vocab_size=true_shapes.n_rows,
@@ -174,7 +178,7 @@ def unshard_ranks(
         aliases={},
         unsupported={},
         notes=tuple(notes),
-        dropped=(*extras.dropped, *lost_states, *optimizer.dropped),
+        dropped=(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
 
@@ -265,6 +269,8 @@ def _read_optimizer(
             if name not in model.tensors:
                 tied = chunk.rules.rule_of(name).tied
                 assert tied is not None and facts.is_tied, "every tensor of a rank was merged"
+                if facts.has_unused_head(facts.topology):
+                    continue
                 name = tied
             key = state_key(state.state, name)
             if key not in states:

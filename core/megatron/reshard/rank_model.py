@@ -264,11 +264,14 @@ def _add_entry(
         _add_state(model, chunk, name, leaf, place=place)
         return
 
-    # A copy of tied embeddings, in the last stage, is another replica of the original.
+    # A copy of tied embeddings, in the last stage, is another replica of the original; nothing
+    # comes from an output layer that is not used.
     for number, global_name, array in chunk.arrays(name, _array(catalog, leaf)):
         tensor = model.tensors.get(global_name)
         rule = tensor.rule if tensor else _rule_of(global_name, catalog, leaf.key, chunk)
         if rule.tied is not None and chunk.facts.is_tied:
+            if chunk.facts.has_unused_head(chunk.facts.topology):
+                continue
             tensor = model.tensors.get(rule.tied)
             if tensor is None:
                 raise MissingShardError(

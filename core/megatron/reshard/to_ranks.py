@@ -45,7 +45,6 @@ from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
 from core.megatron.model.args import facts_of
-from core.megatron.model.checks import check_predictions
 from core.megatron.model.cut import Cut, check_target, cuts_of, param_array, zeros_of
 from core.megatron.model.facts import ModelFacts, pipeline_notes
 from core.megatron.model.new_args import update_args
@@ -95,7 +94,6 @@ def shard(
     # Refuse what Megatron could not load.
     check_target(topology, facts)
     check_rank_files(topology)
-    check_predictions(facts, topology)
     expert_names = _expert_names(catalog, facts, version=version)
 
     # Decide how every tensor is cut. Weights of legacy grouped experts are transposed in files.

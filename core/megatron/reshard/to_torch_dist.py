@@ -179,6 +179,11 @@ def stack(
             f"chunks are those of {topology}, the arguments those of {facts.topology}: Megatron "
             "loads the checkpoint at any sizes"
         )
+    if facts.has_unused_head(topology):
+        notes.append(
+            "with tied embeddings, Megatron loads torch_dist only where multi-token prediction is "
+            "in a stage before the last one, or in one pipeline stage"
+        )
 
     # The other facts of a torch_dist source are kept.
     facets: dict[type, object] = {Topology: topology}

@@ -58,7 +58,7 @@ def test_an_adapter_comes_back_with_its_configuration(
     to: str, adapters: Path, tmp_path: Path
 ) -> None:
     source = _partial(adapters, tmp_path)
-    run(
+    report = run(
         Job(
             src=source,
             dst=tmp_path / "megatron",
@@ -68,6 +68,8 @@ def test_an_adapter_comes_back_with_its_configuration(
             fsync=False,
         )
     )
+    # Megatron's script loads no adapter without its model.
+    assert "--load" not in report.next
     run(Job(src=tmp_path / "megatron", dst=tmp_path / "back", to="hf", fsync=False))
     found, wanted = (load_file(path / WEIGHTS) for path in (tmp_path / "back", source))
     assert found.keys() == wanted.keys()

@@ -348,18 +348,6 @@ def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(
         assert tensor_bytes(again, store, key).tobytes() == array.tobytes(), key
 
 
-def test_a_prediction_with_shared_embeddings_needs_one_stage() -> None:
-    shared = MODELS["prediction"]
-    tensors = {name: at for name, at in shared.tensors.items() if name != "output_layer.weight"}
-    made = replace(
-        shared, tensors=tensors, args={**shared.args, "untie_embeddings_and_output_weights": False}
-    )
-    made.check(Topology(), Topology(tp=2))
-    error = refusal(made, Topology(), Topology(pp=2))
-    assert isinstance(error, UnsupportedError)
-    assert "shared embeddings in 2 pipeline stages" in error.message
-
-
 def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
     made = MODELS["Mamba-2 by shapes"]
     _, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))

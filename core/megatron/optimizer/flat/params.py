@@ -84,4 +84,5 @@ def is_shared_embedding(name: str, topology: Topology, facts: ModelFacts, rules:
     embedding = rules.rule_of(facts.kind.head).tied
     if name == embedding:
         return facts.is_tied or facts.n_predictions > 0
-    return facts.is_tied and rules.rule_of(name).tied is not None
+    is_head = facts.is_tied and rules.rule_of(name).tied is not None
+    return is_head and not facts.has_unused_head(topology)

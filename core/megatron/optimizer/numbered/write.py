@@ -99,22 +99,24 @@ class NumberedFiles:
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
         """Add the tensors of a rank's file, and return the rank's entry ``optimizer``."""
-        # One parameter may hold several tensors (GroupedMLP); the first one's key identifies it.
+        # One parameter may hold several tensors (GroupedMLP), and two may have one key: copies of
+        # the embedding in one stage.
         stored: dict[tuple[str, str], list[str]] = {}
         for param in params:
             if param.key in self._groups.group_of:
                 stored.setdefault((param.chunk, param.name), []).append(param.key)
-        keys_of = {keys[0]: keys for keys in stored.values()}
-        listed = self._groups.order(keys_of)
-        self._note_order(listed, keys_of)
+        held = tuple(stored.values())
+        names = [keys[0] for keys in held]
+        listed = self._groups.order(names)
+        self._note_order(listed, names)
 
         # Muon and Adam, and dense parameters and experts, have chained optimizers of their own.
         members = self._groups.by_member(listed) or [[]]
         place = f"{folder}:optimizer"
         if len(members) == 1:
-            return self._member(rank, place, coords, members[0], keys_of)
+            return self._member(rank, place, coords, members[0], held)
         return [
-            self._member(rank, f"{place}.{i}", coords, groups, keys_of)
+            self._member(rank, f"{place}.{i}", coords, groups, held)
             for i, groups in enumerate(members)
         ]
 
@@ -147,14 +149,14 @@ class NumberedFiles:
         place: str,
         coords: Coords,
         numbers: Sequence[int],
-        keys_of: Mapping[str, Sequence[str]],
+        held: Sequence[Sequence[str]],
     ) -> dict[object, object]:
         """Return one optimizer of a rank.
 
         Args:
             place: prefix of the optimizer's array names.
             numbers: numbers of the optimizer's groups.
-            keys_of: first tensor of each parameter → all its tensors, in the rank's order.
+            held: keys of the tensors that each of the rank's parameters holds, in order.
         """
         inner = f"{place}.{INNER[0]}" if self._has_masters else place
         state: dict[object, object] = {}
@@ -163,14 +165,14 @@ class NumberedFiles:
 
         # Number the parameters group by group.
         for at, number in enumerate(numbers):
-            params = [name for name in keys_of if self._groups.group_of[name] == number]
+            params = [keys for keys in held if self._groups.group_of[keys[0]] == number]
             first = len(state)
             leaves: list[object] = []
-            for i, name in enumerate(params, start=first):
-                state[i] = self._state(keys_of[name], f"{inner}.state.{i}", rank, coords)
-                if self._has_master(name):
+            for i, keys in enumerate(params, start=first):
+                state[i] = self._state(keys, f"{inner}.state.{i}", rank, coords)
+                if self._has_master(keys[0]):
                     array_name = f"{place}.{MASTERS[0]}.{at}.{len(leaves)}"
-                    leaves.append(self._leaf(MASTER, keys_of[name], array_name, rank, coords))
+                    leaves.append(self._leaf(MASTER, keys, array_name, rank, coords))
             settings = self._planned.copy_entries(
                 self._groups.settings[number], f"{inner}.param_groups.{at}", coords
             )
