@@ -53,6 +53,7 @@ LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
 TWO_MODELS_ARCHIVE = GOLDEN_ARCHIVE.with_name("two_models.tar.xz")
 DIFFUSERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("diffusers.tar.xz")
+LLAMA_RUNS_ARCHIVE = GOLDEN_ARCHIVE.with_name("llama_runs.tar.xz")
 MEGATRON_FSDP_ARCHIVE = GOLDEN_ARCHIVE.with_name("megatron_fsdp.tar.xz")
 MEGATRON_PREDICTIONS_ARCHIVE = GOLDEN_ARCHIVE.with_name("megatron_predictions.tar.xz")
 
@@ -117,6 +118,12 @@ def megatron_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def megatron_predictions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a model with multi-token prediction and tied embeddings, as ``golden``."""
     return _unpacked(MEGATRON_PREDICTIONS_ARCHIVE, "megatron_predictions", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def llama_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of runs of a Llama with DeepSpeed and FSDP2, as ``frameworks``."""
+    return _made_or_unpacked("CKPT_LLAMA_RUNS", LLAMA_RUNS_ARCHIVE, "llama_runs", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -428,27 +428,30 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
     refuse_quantizing(job, request.format)
     step = _merge(request, _drop_optimizer(request, catalog), source)
 
-    # Apply the changes that match Hugging Face's names. A cast leaves master weights as they are.
-    early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
-    first = _apply_checked(with_masters(step.catalog), early, request.config)
+    # Apply the changes that match Hugging Face's names. Master weights, which are found by these
+    # names, stay as they are when the weights are cast.
+    early = replace(job, stack_layers=False, unstack_layers=None, quantize=(), dtype=())
+    first = _apply_checked(step.catalog, early, request.config)
+    casts = Job(src=job.src, dtype=job.dtype)
+    cast = _apply_checked(with_masters(first.catalog), casts, request.config)
 
     # Rename the tensors and merge them as Megatron does, by the configuration after the changes.
-    config = _config_after(first.catalog, request.config)
+    config = _config_after(cast.catalog, request.config)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _blaming_options(first, "Hugging Face"):
         if request.family is None and config.get("model_type") in model_types():
             check_model(
-                first.catalog,
+                cast.catalog,
                 config,
-                files=carried_of(first.catalog),
+                files=carried_of(cast.catalog),
                 is_strict=True,
                 takes_optimizer=True,
             )
-        documents = first.catalog.documents
+        documents = cast.catalog.documents
         if request.config_document is not None:
             documents = {CONFIG: request.config_document, **documents}
         catalog = to_megatron(
-            replace(first.catalog, documents=documents),
+            replace(cast.catalog, documents=documents),
             config,
             family=request.family,
             make_vocab_size_divisible_by=divisor,
@@ -470,7 +473,7 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
         quantize=job.quantize,
     )
     second = _apply_checked(catalog, late)
-    notes = (*step.notes, *first.notes, padding, *second.notes)
+    notes = (*step.notes, *first.notes, *cast.notes, padding, *second.notes)
     return GlobalForm(second.catalog, first.renamed + second.renamed, notes, step.dropped)
 
 

@@ -35,6 +35,7 @@ from core.hf.name_tables import BODY, pairs_of
 from core.hf.optimizer.groups import PARAM_GROUPS
 from core.hf.optimizer.restored import restored_optimizer
 from core.hf.optimizer.states import (
+    carrying_option,
     named_state_of,
     states_by_name,
 )
@@ -159,6 +160,8 @@ def to_megatron(
             is_distributed=optimizer.is_distributed,
             store=optimizer.store,
         )
+        if catalog.iteration is None and restored.n_steps:
+            iteration = restored.n_steps  # every iteration is a step of the optimizer
     _refuse_leftover([key for key in catalog.tensors if key not in used], family)
 
     # Collect the facts that the writer needs and the notes for the user.
@@ -166,6 +169,7 @@ def to_megatron(
     args = make_namespace(
         {
             **fields,
+            "iteration": iteration,
             **({} if restored is None else restored.arguments),
             ARGUMENT: text,
         }
@@ -338,11 +342,13 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
     if not keys:
         return
     if is_optimizer_key(keys[0]):
+        carrying = carrying_option(keys)
         raise UnsupportedError(
             f"optimizer state under Hugging Face names ({len(keys)} tensors) that belongs to no "
             "weight of the model, or that this operation does not carry",
             key=keys[0],
-            hint="drop the optimizer with --no-optim",
+            hint="drop the optimizer with --no-optim"
+            + ("" if carrying is None else f", or carry it with {carrying}"),
         )
     suffix = f", nor {len(keys) - 1} others" if len(keys) > 1 else ""
     raise UnknownTensorError(

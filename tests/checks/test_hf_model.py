@@ -119,9 +119,9 @@ def test_the_refusals_options_lead_to_a_model_that_transformers_loads(
     job = Job(src=golden / APP, dst=tmp_path / "out", to=to, config=config, fsync=False)
     with pytest.raises(UnknownTensorError, match=r"begin with 'app\.model\.'") as refusal:
         run(job)
-    # A Hugging Face directory has no optimizer anyway.
-    no_optim = "" if to == "hf" else " --no-optim"
-    assert refusal.value.hint == f"remove it with --strip-prefix app.model.{no_optim}"
+    # A Hugging Face directory has no optimizer anyway; Megatron has one.
+    options = {"hf": "", "megatron": r" --rename '^app\.optim\.=optimizer.'"}.get(to, " --no-optim")
+    assert refusal.value.hint == f"remove it with --strip-prefix app.model.{options}"
     again = Job(
         src=job.src,
         dst=job.dst,

@@ -47,12 +47,14 @@ class RestoredOptimizer:
         optimizer: its kind, groups and states.
         arguments: training arguments that follow from it.
         scheduler: the entry ``opt_param_scheduler``.
+        n_steps: the number of steps taken; None if it is not recorded.
         notes: notes for the user.
     """
 
     optimizer: Optimizer
     arguments: Mapping[str, object]
     scheduler: Mapping[str, object]
+    n_steps: int | None
     notes: tuple[str, ...]
 
 
@@ -127,7 +129,13 @@ def restored_optimizer(
         f"the learning rate schedule is not carried: start Megatron with {_OVERRIDE}, which takes "
         f"its own, {position}"
     )
+    iteration = (
+        (f"the source does not record its iteration; using {n_steps}, the optimizer's steps",)
+        if catalog.iteration is None and n_steps
+        else ()
+    )
     notes = (
+        *iteration,
         f"the optimizer is written as Megatron's {titles[kind]}",
         schedule,
         *groups.notes,
@@ -137,4 +145,4 @@ def restored_optimizer(
         "consumed_train_samples": n_samples,
         "optimizer": "adam" if "betas" in settings else "sgd",
     }
-    return RestoredOptimizer(optimizer, arguments, scheduler, notes)
+    return RestoredOptimizer(optimizer, arguments, scheduler, n_steps, notes)

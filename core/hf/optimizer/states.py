@@ -15,7 +15,8 @@ under the parameters' numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
@@ -29,6 +30,27 @@ STEP = "step"
 def named_state_key(name: str, state: str) -> str:
     """Return the key of a state of a parameter with a Hugging Face name."""
     return f"{STATES}{name}.{state}"
+
+
+def carrying_option(keys: Iterable[str]) -> str | None:
+    """Return the option by which states under torch's names get the names of this module.
+
+    Args:
+        keys: keys of an optimizer, such as ``app.optim.state.model.norm.weight.exp_avg``.
+
+    Returns:
+        Such as ``--rename '^app\\.optim\\.=optimizer.'``; None if they have these names, or none of
+        torch's.
+    """
+    prefixes = {
+        start
+        for key in keys
+        if (start := key.partition("state.")[0]) != key and start.endswith(".")
+    }
+    prefixes.discard(STATES.removesuffix("state."))
+    if len(prefixes) != 1:
+        return None
+    return f"--rename '^{re.escape(prefixes.pop())}=optimizer.'"
 
 
 def named_state_of(catalog: Catalog, key: str) -> tuple[str, str] | None:

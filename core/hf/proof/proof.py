@@ -5,7 +5,7 @@ The comparison itself is in ``core.hf.proof.comparison``; ``ckpt validate`` uses
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from core.catalog.catalog import Catalog, TensorMeta
 from core.changes.rename import is_optimizer_key
@@ -16,6 +16,7 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
 )
+from core.hf.optimizer.states import carrying_option
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.expected import describe_model, unchecked_text
 from core.hf.proof.problem import Kind, Problem, more_text
@@ -73,7 +74,9 @@ def check_model(
     problems = find_differences(weights, config, files=files)
     prefix = fitting_prefix(weights, config, problems)
     if prefix is not None:
-        raise _prefix_error(weights, config, prefix, files=files, has_optimizer=bool(states))
+        raise _prefix_error(
+            weights, config, prefix, files=files, states=states, takes_optimizer=takes_optimizer
+        )
 
     # transformers would load another model than the saved one.
     severe = tuple(problem for problem in problems if is_strict or problem.kind != "unexpected")
@@ -107,12 +110,16 @@ def _prefix_error(
     prefix: str,
     *,
     files: Collection[str],
-    has_optimizer: bool,
+    states: Sequence[str],
+    takes_optimizer: bool,
 ) -> UnknownTensorError:
     """Build the error for names with a surplus prefix."""
     model_type = str(config.get("model_type"))[:80]
     remaining = find_differences(_without(weights, prefix), config, files=files)
-    options = f"--strip-prefix {prefix}" + (" --no-optim" if has_optimizer else "")
+    options = f"--strip-prefix {prefix}"
+    if states:
+        carrying = carrying_option(states) if takes_optimizer else None
+        options += " --no-optim" if carrying is None else f" {carrying}"
     return UnknownTensorError(
         f"the names begin with {prefix!r}, unlike those of {model_type} models"
         + (f"; without it, {remaining[0].message}{more_text(remaining)}" if remaining else ""),

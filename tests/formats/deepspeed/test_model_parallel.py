@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from core.checks.level import Level
 from core.convert.contract import check_reading
+from core.convert.job import Job
+from core.convert.run import run
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -23,6 +26,7 @@ from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
 from core.formats.deepspeed.universal.source import for_universal
+from core.validate.run import validate
 from tests.formats.deepspeed.deepspeed_samples import Zero, written
 from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes
@@ -251,3 +255,29 @@ def test_fused_sub_parameters_are_divided_by_their_widths() -> None:
         result[to : to + n] = shards[piece.tp_rank][row : row + n]
     assert torch.equal(result, whole)
     assert plan.extras == {"sub_param_shape": sub}
+
+
+def test_replicas_are_compared_to_their_last_element(tmp_path: Path) -> None:
+    # More than the first bytes of the parameter that opening compares.
+    groups = ({"embed": (1 << 15,)}, {"bias": (5,)})
+    info = {REPLICATED: [".*"], "universal_checkpoint_version": 0.2}
+    sizes = {"tp_degree": 2, "pp_degree": 1}
+    folder = tmp_path / "run"
+    for rank in (1, 0):
+
+        def change(name: str, content: dict[str, Any], rank: int = rank) -> None:
+            if name == "mp_rank_00_model_states.pt":
+                content |= {HINT: info, "checkpoint_parallel_dimensions": sizes, "mp_world_size": 2}
+            elif rank:
+                content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0][-1] += 1
+
+        Zero(1, 1, groups).write(folder, change)
+        for path in list(folder.glob("*mp_rank_00*")) if rank else []:
+            path.rename(path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+    (finding,) = [
+        item for item in validate(folder, level=Level.DEEP).findings if item.code == "CK720"
+    ]
+    assert finding.key == "embed" and "1 of 32768 elements differ" in finding.message
+    with pytest.raises(ReplicaMismatchError, match="embed"):
+        run(Job(src=folder, dst=tmp_path / "ucp", to="ucp", fsync=False))
+    assert not (tmp_path / "ucp").exists()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from core.errors import CorruptError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT, rank_files
 from core.formats.deepspeed.model_parallel.grid import grid_of
-from core.formats.deepspeed.model_parallel.join import are_equal, joined
+from core.formats.deepspeed.model_parallel.join import are_equal, joined, with_replicas
 from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, rules_of
 from core.formats.deepspeed.partitioned import read_data_parallel
 from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
@@ -83,7 +83,7 @@ def read_model_parallel(
                     key=name,
                     hint="files of different steps were mixed; copy the checkpoint again",
                 )
-            weights.setdefault(name, tensor)
+            weights[name] = with_replicas([weights[name], tensor]) if name in weights else tensor
         states = {**stage.states, **states}
     # What only the files of layers contain: frozen parameters and buffers.
     untrained = _untrained(store, layers, weights, rules)
@@ -219,7 +219,13 @@ def _joined_tensor(
             key=name,
             hint="files of different steps were mixed; copy the checkpoint again",
         )
-    return tensors[0] if plan is None else joined(tensors, plan.shape, plan.pieces)
+    if plan is None:
+        return with_replicas(tensors)
+    if plan.is_replicated:
+        return with_replicas(
+            [joined([tensor] * len(tensors), plan.shape, plan.pieces) for tensor in tensors]
+        )
+    return joined(tensors, plan.shape, plan.pieces)
 
 
 def _untrained(
