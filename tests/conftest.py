@@ -44,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["CKPT_PAGER"] = ""  # a pager in a pseudo-terminal would wait for a key
     os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"  # no test reaches beyond this machine
     os.environ["CKPT_PROGRESS"] = "none"  # on a busy machine, any command may take long
+    # Tensors are small here: threads of torch would only wait for each other, and for those of
+    # other tests. torch is not imported yet.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
