@@ -78,7 +78,7 @@ def _built_in() -> Iterator[Format]:
 
 @cache
 def _plug_ins() -> tuple[Format, ...]:
-    """Return the formats of other packages; 20 ms once, because every package's metadata is read."""
+    """Return the formats of other packages; it takes 20 ms to look for them in every package."""
     # importlib.metadata is slow to import, and most commands do without plug-ins.
     from importlib.metadata import entry_points
 
