@@ -12,12 +12,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from io import TextIOWrapper
 from itertools import pairwise
 from typing import Annotated
 
 from typer import Exit, Option, Typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
 from ckpt_cli.options.diff import DiffOptions
 from ckpt_cli.options.explore import ExploreOptions
@@ -274,13 +276,22 @@ def _launch(options: LaunchOptions) -> Work:
     return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]), dst=dst)
 
 
+@cache
+def _command() -> TyperGroup:
+    """Return typer's command of ``app``; 50 ms once, because every option of every command is made.
+
+    ``app()`` itself would make it again for each command line.
+    """
+    return get_group(app)
+
+
 def parse_command(arguments: Sequence[str]) -> Work | int:
     """Parse a command line; return its work, or the exit code of ``--help`` and ``--version``.
 
     Raises:
         Exception: the command line is invalid; ``failure_of`` translates the error.
     """
-    work = app(list(arguments), prog_name="ckpt", standalone_mode=False)
+    work = _command()(list(arguments), prog_name="ckpt", standalone_mode=False)
     return work if callable(work) else int(work or 0)
 
 

@@ -6,10 +6,13 @@ import fcntl
 import os
 import signal
 import tarfile
+from collections.abc import Hashable
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.support.pairwise import covering_rows
 
 hypothesis.settings.register_profile(
     "no clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -23,12 +26,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the long tests unless they were asked for."""
+    """Leaves out the long tests unless they were asked for; so are combinations of parameters of
+    tests marked ``pairwise`` that hold no pair of values that others do not hold.
+    """
     if config.getoption("--long"):
         return
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.skip(reason="long: pytest --long runs it"))
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise") is not None:
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for combinations in products.values():
+        chosen = covering_rows([_values(item) for item in combinations])
+        for number in set(range(len(combinations))).difference(chosen):
+            combinations[number].add_marker(
+                pytest.mark.skip(reason="pairwise: pytest --long runs every combination")
+            )
+
+
+def _values(item: pytest.Function) -> dict[str, Hashable]:
+    """The values of a test's parameters; the identity of those that have no hash."""
+    values: dict[str, Hashable] = {}
+    for name, value in item.callspec.params.items():
+        try:
+            hash(value)
+            values[name] = value
+        except TypeError:
+            values[name] = ("object", id(value))
+    return values
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["CKPT_PAGER"] = ""  # a pager in a pseudo-terminal would wait for a key
     os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"  # no test reaches beyond this machine
     os.environ["CKPT_PROGRESS"] = "none"  # on a busy machine, any command may take long
+    # Tensors are small here: threads of torch would only wait for each other, and for those of
+    # other tests. torch is not imported yet.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"

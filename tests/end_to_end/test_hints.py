@@ -215,9 +215,13 @@ SENTENCES = re.compile(
 
 def test_options_in_messages_parse_with_the_values_that_are_named() -> None:
     n_lines = 0
+    parsed = set()
     for text in texts():
         for line in lines_of(text):
             n_lines += 1
+            if tuple(line) in parsed:
+                continue  # another text says the same
+            parsed.add(tuple(line))
             try:
                 assert callable(parse_command(line))
             except Exception as err:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -369,12 +371,25 @@ def built(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def saved(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
-    """What ``save_pretrained`` writes of a model."""
+    """What ``save_pretrained`` writes of a model; a copy, which a test may change."""
+    return Path(shutil.copytree(_first_saved(name, dtype, **options), folder, dirs_exist_ok=True))
+
+
+@cache
+def _first_saved(name: str, dtype: torch.dtype, **options: Any) -> Path:
+    """The files of a model, made once in a process."""
+    folder = Path(_models_dir().name, str(_first_saved.cache_info().misses))
     quietly()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         built(name, dtype).save_pretrained(folder, **options)
     return folder
+
+
+@cache
+def _models_dir() -> TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return TemporaryDirectory()
 
 
 def loaded_model(folder: Path) -> Any:

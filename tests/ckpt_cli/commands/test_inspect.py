@@ -78,8 +78,9 @@ def test_every_golden_checkpoint_is_told_apart(
     assert page["totals"]["tensors"] == len(page["tensors"])
     assert page["totals"]["bytes"] == sum(tensor["bytes"] for tensor in page["tensors"])
     assert page["file_bytes"] > 0
-    for options in ([], ["--flat"], ["--sort", "size"]):
-        assert run(golden / name, *options)
+    # Which other page is shown goes round.
+    number = [row[0] for row in EVERY].index(name)
+    assert run(golden / name, *([], ["--flat"], ["--sort", "size"])[number % 3])
 
 
 @pytest.mark.parametrize("layout", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp1_pp2_vpp2"])

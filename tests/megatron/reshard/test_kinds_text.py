@@ -82,6 +82,7 @@ def opened(root_dir: Path, model: str, case: str, kind: str) -> tuple[LocalStore
     return store, (megatron if kind == "ranks" else torch_dist).read(store)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["ranks", "dist"])
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
 def test_any_layout_becomes_any_other(
