@@ -66,9 +66,10 @@ def detect_family(
         _differences(tensors, config),
         key=lambda item: (len(item.keys), *_remoteness(item.family, config)),
     )
-    # Models whose layers Megatron's own script cannot build are too special to be guessed.
+    # Models whose layers Megatron's own script cannot build, or computes differently, are too
+    # special to be guessed.
     fitting = [item.family for item in differences if not item.keys]
-    plain = [family for family in fitting if family.builder is None]
+    plain = [family for family in fitting if family.builder is None and family.differs is None]
     if plain:
         note = (
             f"model type {text!r} is unknown; its tensors are exactly those of a "

@@ -31,7 +31,16 @@ _FIELDS = frozenset(
             "requires",
             "allows",
         ),
-        *("ignored", "absent", "rope", "detected", "implementation", "builder", "checked"),
+        *(
+            "ignored",
+            "absent",
+            "rope",
+            "detected",
+            "implementation",
+            "builder",
+            "differs",
+            "checked",
+        ),
         *("config", "mtp_names"),
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
@@ -58,6 +67,7 @@ class NameRow:
     alternate: str | None
     shift: int | None
     swap: bool
+    flat: bool
     when: frozenset[str]
     tied: str | None
     twin: str | None
@@ -143,6 +153,7 @@ class Family:
     mtp_names: PredictionNames
     implementation: str
     builder: str | None
+    differs: str | None
     checked: str
     first: tuple[NameRow, ...]
     layer: tuple[NameRow, ...]
@@ -279,6 +290,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         mtp_names=PredictionNames(**table.get("mtp_names", {})),
         implementation=table.get("implementation", "local"),
         builder=table.get("builder"),
+        differs=table.get("differs"),
         checked=table.get("checked", _checked_with(table)),
         first=rows("first"),
         layer=rows("layer"),
@@ -358,6 +370,7 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         alternate=row.get("alternate"),
         shift=row.get("shift"),
         swap=row.get("swap", False),
+        flat=row.get("flat", False),
         when=frozenset(row.get("when", ())),
         tied=row.get("tied"),
         twin=row.get("twin"),

@@ -51,6 +51,7 @@ class Pair:
             tensor.
         is_swapped: the halves of its columns follow each other the other way round in the Hugging
             Face tensor.
+        is_flat: the Hugging Face tensor has one axis more, the first, with an extent of 1.
         shift: what the Hugging Face tensor's numbers exceed Megatron's by
             (``core.hf.tensors.shifted``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
@@ -66,6 +67,7 @@ class Pair:
     n_alternations: int = 1
     shift: int | None = None
     is_swapped: bool = False
+    is_flat: bool = False
     stack: tuple[str, int, int] | None = None
     packed: PackedExpert | None = None
     copies: tuple[str, ...] = ()
@@ -74,7 +76,10 @@ class Pair:
     @property
     def shape(self) -> Shape:
         """The shape of Megatron's tensor, in elements."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        first = self.parts[0].shape
+        if self.is_flat:
+            return first[1:]
+        return (sum(part.shape[0] for part in self.parts), *first[1:])
 
     @property
     def tensors(self) -> tuple[FamilyPart, ...]:
@@ -137,6 +142,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             n_alternations=1 if row.alternate is None else size_of_row(row.hf[0], row.alternate),
             shift=row.shift,
             is_swapped=row.swap,
+            is_flat=row.flat,
             stack=None
             if row.stacked is None or expert is None
             else (BODY + (hf + row.stacked).removeprefix(family.body), expert, model.n_experts),

@@ -263,6 +263,8 @@ def _building_notes(family: Family, config: Mapping[str, object]) -> Iterator[st
         yield (
             f"Megatron's training script cannot build {family.model_type} models: {family.builder}"
         )
+    if family.differs is not None:
+        yield f"Megatron computes {family.model_type} models differently: {family.differs}"
     unsaid = unsaid_rope(config)
     if unsaid is not None:
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"

@@ -104,6 +104,13 @@ GLM4_MOE = {
     "attention_bias": True,
     "use_qk_norm": True,
 }
+ERNIE_MOE = {
+    "head_dim": 8,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 16,
+    "moe_num_shared_experts": 2,
+}
 GATED_DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "num_key_value_heads": 2,
@@ -271,6 +278,16 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3_moe_sparse": ("qwen3_moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "ernie4_5_moe": ("ernie4_5_moe", ERNIE_MOE),
+    "ernie4_5_moe_sparse": (
+        "ernie4_5_moe",
+        {
+            **ERNIE_MOE,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+        },
+    ),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "qwen2_moe_mixed": (
         "qwen2_moe",

@@ -99,6 +99,15 @@ def test_a_known_type_that_megatron_cannot_represent_is_refused_with_the_reason(
     assert not set(refused_types()) & set(families())
 
 
+def test_a_family_that_megatron_computes_differently_is_converted_with_a_warning(
+    tmp_path: Path,
+) -> None:
+    folder = saved("ernie4_5_moe", tmp_path / "model")
+    _, source, config = _renamed(folder)
+    (note,) = to_megatron(source, config).notes
+    assert "computes ernie4_5_moe models differently: its router adds the bias" in note
+
+
 def test_a_familys_values_are_checked_even_if_its_tensors_fit(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model")
     _, source, config = _renamed(folder, model_type="starship", hidden_act="gelu")

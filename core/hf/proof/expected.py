@@ -303,8 +303,10 @@ def _derive_model(
             "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"]),
             "moe_ffn2": 2 * number_of(config, family.config["moe_ffn_hidden_size"]),
         }
-        if "shared_expert" in (*family.requires, *family.experts.requires):
-            sizes["shared_ffn"] = shared_size(config, family)
+        if "shared_expert" in (*family.requires, *family.allows, *family.experts.requires):
+            shared = shared_size(config, family)
+            sizes |= {"shared_ffn": shared} if shared else {}
+            traits |= {"shared_expert"} if shared else set()
     linear = None
     if "linear_attention" in family.requires:
         sizes |= linear_sizes(config)
