@@ -33,7 +33,7 @@ from tests.hf.models import (
 )
 
 
-@pytest.fixture(params=["deepseek_v3", "glm4_moe"])
+@pytest.fixture(params=["deepseek_v3", "glm4_moe", "deepseek_v32", "glm_moe_dsa"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model of three layers and one for multi-token prediction, as the published files have
     it.
