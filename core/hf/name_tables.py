@@ -113,14 +113,15 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     """
     sizes = model.sizes
     layers = f"{family.body}layers."
+    n_inner = len(model.prediction or "1")
     mtp = [
         tuple(
             text.format(layer=model.n_layers + number, number=number)
             for text in (family.mtp_names.module, family.mtp_names.layer)
         )
-        for number in range(model.n_mtp)
+        for number in range(model.n_mtp * n_inner)
     ]
-    if len({module for module, _ in mtp}) < len(mtp):
+    if len({module for module, _ in mtp}) < model.n_mtp:
         raise UnsupportedError(
             f"{model.n_mtp} multi-token prediction layers; {family.model_type} models have one"
         )
@@ -193,15 +194,21 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     # The final norm; the layers of multi-token prediction, whose last rule is their own norm; and
     # the output layer, which Megatron saves after them.
     yield from (make_pair(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
-    for number, (module, hf) in enumerate(mtp):
+    for number in range(model.n_mtp):
         start = f"{MTP}{number}."
+        inner = mtp[number * n_inner : (number + 1) * n_inner]
+        first, last = inner[0][0], inner[-1][0]
         for row in family.mtp[:-1]:
-            yield make_pair(row, (start,), module)
-        yield from layer_pairs(
-            model.kinds_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf
-        )
+            yield make_pair(row, (start,), first)
+        for position, (_, hf) in enumerate(inner):
+            if model.prediction is None:
+                kinds, bodies = model.kinds_of(model.n_layers - 1), _MTP_BODIES
+            else:
+                kinds = frozenset((model.prediction[position],))
+                bodies = (f"mtp_model_layer.layers.{position}.",)
+            yield from layer_pairs(kinds, tuple(start + body for body in bodies), hf)
         for row in family.mtp[-1:]:
-            yield make_pair(row, (start,), module)
+            yield make_pair(row, (start,), last)
     yield from (make_pair(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
 
 
