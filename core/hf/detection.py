@@ -59,7 +59,11 @@ def detect_family(
         )
     reason = refused_types().get(text)
     if reason is not None:
-        raise UnsupportedError(f"models of type {text!r} are not supported: {reason}")
+        raise UnsupportedError(
+            f"models of type {text!r} are not supported: {reason}",
+            hint="if a Megatron of your own builds such layers, describe their tensors and "
+            "settings in a file and give it with --family FILE.toml",
+        )
 
     # Compare with every family that the configuration could be of.
     differences = sorted(
