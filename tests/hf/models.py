@@ -271,6 +271,18 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4_windows": ("exaone4", {"sliding_window": 5, "layer_types": WINDOWS}),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            **QWEN3_MOE,
+            "head_dim": 8,
+            "num_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "sliding_window": 5,
+            "layer_types": WINDOWS,
+        },
+    ),
     "olmo2": ("olmo2", PADDED),
     "nemotron": ("nemotron", {}),
     "mixtral": ("mixtral", MIXTRAL),
@@ -310,6 +322,17 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             **GATED_DELTA,
             "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "helium": ("helium", {**PADDED, "head_dim": 4}),
+    "glm": ("glm", {**PADDED, "head_dim": 8}),
+    "glm4": ("glm4", {**PADDED, "head_dim": 8, "attention_bias": True}),
+    "hy_v3": (
+        "hy_v3",
+        {
+            **QWEN3_MOE,
+            "num_shared_experts": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
     "glm4_moe": ("glm4_moe", {**GLM4_MOE, "use_qk_norm": False}),
@@ -363,7 +386,7 @@ MOE = tuple(
     name
     for name in MODELS
     if "moe" in name
-    or name.startswith(("qwen3_next", "mixtral", "gpt_oss", "minimax", "deepseek", "kimi"))
+    or name.startswith(("qwen3_next", "mixtral", "gpt_oss", "minimax", "deepseek", "kimi", "hy_v3"))
 )
 DENSE = tuple(name for name in MODELS if name not in MOE)
 

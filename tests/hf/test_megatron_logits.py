@@ -571,7 +571,7 @@ def built(args, family):
             if args["qk_layernorm"] and not is_linear[number]:
                 parts.self_attention.submodules.q_layernorm = Norm
                 parts.self_attention.submodules.k_layernorm = Norm
-        if family in ("gemma2", "gemma3_text", "exaone4", "olmo2"):
+        if family in ("gemma2", "gemma3_text", "exaone4", "olmo2", "glm4"):
             parts.self_attention.submodules.linear_proj = PostNormLinear
             parts.mlp.submodules.linear_fc2 = PostNormLinear
         if family in ("exaone4", "olmo2"):

@@ -208,6 +208,32 @@ def test_predictions_of_a_hybrid_model_consist_of_layers_that_are_numbered_throu
     assert not find_differences(plain.tensors, described)
 
 
+def test_the_prediction_of_hy3_has_no_copies_and_another_name_of_its_last_norm(
+    tmp_path: Path,
+) -> None:
+    made = saved("hy_v3", tmp_path / "model")
+    weights = load_file(made / "model.safetensors")
+    torch.manual_seed(1)
+    start = "model.layers.3."
+    extra = {
+        key.replace("model.layers.2.", start): torch.randn_like(value)
+        for key, value in weights.items()
+        if key.startswith("model.layers.2.")
+    }
+    for name in ("enorm", "hnorm", "final_layernorm"):
+        extra[f"{start}{name}.weight"] = torch.randn(32).bfloat16()
+    extra[f"{start}eh_proj.weight"] = torch.randn(32, 64).bfloat16()
+    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(made) | {"num_nextn_predict_layers": 1}
+    (made / "config.json").write_text(json.dumps(config))
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    topology = TopologyChange(tp=2, pp=3, ep=2)
+    run(Job(src=made, dst=ranks, to="megatron", topology=topology, fsync=False))
+    run(Job(src=ranks, dst=back, to="hf", fsync=False))
+    assert_same(tensors(back), tensors(made))
+    assert (back / "config.json").read_bytes() == (made / "config.json").read_bytes()
+
+
 def test_several_layers_that_would_share_tensors_are_refused(qwen: Path) -> None:
     _, source = catalog_of(qwen)
     second = {
