@@ -201,11 +201,11 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         for row in family.mtp[:-1]:
             yield make_pair(row, (start,), first)
         for position, (_, hf) in enumerate(inner):
-            if model.prediction is None:
-                kinds, bodies = model.kinds_of(model.n_layers - 1), _MTP_BODIES
-            else:
-                kinds = frozenset((model.prediction[position],))
+            bodies: tuple[str, ...] = _MTP_BODIES
+            kinds = model.kinds_of(model.n_layers - 1)
+            if model.prediction is not None:
                 bodies = (f"mtp_model_layer.layers.{position}.",)
+                kinds = frozenset((model.prediction[position],))
             yield from layer_pairs(kinds, tuple(start + body for body in bodies), hf)
         for row in family.mtp[-1:]:
             yield make_pair(row, (start,), last)
