@@ -59,16 +59,21 @@ def detect_family(
         )
     reason = refused_types().get(text)
     if reason is not None:
-        raise UnsupportedError(f"models of type {text!r} are not supported: {reason}")
+        raise UnsupportedError(
+            f"models of type {text!r} are not supported: {reason}",
+            hint="if a Megatron of your own builds such layers, describe their tensors and "
+            "settings in a file and give it with --family FILE.toml",
+        )
 
     # Compare with every family that the configuration could be of.
     differences = sorted(
         _differences(tensors, config),
         key=lambda item: (len(item.keys), *_remoteness(item.family, config)),
     )
-    # Models whose layers Megatron's own script cannot build are too special to be guessed.
+    # Models whose layers Megatron's own script cannot build, or computes differently, are too
+    # special to be guessed.
     fitting = [item.family for item in differences if not item.keys]
-    plain = [family for family in fitting if family.builder is None]
+    plain = [family for family in fitting if family.builder is None and family.differs is None]
     if plain:
         note = (
             f"model type {text!r} is unknown; its tensors are exactly those of a "

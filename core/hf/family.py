@@ -31,8 +31,17 @@ _FIELDS = frozenset(
             "requires",
             "allows",
         ),
-        *("ignored", "absent", "rope", "detected", "implementation", "builder", "checked"),
-        "caution",
+        *(
+            "ignored",
+            "absent",
+            "rope",
+            "detected",
+            "implementation",
+            "builder",
+            "differs",
+            "checked",
+            "caution",
+        ),
         *("config", "mtp_names"),
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
@@ -59,6 +68,7 @@ class NameRow:
     alternate: str | None
     shift: int | None
     swap: bool
+    flat: bool
     when: frozenset[str]
     tied: str | None
     twin: str | None
@@ -144,6 +154,7 @@ class Family:
     mtp_names: PredictionNames
     implementation: str
     builder: str | None
+    differs: str | None
     checked: str
     caution: str | None
     first: tuple[NameRow, ...]
@@ -281,6 +292,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         mtp_names=PredictionNames(**table.get("mtp_names", {})),
         implementation=table.get("implementation", "local"),
         builder=table.get("builder"),
+        differs=table.get("differs"),
         checked=table.get("checked", _checked_with(table)),
         caution=table.get("caution"),
         first=rows("first"),
@@ -361,6 +373,7 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         alternate=row.get("alternate"),
         shift=row.get("shift"),
         swap=row.get("swap", False),
+        flat=row.get("flat", False),
         when=frozenset(row.get("when", ())),
         tied=row.get("tied"),
         twin=row.get("twin"),

@@ -51,6 +51,7 @@ class Pair:
             tensor.
         is_swapped: the halves of its columns follow each other the other way round in the Hugging
             Face tensor.
+        is_flat: the Hugging Face tensor has one axis more, the first, with an extent of 1.
         shift: what the Hugging Face tensor's numbers exceed Megatron's by
             (``core.hf.tensors.shifted``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
@@ -66,6 +67,7 @@ class Pair:
     n_alternations: int = 1
     shift: int | None = None
     is_swapped: bool = False
+    is_flat: bool = False
     stack: tuple[str, int, int] | None = None
     packed: PackedExpert | None = None
     copies: tuple[str, ...] = ()
@@ -74,7 +76,10 @@ class Pair:
     @property
     def shape(self) -> Shape:
         """The shape of Megatron's tensor, in elements."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        first = self.parts[0].shape
+        if self.is_flat:
+            return first[1:]
+        return (sum(part.shape[0] for part in self.parts), *first[1:])
 
     @property
     def tensors(self) -> tuple[FamilyPart, ...]:
@@ -108,14 +113,15 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     """
     sizes = model.sizes
     layers = f"{family.body}layers."
+    n_inner = len(model.prediction or "1")
     mtp = [
         tuple(
             text.format(layer=model.n_layers + number, number=number)
             for text in (family.mtp_names.module, family.mtp_names.layer)
         )
-        for number in range(model.n_mtp)
+        for number in range(model.n_mtp * n_inner)
     ]
-    if len({module for module, _ in mtp}) < len(mtp):
+    if len({module for module, _ in mtp}) < model.n_mtp:
         raise UnsupportedError(
             f"{model.n_mtp} multi-token prediction layers; {family.model_type} models have one"
         )
@@ -137,6 +143,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             n_alternations=1 if row.alternate is None else size_of_row(row.hf[0], row.alternate),
             shift=row.shift,
             is_swapped=row.swap,
+            is_flat=row.flat,
             stack=None
             if row.stacked is None or expert is None
             else (BODY + (hf + row.stacked).removeprefix(family.body), expert, model.n_experts),
@@ -187,15 +194,21 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     # The final norm; the layers of multi-token prediction, whose last rule is their own norm; and
     # the output layer, which Megatron saves after them.
     yield from (make_pair(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
-    for number, (module, hf) in enumerate(mtp):
+    for number in range(model.n_mtp):
         start = f"{MTP}{number}."
+        inner = mtp[number * n_inner : (number + 1) * n_inner]
+        first, last = inner[0][0], inner[-1][0]
         for row in family.mtp[:-1]:
-            yield make_pair(row, (start,), module)
-        yield from layer_pairs(
-            model.kinds_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf
-        )
+            yield make_pair(row, (start,), first)
+        for position, (_, hf) in enumerate(inner):
+            bodies: tuple[str, ...] = _MTP_BODIES
+            kinds = model.kinds_of(model.n_layers - 1)
+            if model.prediction is not None:
+                bodies = (f"mtp_model_layer.layers.{position}.",)
+                kinds = frozenset((model.prediction[position],))
+            yield from layer_pairs(kinds, tuple(start + body for body in bodies), hf)
         for row in family.mtp[-1:]:
-            yield make_pair(row, (start,), module)
+            yield make_pair(row, (start,), last)
     yield from (make_pair(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
 
 

@@ -27,6 +27,7 @@ from core.errors import (
     UsageError,
 )
 from core.hf.config_json.config import arguments_of
+from core.hf.config_json.hybrid import completed, count_predictions
 from core.hf.config_json.origin import ARGUMENT, text_of
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
@@ -123,7 +124,11 @@ def to_megatron(
 
     # Describe the model by training arguments. The number of multi-token prediction layers comes
     # from the tensors, as config.json may declare layers that the files do not contain.
-    n_mtp = _count_predictions(catalog, config, family) if "mtp" in family.allows else 0
+    n_mtp = 0
+    if "mtp" in family.allows:
+        layers = completed(config, family).get("num_hidden_layers")
+        n_layers = layers if isinstance(layers, int) else 0
+        n_mtp = count_predictions(catalog.tensors, config, family, n_layers=n_layers)
     fields = arguments_of(
         config,
         family,
@@ -187,6 +192,7 @@ def to_megatron(
         expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
         order=tuple(order),
     )
+    n_mtp = int(str(fields.get("mtp_num_layers") or 0))
     declared_mtp = config.get(family.mtp_names.count, n_mtp) if "mtp" in family.allows else n_mtp
     notes = [
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
@@ -269,6 +275,8 @@ def _building_notes(family: Family, config: Mapping[str, object]) -> Iterator[st
         )
     if family.caution is not None:
         yield f"{family.model_type}: {family.caution}"
+    if family.differs is not None:
+        yield f"Megatron computes {family.model_type} models differently: {family.differs}"
     unsaid = unsaid_rope(config)
     if unsaid is not None:
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"
@@ -312,14 +320,6 @@ def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
                 hint="apply the scales with --dequantize bf16; "
                 "drop those of activations with --exclude",
             )
-
-
-def _count_predictions(catalog: Catalog, config: Mapping[str, object], family: Family) -> int:
-    """Return the number of layers of multi-token prediction with tensors."""
-    n_layers = config.get("num_hidden_layers")
-    if type(n_layers) is not int:
-        return 0
-    return family.mtp_names.count_layers(catalog.tensors, n_layers=n_layers)
 
 
 def _dtype_of(catalog: Catalog, family: Family) -> str:

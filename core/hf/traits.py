@@ -92,6 +92,8 @@ class Model:
         is_local: parameters have the names of the local implementation, not Transformer Engine's.
         kinds: kind of each layer of a hybrid model: mamba, attention, mlp or moe; None for other
             models.
+        prediction: the same for the layers of a multi-token prediction; None if a hybrid model has
+            none.
     """
 
     n_layers: int
@@ -104,6 +106,7 @@ class Model:
     traits: frozenset[str]
     is_local: bool
     kinds: tuple[str, ...] | None = None
+    prediction: tuple[str, ...] | None = None
     linear: frozenset[int] | None = None
 
     def kinds_of(self, layer: int) -> frozenset[str]:
@@ -146,6 +149,15 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     n_mtp = size_of(fields, "mtp_num_layers", default=0)
     pattern = pattern_of(fields)
     kinds = None if pattern is None else kinds_of(pattern.layers)
+    prediction = None
+    if pattern is not None and (n_mtp := n_mtp or pattern.n_predictions):
+        if not pattern.prediction:
+            raise UnsupportedError(
+                f"{n_mtp} multi-token predictions, whose layers no argument lists "
+                "(mtp_hybrid_override_pattern)"
+            )
+        prediction = kinds_of(pattern.prediction)
+        n_mtp = 1 if fields.get("mtp_use_repeated_layer") else n_mtp
     if kinds is not None:
         dense = dense_kinds(kinds)
         n_experts = 0 if dense is None else n_experts
@@ -207,6 +219,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         traits=traits,
         is_local=fields.get("transformer_impl") == "local",
         kinds=kinds,
+        prediction=prediction,
         linear=linear_layers(fields, n_layers) if "linear_attention" in features else None,
     )
 

@@ -106,6 +106,13 @@ GLM4_MOE = {
     "attention_bias": True,
     "use_qk_norm": True,
 }
+ERNIE_MOE = {
+    "head_dim": 8,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 16,
+    "moe_num_shared_experts": 2,
+}
 GATED_DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "num_key_value_heads": 2,
@@ -266,6 +273,18 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4_windows": ("exaone4", {"sliding_window": 5, "layer_types": WINDOWS}),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            **QWEN3_MOE,
+            "head_dim": 8,
+            "num_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "sliding_window": 5,
+            "layer_types": WINDOWS,
+        },
+    ),
     "olmo2": ("olmo2", PADDED),
     "nemotron": ("nemotron", {}),
     "mixtral": ("mixtral", MIXTRAL),
@@ -273,6 +292,16 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3_moe_sparse": ("qwen3_moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "ernie4_5_moe": ("ernie4_5_moe", ERNIE_MOE),
+    "ernie4_5_moe_sparse": (
+        "ernie4_5_moe",
+        {
+            **ERNIE_MOE,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+        },
+    ),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "qwen2_moe_mixed": (
         "qwen2_moe",
@@ -295,6 +324,17 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             **GATED_DELTA,
             "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "helium": ("helium", {**PADDED, "head_dim": 4}),
+    "glm": ("glm", {**PADDED, "head_dim": 8}),
+    "glm4": ("glm4", {**PADDED, "head_dim": 8, "attention_bias": True}),
+    "hy_v3": (
+        "hy_v3",
+        {
+            **QWEN3_MOE,
+            "num_shared_experts": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
     "glm4_moe": ("glm4_moe", {**GLM4_MOE, "use_qk_norm": False}),
@@ -348,7 +388,7 @@ MOE = tuple(
     name
     for name in MODELS
     if "moe" in name
-    or name.startswith(("qwen3_next", "mixtral", "gpt_oss", "minimax", "deepseek", "kimi"))
+    or name.startswith(("qwen3_next", "mixtral", "gpt_oss", "minimax", "deepseek", "kimi", "hy_v3"))
 )
 DENSE = tuple(name for name in MODELS if name not in MOE)
 

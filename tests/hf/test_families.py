@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import core
 from ckpt_cli.app import main
 from core.catalog.catalog import Catalog
+from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.store import LocalStore
@@ -19,7 +20,16 @@ from core.hf import to_hf, to_megatron
 from core.hf.detection import refused_types
 from core.hf.family import families, parse_family
 from core.pickle.inert import make_namespace
-from tests.hf.models import arguments, assert_same, catalog_of, config_of, contents, saved, tensors
+from tests.hf.models import (
+    COMMON,
+    arguments,
+    assert_same,
+    catalog_of,
+    config_of,
+    contents,
+    saved,
+    tensors,
+)
 
 OWN = """
 model_type = "starship"
@@ -97,6 +107,54 @@ def test_a_known_type_that_megatron_cannot_represent_is_refused_with_the_reason(
     with pytest.raises(UnsupportedError, match="residual_multiplier"):
         to_megatron(source, config)
     assert not set(refused_types()) & set(families())
+
+
+def test_a_refused_family_goes_both_ways_with_the_table_of_the_howto(tmp_path: Path) -> None:
+    import transformers
+
+    page = (Path(__file__).parents[2] / "docs/howto/huggingface-megatron.md").read_text()
+    (text,) = [
+        block.partition("```")[0]
+        for block in page.split("```toml\n")
+        if block.startswith('model_type = "granite"')
+    ]
+    table, folder = tmp_path / "granite.toml", tmp_path / "granite"
+    table.write_text(text)
+    multipliers = {
+        "residual_multiplier": 0.22,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.0078125,
+    }
+    config = transformers.GraniteConfig(**COMMON, **multipliers)
+    transformers.GraniteForCausalLM(config).save_pretrained(folder)
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    with pytest.raises(UnsupportedError, match="residual_multiplier") as caught:
+        run(Job(src=folder, dst=ranks, to="megatron"))
+    assert "--family FILE.toml" in str(caught.value.hint)
+    topology = TopologyChange(tp=2, pp=3)
+    run(Job(src=folder, dst=ranks, to="megatron", topology=topology, family=table, fsync=False))
+    run(Job(src=ranks, dst=back, to="hf", family=table, fsync=False))
+    assert_same(tensors(back), tensors(folder))
+    assert (back / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    # The fork finds the multipliers among the arguments, and what it changes comes back.
+    _, source = catalog_of(folder)
+    family = parse_family(text.encode(), file="granite.toml")
+    middle = to_megatron(source, config_of(folder), family=family)
+    fields = arguments(middle)
+    assert [fields[name] for name in ("residual_multiplier", "softmax_scale")] == [0.22, 0.0078125]
+    changed = replace(middle, args=make_namespace(fields | {"residual_multiplier": 0.5}))
+    made = json.loads(to_hf(changed, family=family).documents["config.json"])
+    assert made == config_of(folder) | {"residual_multiplier": 0.5}
+
+
+def test_a_family_that_megatron_computes_differently_is_converted_with_a_warning(
+    tmp_path: Path,
+) -> None:
+    folder = saved("ernie4_5_moe", tmp_path / "model")
+    _, source, config = _renamed(folder)
+    (note,) = to_megatron(source, config).notes
+    assert "computes ernie4_5_moe models differently: its router adds the bias" in note
 
 
 def test_a_familys_values_are_checked_even_if_its_tensors_fit(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, router
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -165,6 +165,7 @@ CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()
 # Without Transformer Engine, 0.16.1 looks at the first name, which it does not define, and takes
 # the engine to be there in the second module.
 moe_utils.te_general_gemm = None
+sigmoid_routing = router.topk_routing_with_score_function
 multi_latent_attention.HAVE_TE = False
 
 
@@ -299,6 +300,16 @@ class TwoBasesAttention(SelfAttention):
             self.config.window_size, self.config.window_attn_skip_freq, self.layer_number
         )
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb[1 - has_window], **others)
+
+
+def softmax_routing(logits, topk, *, expert_bias, **unused):
+    # The router of ERNIE 4.5: the bias is added to probabilities.
+    probabilities = logits.float().softmax(-1)
+    chosen = (probabilities + expert_bias).topk(topk).indices
+    weights = probabilities.gather(1, chosen)
+    weights = weights / weights.sum(-1, True)
+    routed = torch.zeros_like(probabilities).scatter(1, chosen, weights)
+    return routed, torch.zeros_like(routed).scatter(1, chosen, 1).bool()
 
 
 def squared_relu(x):
@@ -514,6 +525,9 @@ def built(args, family):
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
     }
+    router.topk_routing_with_score_function = (
+        softmax_routing if family == "ernie4_5_moe" else sigmoid_routing
+    )
     if args.get("hybrid_override_pattern"):
         return hybrid(args, kind(**fields, use_mamba_mem_eff_path=False))
     if family == "falcon_h1":
@@ -557,7 +571,7 @@ def built(args, family):
             if args["qk_layernorm"] and not is_linear[number]:
                 parts.self_attention.submodules.q_layernorm = Norm
                 parts.self_attention.submodules.k_layernorm = Norm
-        if family in ("gemma2", "gemma3_text", "exaone4", "olmo2"):
+        if family in ("gemma2", "gemma3_text", "exaone4", "olmo2", "glm4"):
             parts.self_attention.submodules.linear_proj = PostNormLinear
             parts.mlp.submodules.linear_fc2 = PostNormLinear
         if family in ("exaone4", "olmo2"):

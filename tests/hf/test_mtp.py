@@ -18,6 +18,7 @@ from core.convert.run import Job, run
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
 from core.hf import to_hf, to_megatron
 from core.hf.config_json.origin import ARGUMENT
+from core.hf.proof.comparison import find_differences
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
     arguments,
@@ -33,7 +34,7 @@ from tests.hf.models import (
 )
 
 
-@pytest.fixture(params=["deepseek_v3", "glm4_moe"])
+@pytest.fixture(params=["deepseek_v3", "glm4_moe", "deepseek_v32", "glm_moe_dsa"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model of three layers and one for multi-token prediction, as the published files have
     it.
@@ -144,6 +145,93 @@ def test_a_layer_with_names_of_its_own_comes_back_from_files_of_several_ranks(
     made = to_hf(replace(middle, args=make_namespace(fields)), model_type=family)
     count = "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
     assert json.loads(made.documents["config.json"])[count] == 1
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2])
+def test_predictions_of_a_hybrid_model_consist_of_layers_that_are_numbered_through(
+    n_blocks: int, tmp_path: Path
+) -> None:
+    # As published: *E (layers 1 and 2 of the model below) for each of two predictions, which share
+    # one block or have one each. transformers neither reads nor writes them.
+    made = saved("nemotron_h_moe", tmp_path / "model")
+    weights = load_file(made / "model.safetensors")
+    torch.manual_seed(1)
+    extra = {}
+    for block in range(n_blocks):
+        for inner in range(2):
+            old, start = f"backbone.layers.{1 + inner}.", f"mtp.layers.{2 * block + inner}."
+            extra |= {
+                key.replace(old, start): torch.randn_like(value)
+                for key, value in weights.items()
+                if key.startswith(old)
+            }
+        first, last = f"mtp.layers.{2 * block}.", f"mtp.layers.{2 * block + 1}."
+        extra |= {
+            f"{first}{name}.weight": torch.randn(32).bfloat16() for name in ("enorm", "hnorm")
+        }
+        extra[f"{first}eh_proj.weight"] = torch.randn(32, 64).bfloat16()
+        extra[f"{last}final_layernorm.weight"] = torch.randn(32).bfloat16()
+    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(made) | {"num_nextn_predict_layers": 2}
+    del config["mtp_layers_block_type"]
+    config["mtp_hybrid_override_pattern"] = "*E"
+    (made / "config.json").write_text(json.dumps(config))
+    _, source = catalog_of(made)
+    middle = to_megatron(source, config)
+    start = f"mtp.layers.{n_blocks - 1}."
+    names = [name for name in middle.tensors if name.startswith(start)]
+    assert names[:4] == [
+        *(f"{start}{name}.weight" for name in ("enorm", "hnorm", "eh_proj")),
+        f"{start}mtp_model_layer.layers.0.self_attention.linear_qkv.layer_norm_weight",
+    ]
+    fields = arguments(middle)
+    assert (fields["mtp_num_layers"], fields["mtp_use_repeated_layer"]) == (2, n_blocks == 1)
+    assert fields["mtp_hybrid_override_pattern"] == "*E"
+    assert not any("declares" in note for note in middle.notes)
+    for to, ranks in (("megatron", tmp_path / "ranks"), ("torch_dist", tmp_path / "dist")):
+        back = tmp_path / f"back {to}"
+        topology = TopologyChange(tp=2, pp=2, ep=2)
+        run(Job(src=made, dst=ranks, to=to, topology=topology, fsync=False))
+        run(Job(src=ranks, dst=back, to="hf", fsync=False))
+        assert_same(tensors(back), tensors(made))
+        assert (back / "config.json").read_bytes() == (made / "config.json").read_bytes()
+    # A newer Megatron saves one pattern for all; without the origin, it describes the layers.
+    newer = fields | {
+        ARGUMENT: None,
+        "hybrid_layer_pattern": "/".join([str(fields["hybrid_override_pattern"]), "*E", "*E"]),
+        "mtp_hybrid_override_pattern": None,
+    }
+    plain = to_hf(replace(middle, args=make_namespace(newer)))
+    described = json.loads(plain.documents["config.json"])
+    assert described["num_nextn_predict_layers"] == 2
+    assert described["mtp_layers_block_type"] == ["full_attention", "moe"]
+    assert not find_differences(plain.tensors, described)
+
+
+def test_the_prediction_of_hy3_has_no_copies_and_another_name_of_its_last_norm(
+    tmp_path: Path,
+) -> None:
+    made = saved("hy_v3", tmp_path / "model")
+    weights = load_file(made / "model.safetensors")
+    torch.manual_seed(1)
+    start = "model.layers.3."
+    extra = {
+        key.replace("model.layers.2.", start): torch.randn_like(value)
+        for key, value in weights.items()
+        if key.startswith("model.layers.2.")
+    }
+    for name in ("enorm", "hnorm", "final_layernorm"):
+        extra[f"{start}{name}.weight"] = torch.randn(32).bfloat16()
+    extra[f"{start}eh_proj.weight"] = torch.randn(32, 64).bfloat16()
+    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(made) | {"num_nextn_predict_layers": 1}
+    (made / "config.json").write_text(json.dumps(config))
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    topology = TopologyChange(tp=2, pp=3, ep=2)
+    run(Job(src=made, dst=ranks, to="megatron", topology=topology, fsync=False))
+    run(Job(src=ranks, dst=back, to="hf", fsync=False))
+    assert_same(tensors(back), tensors(made))
+    assert (back / "config.json").read_bytes() == (made / "config.json").read_bytes()
 
 
 def test_several_layers_that_would_share_tensors_are_refused(qwen: Path) -> None:

@@ -389,7 +389,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         r"window_size is \(127, 1\); transformers has windows",
     ),
     "interleaved rotation": (
-        "qwen2",
+        "qwen3",
         {"rotary_interleaved": True},
         UnsupportedError,
         "rotary_interleaved is True",

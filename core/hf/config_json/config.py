@@ -24,7 +24,14 @@ from collections.abc import Mapping
 from core.arrays.sharding import padded_vocab_size
 from core.errors import UnsupportedError
 from core.hf.config_json.experts import expert_arguments, expert_config, has_experts
-from core.hf.config_json.hybrid import PATTERN, completed, hybrid_config, layer_names
+from core.hf.config_json.hybrid import (
+    PATTERN,
+    completed,
+    hybrid_config,
+    layer_names,
+    prediction_arguments,
+    prediction_config,
+)
 from core.hf.config_json.rope import rope_arguments, rope_config
 from core.hf.family import Family
 from core.hf.settings import setting_argument, setting_value
@@ -188,6 +195,8 @@ def arguments_of(
         args["moe_grouped_gemm"] = impl == "transformer_engine"
     if "mtp" in family.allows:
         args["mtp_num_layers"] = n_mtp or None
+        if n_mtp and PATTERN in family.settings:
+            args |= prediction_arguments(config, n_mtp=n_mtp)
     if is_latent:
         args["q_lora_rank"] = (
             None if config.get("q_lora_rank") is None else count_of(config, "q_lora_rank")
@@ -324,7 +333,7 @@ def config_of(
     if has_moe:
         config |= expert_config(fields, family, model)
     if "mtp" in family.allows:
-        config[family.mtp_names.count] = model.n_mtp
+        config |= {family.mtp_names.count: model.n_mtp, **prediction_config(fields, model)}
     if "latent" in model.features:
         config["q_lora_rank"] = model.sizes.get("q_lora")
     return config

@@ -16,6 +16,8 @@ name                       layers without experts
 ``mlp_only_layers``        the listed ones
 ``decoder_sparse_step``    all except each n-th, starting with the n-th
 ``mlp_layer_types``        those called ``dense`` in a list with an entry per layer
+``moe_layer_start_index``  all but each n-th (``moe_layer_interval``) from there to
+                           ``moe_layer_end_index``
 =========================  =========================================================================
 
 Source: transformers 5.23.0 ``models/*/configuration_*.py``; megatron-core 0.16.1
@@ -59,7 +61,7 @@ def expert_arguments(
         # top-k logits; both give the same weights.
         args["moe_router_pre_softmax"] = not config.get(names.normalized, False)
     if names.shared:
-        args["moe_shared_expert_intermediate_size"] = shared_size(config, family)
+        args["moe_shared_expert_intermediate_size"] = shared_size(config, family) or None
     if names.scaling is not None:
         scaling = config.get(names.scaling)
         args["moe_router_topk_scaling_factor"] = 1.0 if scaling is None else scaling
@@ -135,14 +137,15 @@ def _symbols(config: Mapping[str, object], family: Family) -> str:
 
 
 def shared_size(config: Mapping[str, object], family: Family) -> int:
-    """Return the number of inner channels of all shared experts together.
+    """Return the number of inner channels of all shared experts together; 0 if there are none.
 
     Raises:
         CorruptError: the configuration does not contain it.
     """
+    least = 0 if "shared_expert" in family.allows else 1
     size = 1
     for name in family.experts.shared:
-        size *= count_of(config, name)
+        size *= count_of(config, name, least=least)
     return size
 
 
@@ -177,6 +180,13 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
         return frozenset(
             layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step
         )
+    if "moe_layer_start_index" in names:
+        first = count_of(config, "moe_layer_start_index", least=0)
+        step = count_of(config, "moe_layer_interval")
+        last = config.get("moe_layer_end_index")
+        end = n_layers if last == -1 else count_of(config, "moe_layer_end_index", least=0) + 1
+        moe = {layer for layer in range(first, min(end, n_layers)) if not (layer + 1) % step}
+        return frozenset(range(n_layers)) - moe
     return frozenset()
 
 
@@ -209,6 +219,8 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
                 "moe_layer_freq has dense layers after others; "
                 f"{family.model_type} requires them first"
             )
+    if "moe_layer_start_index" in names.dense:
+        config |= _moe_layers_config([n for n in range(model.n_layers) if n not in dense])
     # The router.
     if names.normalized is not None:
         config[names.normalized] = "pre_softmax" not in model.features
@@ -228,6 +240,8 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
     # The shared experts: a number of channels, or of experts that are as wide as the others.
     if len(names.shared) == 1:
         config[names.shared[0]] = sizes["shared_ffn"]
+    elif names.shared and "shared_ffn" not in sizes:
+        config[names.shared[0]] = 0
     elif names.shared:
         if sizes["shared_ffn"] % sizes["moe_ffn"]:
             raise UnsupportedError(
@@ -237,3 +251,26 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
             )
         config[names.shared[0]] = sizes["shared_ffn"] // sizes["moe_ffn"]
     return config
+
+
+def _moe_layers_config(layers: list[int]) -> dict[str, object]:
+    """Return the first and the last layer with experts, and the interval between them.
+
+    Args:
+        layers: numbers of the layers with experts, in ascending order.
+
+    Raises:
+        UnsupportedError: the layers have no such interval.
+    """
+    step = layers[1] - layers[0] if len(layers) > 1 else 1
+    is_regular = layers and layers == list(range(layers[0], layers[-1] + 1, step))
+    if not is_regular or (layers[0] + 1) % step:
+        raise UnsupportedError(
+            "moe_layer_freq has layers with experts at irregular intervals, which "
+            "moe_layer_start_index, moe_layer_end_index and moe_layer_interval cannot express"
+        )
+    return {
+        "moe_layer_start_index": layers[0],
+        "moe_layer_end_index": layers[-1],
+        "moe_layer_interval": step,
+    }

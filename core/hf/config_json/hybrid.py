@@ -5,12 +5,15 @@
     num_hidden_layers: 3                                       ──▶  hybrid_override_pattern "MMM"
     layers_block_type: ["linear_attention", "mlp", "moe", …]   ──▶  "M-E…"
     hybrid_override_pattern: "M-E…"                            ──▶  the same
+    mtp_layers_block_type: ["full_attention", "moe"]           ──▶  mtp_hybrid_override_pattern "*E"
 
 Megatron's Mamba layers have a convolution over 4 positions, no biases but the convolution's, and no
 limits of their time steps; tables fix what ``config.json`` says about these.
 
 Versions: ``hybrid_override_pattern`` (the published models) and ``layers_block_type`` (transformers
-5, with its older names of kinds) are read; the latter is written.
+5, with its older names of kinds) are read; the latter is written. So for the layers of a
+multi-token prediction, of which all have the same tensors if ``mtp_use_repeated_layer`` is not
+false.
 
 Source: transformers 5.23.0 ``models/nemotron_h/configuration_nemotron_h.py``,
 ``models/mamba2/modeling_mamba2.py``; megatron-core 0.16.1 ``ssm/mamba_mixer.py``.
@@ -19,7 +22,7 @@ Source: transformers 5.23.0 ``models/nemotron_h/configuration_nemotron_h.py``,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from core.errors import CorruptError, UnsupportedError
 from core.hf.family import Family
@@ -28,6 +31,11 @@ from core.hf.values import CONFIG, count_of
 
 PATTERN = "hybrid_override_pattern"
 """Training argument with the kinds of layers, and the name that published models have for it."""
+PREDICTION = "mtp_hybrid_override_pattern"
+"""The same of the layers of a multi-token prediction."""
+_PREDICTION_KINDS = "mtp_layers_block_type"
+_DEFAULT_PREDICTION = "*E"
+"""The layers that transformers takes for it if the configuration does not list them."""
 _SYMBOLS: Mapping[str, str] = {
     "linear_attention": "M",
     "full_attention": "*",
@@ -56,7 +64,82 @@ def completed(config: Mapping[str, object], family: Family) -> dict[str, object]
         return result
     pattern = _pattern(result, family)
     kinds_of(pattern)
-    return {**result, PATTERN: pattern, "num_hidden_layers": len(pattern)}
+    prediction = prediction_pattern(result)
+    return {
+        **result,
+        PATTERN: pattern,
+        PREDICTION: prediction,
+        "num_hidden_layers": len(pattern),
+    }
+
+
+def prediction_pattern(config: Mapping[str, object]) -> str:
+    """Return the pattern of the layers of a multi-token prediction of a hybrid model.
+
+    Raises:
+        CorruptError: the layers are malformed.
+        UnsupportedError: transformers has no such layers.
+    """
+    kinds = config.get(_PREDICTION_KINDS)
+    if kinds is not None:
+        return _pattern_of_names(_PREDICTION_KINDS, kinds)
+    pattern = config.get(PREDICTION) or _DEFAULT_PREDICTION
+    kinds_of(str(pattern))
+    return str(pattern)
+
+
+def count_predictions(
+    keys: Collection[str], config: Mapping[str, object], family: Family, *, n_layers: int
+) -> int:
+    """Return how many multi-token predictions have tensors.
+
+    Args:
+        keys: names of the tensors.
+        n_layers: number of the decoder's layers.
+
+    Raises:
+        CorruptError, UnsupportedError: the layers of a prediction are malformed, or unknown.
+    """
+    n_stored = family.mtp_names.count_layers(keys, n_layers=n_layers)
+    if PATTERN not in family.settings:
+        return n_stored
+    return math.ceil(n_stored / len(prediction_pattern(config)))
+
+
+def prediction_arguments(config: Mapping[str, object], *, n_mtp: int) -> dict[str, object]:
+    """Return the arguments for the multi-token predictions of a hybrid model.
+
+    Args:
+        config: configuration with the pattern of their layers (``completed``).
+        n_mtp: number of predictions with tensors, at least 1.
+
+    Raises:
+        CorruptError: the number of predictions is malformed.
+    """
+    is_repeated = n_mtp == 1 and config.get("mtp_use_repeated_layer", True) is not False
+    n_declared = count_of(config, "num_nextn_predict_layers", default=0, least=0)
+    return {
+        PREDICTION: config[PREDICTION],
+        "mtp_use_repeated_layer": is_repeated,
+        "mtp_num_layers": max(n_declared, 1) if is_repeated else n_mtp,
+    }
+
+
+def prediction_config(fields: Mapping[str, object], model: Model) -> dict[str, object]:
+    """Return the values of ``config.json`` for the multi-token predictions of a hybrid model.
+
+    Args:
+        fields: training arguments by name.
+        model: the model that they describe.
+    """
+    if model.prediction is None:
+        return {}
+    is_repeated = bool(fields.get("mtp_use_repeated_layer"))
+    return {
+        _PREDICTION_KINDS: layer_names(model.prediction),
+        "mtp_use_repeated_layer": is_repeated,
+        "num_nextn_predict_layers": fields["mtp_num_layers"] if is_repeated else model.n_mtp,
+    }
 
 
 def _pattern(config: Mapping[str, object], family: Family) -> str:
@@ -76,6 +159,18 @@ def _pattern(config: Mapping[str, object], family: Family) -> str:
                 f"neither {name} nor {PATTERN} lists the kinds of layers", file=CONFIG
             )
         return pattern
+    return _pattern_of_names(name, kinds)
+
+
+def _pattern_of_names(name: str, kinds: object) -> str:
+    """Return the pattern of layers whose kinds a list names.
+
+    Args:
+        name: name of the list in ``config.json``.
+
+    Raises:
+        CorruptError: it is no such list.
+    """
     if not isinstance(kinds, list) or not kinds or not set(map(str, kinds)) <= set(_SYMBOLS):
         raise CorruptError(
             f"{name} is {repr(kinds)[:80]}, not a list of {', '.join(_SYMBOLS)}", file=CONFIG

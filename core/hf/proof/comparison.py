@@ -28,7 +28,7 @@ from core.catalog.catalog import TensorMeta
 from core.changes.quantize import is_float8
 from core.errors import CorruptError
 from core.hf.config_json.experts import dense_layers
-from core.hf.config_json.hybrid import completed
+from core.hf.config_json.hybrid import completed, count_predictions
 from core.hf.family import Family
 from core.hf.name_tables import BODY
 from core.hf.proof.any_family import find_problems
@@ -420,7 +420,7 @@ def _count_parts(
         while any(f"model.layers.{n_layers + n_mtp}.{mark}" in stored for mark in marks):
             n_mtp = n_numbered = n_mtp + 1
     elif marks:
-        n_mtp = family.mtp_names.count_layers(stored, n_layers=n_layers)
+        n_mtp = count_predictions(stored, config, family, n_layers=n_layers)
     # A checkpoint with more ordinary layers than declared is numbered through: what looks like
     # layers behind the multi-token prediction layers includes these.
     n_stored = max(

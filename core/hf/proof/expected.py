@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
 from core.hf.config_json.experts import dense_layers, has_experts, shared_size
-from core.hf.config_json.hybrid import PATTERN, completed
+from core.hf.config_json.hybrid import PATTERN, PREDICTION, completed
 from core.hf.family import Family, families
 from core.hf.name_tables import BODY, pairs_of
 from core.hf.traits import (
@@ -293,6 +293,9 @@ def _derive_model(
             groups=number_of(config, names["mamba_num_groups"]),
             state=number_of(config, names["mamba_state_dim"]),
         )
+    prediction = None
+    if kinds is not None and n_mtp:
+        prediction = kinds_of(str(config[PREDICTION]))
     has_moe = has_experts(config, family)
     if has_moe:
         latent = config.get("moe_latent_size")
@@ -303,8 +306,10 @@ def _derive_model(
             "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"]),
             "moe_ffn2": 2 * number_of(config, family.config["moe_ffn_hidden_size"]),
         }
-        if "shared_expert" in (*family.requires, *family.experts.requires):
-            sizes["shared_ffn"] = shared_size(config, family)
+        if "shared_expert" in (*family.requires, *family.allows, *family.experts.requires):
+            shared = shared_size(config, family)
+            sizes |= {"shared_ffn": shared} if shared else {}
+            traits |= {"shared_expert"} if shared else set()
     linear = None
     if "linear_attention" in family.requires:
         sizes |= linear_sizes(config)
@@ -327,5 +332,6 @@ def _derive_model(
         traits=frozenset(traits - {"moe"}),
         is_local=True,
         kinds=kinds,
+        prediction=prediction,
         linear=linear,
     )

@@ -139,6 +139,14 @@ def take_from_stack(key: str, fragments: Iterable[Fragment], index: int) -> Iter
             yield replace(moved, box=Box(moved.box.offset[1:], moved.box.shape[1:]))
 
 
+def with_first_axis(key: str, fragments: Iterable[Fragment]) -> list[Fragment]:
+    """Return the fragments of a tensor that gets another first axis, with an extent of 1."""
+    return [
+        replace(fragment, key=key, box=Box((0, *fragment.box.offset), (1, *fragment.box.shape)))
+        for fragment in fragments
+    ]
+
+
 def swap_halves(fragments: Iterable[Fragment], n_columns: int) -> list[Fragment]:
     """Return the fragments of a matrix with the halves of its columns exchanged.
 

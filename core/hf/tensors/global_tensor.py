@@ -94,6 +94,13 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
             lambda: shifted_fragments(catalog, key, name, -shift),
             is_shifted=True,
         )
+    if pair.is_flat:
+        (key,) = keys
+        return GlobalTensor(
+            TensorMeta(name, catalog.tensors[key].dtype, pair.shape),
+            (key,),
+            lambda: list(fuse.take_from_stack(name, catalog.fragments(key), 0)),
+        )
     # Copies are fragments of the same box, so that the planner compares their bytes.
     strips = pair.strips
 

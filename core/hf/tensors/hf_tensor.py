@@ -93,6 +93,15 @@ def _split_tensor(catalog: Catalog, name: str, pair: Pair) -> dict[str, HfTensor
                 lambda: shifted_fragments(catalog, name, key, shift),
             )
         }
+    if pair.is_flat:
+        (flat,) = pair.tensors
+        key = flat.names[0]
+        return {
+            key: HfTensor(
+                TensorMeta(key, meta.dtype, flat.shape),
+                lambda: fuse.with_first_axis(key, catalog.fragments(name)),
+            )
+        }
     strips = pair.strips
 
     # Bound to its arguments by a function of its own: a lambda in the loop would see the last ones.
