@@ -93,6 +93,8 @@ class MegatronModel:
             (``experts.local_experts.3.linear_fc1.weight``), ``te_grouped``
             (``experts.linear_fc1.weight3``) or ``grouped`` (``experts.weight1``, in older
             Megatron); None without experts, or if the arguments determine it.
+        wrapper: beginning of the names that the text model's tensors have in the complete model, if
+            there are towers beside it (``Rules.wrappers``); else None.
         is_down_proj_cut: multi-latent attention's down projections are cut over TP, as in
             Megatron's local implementation.
         rng_states: ``core.megatron.model.topology.Rank`` → its random states, if the source is
@@ -107,6 +109,7 @@ class MegatronModel:
 
     vocab_size: int | None = None
     expert_names: str | None = None
+    wrapper: str | None = None
     is_down_proj_cut: bool = False
     rng_states: Mapping[Any, object] = field(default_factory=dict)
     order: tuple[str, ...] | None = None

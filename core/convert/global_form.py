@@ -420,7 +420,14 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
         UsageError: the changes leave an incomplete model, or an option has no effect on such
             weights.
     """
-    from core.hf import OptimizerTarget, check_model, model_types, to_megatron, with_masters
+    from core.hf import (
+        OptimizerTarget,
+        check_model,
+        composite_types,
+        model_types,
+        to_megatron,
+        with_masters,
+    )
 
     job = request.job
     assert request.config is not None
@@ -439,7 +446,8 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoin
     config = _config_after(cast.catalog, request.config)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _blaming_options(first, "Hugging Face"):
-        if request.family is None and config.get("model_type") in model_types():
+        tabled = (*model_types(), *composite_types())
+        if request.family is None and config.get("model_type") in tabled:
             check_model(
                 cast.catalog,
                 config,

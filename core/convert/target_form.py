@@ -12,6 +12,8 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts, TrainingState
 from core.catalog.key_patterns import listed_keys
+from core.catalog.optimizer_keys import param_of, state_key, state_of
+from core.changes.rename import rename_entries
 from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.job import Job
 from core.convert.report.dropped import parse_dropped
@@ -157,7 +159,20 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
         if format.partition == "grid":
             return stacked.source, partitioned(stacked.target, format=format.name, by="grid")
         return stacked.source, stacked.target
-    return source_and_target(catalog, format)
+    return source_and_target(_with_complete_names(catalog), format)
+
+
+def _with_complete_names(catalog: Catalog) -> Catalog:
+    """Return a catalog in which a text model beside towers has its names in the complete model."""
+    model = catalog.facet(MegatronModel)
+    wrapper = load_rules().wrapper_in(None if model is None else model.wrapper)
+    if wrapper is None:
+        return catalog
+    new_of: dict[str, str] = {}
+    for key in (*catalog.tensors, *catalog.objects):
+        state, name = state_of(key), wrapper.wrapped(param_of(key))
+        new_of[key] = name if state is None else state_key(state[0], name)
+    return rename_entries(catalog, new_of)
 
 
 def _has_live_objects(source: Checkpoint) -> bool:

@@ -17,11 +17,13 @@ of their own (``core.hf.adapters``).
 
 States of an optimizer follow their parameters (``core.hf.optimizer``).
 
+The vision and audio towers of some composite models stay beside the text model
+(``core.hf.towers``); of the others the text model alone is converted (``core.hf.text_model``).
+
 Not supported: quantized weights (they are dequantized first), models with another head than the
-language model's, vision and audio towers (their text model:
-``core.hf.text_model``).
+language model's.
 Imports: arrays, catalog, changes, errors, files, hf.config_json, hf.optimizer, hf.tensors,
-megatron.extras, megatron.model, pickle, quantize.
+hf.towers, megatron.extras, megatron.model, pickle, quantize.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ from core.hf.proof.proof import check_model
 from core.hf.text_model import text_model_of
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import OptimizerTarget, to_megatron
+from core.hf.towers.models import composite_models
+from core.megatron.rules.tables import load_rules
 
 __all__ = [
     "Family",
     "OptimizerTarget",
     "check_model",
+    "composite_types",
     "is_hf",
     "model_types",
     "read_family",
@@ -59,9 +64,15 @@ def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
     """
     if config is None or not isinstance(config.get("model_type"), str) or catalog.is_rank_local:
         return False
-    return bool(catalog.tensors) and not any(key.startswith(LAYERS) for key in catalog.tensors)
+    layers = (LAYERS, *(wrapper.text + LAYERS for wrapper in load_rules().wrappers))
+    return bool(catalog.tensors) and not any(key.startswith(layers) for key in catalog.tensors)
 
 
 def model_types() -> tuple[str, ...]:
     """Return the model types of the supported families."""
     return tuple(families())
+
+
+def composite_types() -> tuple[str, ...]:
+    """Return the model types of the composite models whose towers are carried."""
+    return tuple(composite_models())

@@ -89,12 +89,18 @@ def is_composite(config: Mapping[str, object] | None) -> bool:
     return any(isinstance(config.get(name), Mapping) for name in ("text_config", "vision_config"))
 
 
-def text_model_of(catalog: Catalog, config: Mapping[str, object] | None) -> TextModel:
+def text_model_of(
+    catalog: Catalog,
+    config: Mapping[str, object] | None,
+    *,
+    defaults: Mapping[str, object] | None = None,
+) -> TextModel:
     """Return the text model of a vision-language model.
 
     Args:
         catalog: flat keys, as transformers names them.
         config: parsed ``config.json``.
+        defaults: values that its ``text_config`` may omit.
 
     Raises:
         UsageError: the configuration is not that of a vision-language model.
@@ -107,7 +113,7 @@ def text_model_of(catalog: Catalog, config: Mapping[str, object] | None) -> Text
             hint="omit it; it takes a text model out of a larger one",
         )
     names = _text_names(catalog, config)
-    text_config = _text_config(config, has_head="lm_head.weight" in names)
+    text_config = text_config_of(config, has_head="lm_head.weight" in names, defaults=defaults)
     others = [key for key in catalog.tensors if key not in set(names.values())]
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -170,12 +176,18 @@ def _tower_of(key: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "model" else first
 
 
-def _text_config(config: Mapping[str, object], *, has_head: bool) -> dict[str, object]:
+def text_config_of(
+    config: Mapping[str, object],
+    *,
+    has_head: bool,
+    defaults: Mapping[str, object] | None = None,
+) -> dict[str, object]:
     """Return the ``config.json`` of the text model.
 
     Args:
         config: parsed ``config.json`` of the complete model.
         has_head: the model has an output layer that is not the embedding.
+        defaults: values that its ``text_config`` may omit.
     """
     # Files of transformers 4 may have the values of Qwen2-VL's text model among the others.
     kind = _type_of_text(config)
@@ -183,7 +195,8 @@ def _text_config(config: Mapping[str, object], *, has_head: bool) -> dict[str, o
     if not isinstance(text, Mapping):
         text = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
         text |= {name: config[name] for name in ("rope_scaling",) if name in config}
-    result = {name: config[name] for name in _OF_BOTH if name in config} | dict(text)
+    result = {name: config[name] for name in _OF_BOTH if name in config}
+    result |= {**(defaults or {}), **text}
     result["model_type"] = kind
     if kind in _TEXT_TYPES:
         result["model_type"] = _TEXT_TYPES[kind]

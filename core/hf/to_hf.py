@@ -23,6 +23,7 @@ from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.optimizer.to_named import hf_states
 from core.hf.tensors.hf_tensor import hf_tensors, weights_in
+from core.hf.towers.to_hf import separate_towers
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import common_of
@@ -62,12 +63,15 @@ def to_hf(
         MissingShardError: a tensor is missing.
         CorruptError: shapes and arguments contradict each other, or an argument is invalid.
     """
-    fields = fields_of(catalog.args)
+    fields: Mapping[str, object] = fields_of(catalog.args)
+    origin = origin_of(fields) if config is None else parse_origin(config, file=CONFIG)
+    towers = separate_towers(catalog, fields, origin)
+    if towers is not None:
+        catalog, fields, origin = towers.text, towers.fields, towers.origin
     weights = weights_in(catalog)
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
-    origin = origin_of(fields) if config is None else parse_origin(config, file=CONFIG)
     family = choose_family(
         fields,
         model.features,
@@ -110,7 +114,7 @@ def to_hf(
         tensor = tensors.get(key)
         return catalog.fragments(key) if tensor is None else tuple(tensor.fragments())
 
-    return Catalog(
+    result = Catalog(
         format=catalog.format,
         version=None,
         tensors={key: tensors[key].meta for key in sorted(tensors, key=natural_order)},
@@ -122,6 +126,7 @@ def to_hf(
         notes=tuple(notes),
         dropped=tuple(_dropped(catalog, has_config=has_config)),
     ).with_facet(HuggingFaceModel(family.model_type))
+    return result if towers is None else towers.joined(result)
 
 
 def weights_of(catalog: Catalog) -> Mapping[str, Pair]:

@@ -2,7 +2,8 @@
 
 Fused tensors are fragments that point into the arrays of their parts; nothing is read or copied.
 Every tensor of the source must be used: a name that is not in the family's table is an error, and
-so is a missing tensor. States of an optimizer are converted like their parameters
+so is a missing tensor. The towers of composite models stay beside the text model
+(``core.hf.towers``). States of an optimizer are converted like their parameters
 (``core.hf.optimizer``).
 
 The result has the fields and facets of ``core.megatron.reshard.from_ranks``: one rank,
@@ -43,7 +44,8 @@ from core.hf.optimizer.states import (
 from core.hf.optimizer.to_global import NO_STATES, convert_states
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
 from core.hf.tensors.shifted import SHIFT_NOTE
-from core.hf.text_model import is_composite, towers_text
+from core.hf.text_model import is_composite
+from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.model.topology import Topology
@@ -109,12 +111,11 @@ def to_megatron(
         )
     _refuse_quantized(catalog, config)
     note = None
+    text = text_of(config, catalog.documents.get(CONFIG))
+    separated = None
     if family is None and is_composite(config):
-        raise UnsupportedError(
-            f"models of type {str(config.get('model_type'))[:80]!r} are a text model with other "
-            f"parts ({towers_text(catalog, config)}), which Megatron's GPT models do not have",
-            hint="convert the text model alone with --text-model",
-        )
+        separated = separate_model(catalog, config)
+        catalog, config = separated.text, separated.config
     if family is None:
         family, note = detect_family(catalog.tensors, config)
 
@@ -170,7 +171,6 @@ def to_megatron(
     _refuse_leftover([key for key in catalog.tensors if key not in used], family)
 
     # Collect the facts that the writer needs and the notes for the user.
-    text = text_of(config, catalog.documents.get(CONFIG))
     args = make_namespace(
         {
             **fields,
@@ -206,7 +206,7 @@ def to_megatron(
         tensor = tensors.get(key)
         return catalog.fragments(key) if tensor is None else tuple(tensor.fragments())
 
-    return Catalog(
+    result = Catalog(
         format=catalog.format,
         version=None,
         tensors={name: tensor.meta for name, tensor in tensors.items()},
@@ -221,6 +221,7 @@ def to_megatron(
         dropped=tuple(_dropped(catalog, has_optimizer=restored is not None)),
         facets={MegatronModel: facts, Topology: Topology()},
     )
+    return result if separated is None else separated.joined(result)
 
 
 def _trained_facts(tensor: GlobalTensor) -> tuple[int, str]:

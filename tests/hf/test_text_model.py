@@ -276,15 +276,15 @@ def _stack_experts(folder: Path, *, n_layers: int) -> None:
 def test_without_the_option_the_parts_are_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = _saved("mistral3", tmp_path / "model")
-    with pytest.raises(UnsupportedError, match=r"\(multi_modal_projector, vision_tower\)") as err:
+    model = _saved("qwen3_vl", tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=r"\(model\.visual\), and Megatron-Bridge") as err:
         run(Job(src=model, dst=tmp_path / "ranks", to="megatron"))
     assert "--text-model" in str(err.value.hint)
     assert not (tmp_path / "ranks").exists()
     args = ["convert", str(model), str(tmp_path / "text"), "--to", "hf", "--text-model"]
     assert main(args) == 0
     shown = capsys.readouterr().out
-    assert "multi_modal_projector.*, vision_tower.* (not part of the text model)" in shown
+    assert "model.visual.* (not part of the text model)" in shown
 
 
 def test_files_of_transformers_4_mean_the_same(tmp_path: Path) -> None:

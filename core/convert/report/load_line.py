@@ -5,7 +5,8 @@
 ==================== =============================================================================
  megatron, torch_dist options of Megatron's training script: ``--load DST``, the sizes, and
  and zarr of Megatron ``--no-load-optim`` or ``--no-load-rng`` for what is not in the checkpoint
- Hugging Face model   ``AutoModelForCausalLM.from_pretrained("DST")``
+ the same with towers Megatron-Bridge's setting ``checkpoint.pretrained_checkpoint=DST``
+ Hugging Face model   ``AutoModelForCausalLM.from_pretrained("DST")``; the class of a composite one
  adapter              ``PeftModel.from_pretrained(model, "DST")``; torch_dist with Megatron-Bridge's
                       ``load_peft_adapter_checkpoint``; rank files, which no library loads without
                       their model, with this project's ``ckpt.open``
@@ -15,7 +16,7 @@
 Source: Megatron-LM d98e8a64 ``training/arguments.py``, ``training/checkpointing.py``
 (``load_checkpoint``); transformers 5.23, huggingface_hub 2.4, safetensors 0.8, torch 2.13,
 zarr-python 3.1.6, tensorstore 0.1.86, orbax-checkpoint 0.12.8, DeepSpeed 0.19.8, peft 0.21.2,
-Megatron-Bridge 067f987d ``peft/utils.py``.
+Megatron-Bridge 067f987d ``peft/utils.py``, ``training/checkpointing.py``.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from core.formats.huggingface.files import CONFIG
 from core.formats.torch.weights_only import refused
 from core.hf.adapters.peft import ADAPTER_CONFIG
 from core.hf.adapters.to_peft import is_adapter
+from core.hf.towers.models import composite_models
 from core.megatron.extras.common_state import RNG
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.hybrid import NAMES as PATTERNS
 from core.megatron.model.pipeline import Pipeline, layout_text
 from core.megatron.model.topology import Topology
+from core.megatron.rules.tables import load_rules
 from core.opening.open import RELEASE, TRACKER
 from core.pickle.inert import as_mapping
 
@@ -79,10 +82,18 @@ def load_line(result: WrittenResult) -> str:
     if has_tracker and result.format.name == "torch_dist" and is_adapter(result.target):
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
         return f"load_peft_adapter_checkpoint(model, {_quoted(result.dst / metadata.parent)}, peft)"
+    if has_tracker and result.format.name == "torch_dist" and _has_towers(result.target):
+        return f"checkpoint.pretrained_checkpoint={shlex.quote(str(result.dst))}"
     # Megatron's training script loads an adapter only as a part of its model.
     if result.topology is not None and has_tracker and not is_adapter(result.target):
         return " ".join(_megatron_options(result, result.topology))
     return _library_call(result)
+
+
+def _has_towers(target: TargetCatalog) -> bool:
+    """Return True if a model of Megatron-Bridge has towers beside its text model."""
+    layers = tuple(f"{wrapper.text}decoder." for wrapper in load_rules().wrappers)
+    return any(key.startswith(layers) for key in target.tensors)
 
 
 def _library_call(result: WrittenResult) -> str:
@@ -135,6 +146,9 @@ def _safetensors_call(result: WrittenResult) -> str:
         return f"PeftModel.from_pretrained(model, {_quoted(dst)})"
     if result.config is not None and CONFIG in {image.path for image in result.images}:
         names = result.config.get("architectures")
+        composite = composite_models().get(str(result.config.get("model_type")))
+        if composite is not None:
+            return f"{composite.architecture}.from_pretrained({_quoted(dst)})"
         is_causal = isinstance(names, list) and any(str(name).endswith(_CAUSAL) for name in names)
         auto_class = f"AutoModel{_CAUSAL}" if is_causal else "AutoModel"
         return f"{auto_class}.from_pretrained({_quoted(dst)})"

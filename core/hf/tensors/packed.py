@@ -80,7 +80,7 @@ class Rearranged:
     @property
     def name(self) -> str:
         """Name of the encoding, for users."""
-        return "transposed experts"
+        return "transposed matrices"
 
     @property
     def unit_bytes(self) -> int:
@@ -178,3 +178,18 @@ def transpose_matrix(catalog: Catalog, key: str, number: int) -> list[Fragment]:
     n_matrices, *shape = catalog.tensors[key].shape
     matrix = PackedExpert(key, number, n_matrices, n_parts=1)
     return unpack_expert(catalog, f"{key}[{number}]", matrix, tuple(reversed(shape)))
+
+
+def transpose_tensor(catalog: Catalog, key: str, name: str) -> list[Fragment]:
+    """Return the fragments of a matrix, transposed.
+
+    Args:
+        catalog: the catalog with the matrix.
+        key: name of the matrix.
+        name: name of the result.
+    """
+    source = source_of(catalog, key)
+    encoding = Rearranged(source, full_box(source.shape), 1, is_packed=True)
+    shape = source.shape[::-1]
+    array = StoredArray(name, source.dtype, shape, Extent(source.file, 0, encoding=encoding))
+    return [Fragment(name, full_box(shape), array, (0,) * len(shape))]

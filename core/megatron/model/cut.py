@@ -199,6 +199,25 @@ def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
     return [Box((rows, *(0 for _ in cut.shape[1:])), (cut.shape[0] - rows, *cut.shape[1:]))]
 
 
+def check_towers(catalog: Catalog, format: str) -> None:
+    """Raise if a model with towers is to be written in another format than torch_dist.
+
+    Only Megatron-Bridge builds such models, and it saves and loads torch_dist and fsdp_dtensor.
+    Source: Megatron-Bridge 067f987d ``training/checkpointing.py`` (``load_checkpoint``).
+
+    Raises:
+        UnsupportedError: there are towers, and it is another one.
+    """
+    model = catalog.facet(MegatronModel)
+    if model is not None and model.wrapper is not None and format != "torch_dist":
+        raise UnsupportedError(
+            "the model has towers beside its text model: only Megatron-Bridge builds it, which "
+            f"does not load {format} checkpoints",
+            hint="write --to torch_dist; or convert a Hugging Face model's text model alone with "
+            "--text-model",
+        )
+
+
 def check_target(topology: Topology, facts: ModelFacts) -> None:
     """Raise for sizes that Megatron, or the model's experts, do not allow.
 

@@ -90,7 +90,7 @@ def unshard_global(
     # Find every tensor of the global form in the stored ones.
     stored = _find_tensors(
         catalog,
-        {key: without_prefix(prefix, key) for key in keys},
+        {key: without_prefix(prefix, key, rules) for key in keys},
         facts,
         rules,
         vocab_size=vocab_size,
@@ -107,9 +107,11 @@ def unshard_global(
         origins[name] = Origin((key,))
 
     order = sorted([*metas, *objects.state_keys()], key=by_place(rules))
+    wrapper = rules.wrapper_in(prefix)
     megatron = MegatronModel(
         vocab_size=stored.n_rows,
         expert_names=facts.expert_names,
+        wrapper=None if wrapper is None else wrapper.text,
         is_down_proj_cut=facts.is_mla and facts.is_local,
         order=tuple(order),
     )
@@ -268,7 +270,7 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     """
     if catalog.is_rank_local:
         return False
-    beginnings = tuple(prefix + stack for prefix in _PREFIXES for stack in rules.main_stacks)
+    beginnings = tuple(prefix + stack for prefix in _prefixes(rules) for stack in rules.main_stacks)
     if not any(key.startswith(beginnings) for key in catalog.tensors):
         return False
     args = common_entries(catalog).get("args")
@@ -283,8 +285,16 @@ def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:
     """
     attention = [key for key in catalog.tensors if ".self_attention." in key]
     return any(
-        rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in attention
+        rules.has_main_stack(key.removeprefix(prefix))
+        for prefix in _prefixes(rules)
+        for key in attention
     )
+
+
+def _prefixes(rules: Rules) -> list[str]:
+    """Return the prefixes that Megatron's names may have in keys."""
+    wrapped = [prefix + wrapper.text for wrapper in rules.wrappers for prefix in _PREFIXES]
+    return [*_PREFIXES, *wrapped]
 
 
 def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]:
@@ -308,7 +318,7 @@ def prefix_of(catalog: Catalog, rules: Rules) -> str:
     Raises:
         UnsupportedError: the keys are not Megatron's.
     """
-    for prefix in _PREFIXES:
+    for prefix in _prefixes(rules):
         if any(
             key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :])
             for key in catalog.tensors
@@ -321,19 +331,25 @@ def prefix_of(catalog: Catalog, rules: Rules) -> str:
     )
 
 
-def without_prefix(prefix: str, key: str) -> str:
+def without_prefix(prefix: str, key: str, rules: Rules) -> str:
     """Return a key without the prefix that all keys of the model have.
+
+    The names of towers beside a text model lack the last part of its prefix.
 
     Raises:
         UnsupportedError: the key does not have the prefix.
     """
-    if not key.startswith(prefix):
-        raise UnsupportedError(
-            f"the names of other tensors have the prefix {prefix!r}, this one does not",
-            key=key,
-            hint="drop it with --exclude",
-        )
-    return key[len(prefix) :]
+    if key.startswith(prefix):
+        return key[len(prefix) :]
+    wrapper = rules.wrapper_in(prefix)
+    name = "" if wrapper is None else key.removeprefix(prefix.removesuffix(wrapper.text))
+    if wrapper is not None and name.startswith(wrapper.towers):
+        return name
+    raise UnsupportedError(
+        f"the names of other tensors have the prefix {prefix!r}, this one does not",
+        key=key,
+        hint="drop it with --exclude",
+    )
 
 
 def _torch_dist_facet(catalog: Catalog) -> dict[type, object]:

@@ -201,7 +201,7 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
         if is_optimizer_key(key) or key in in_entries or (prefix and is_random_state(key)):
             continue
         try:
-            names[key] = without_prefix(prefix, key)
+            names[key] = without_prefix(prefix, key, rules)
         except CheckpointingException as err:
             report(err.breaking("layout.entries"))
 

@@ -15,8 +15,10 @@ Megatron writes for a rank (TP rank r, pipeline stage p) of a homogeneous model:
 
 Models whose layers differ, or may differ (``moe_layer_freq``), have one key per layer:
 ``decoder.layers.3.mlp.experts.experts.linear_fc2.weight`` (E, rows, columns). The output layer of a
-GPT model has no extra state and, where embeddings are tied, no weight. The states of an optimizer
-are stacked, cut and named like their parameters (``core.megatron.optimizer.sharded.write``).
+GPT model has no extra state and, where embeddings are tied, no weight. The names of a text model
+with towers beside it begin with ``language_model.`` (``Rules.wrappers``). The states of an
+optimizer are stacked, cut and named like their parameters
+(``core.megatron.optimizer.sharded.write``).
 
 Source: Megatron-LM d98e8a64 and megatron-core 0.16.1, pinned in tests/golden
     (``mcore*_torch_dist``).
@@ -37,13 +39,13 @@ from core.catalog.catalog import (
     TargetFragment,
     TensorMeta,
 )
-from core.catalog.facets import TorchDistFacts
+from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray, array_name
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
 from core.megatron.model.args import facts_of, replaced
-from core.megatron.model.cut import Cut, check_target, cuts_of, zeros_of
+from core.megatron.model.cut import Cut, check_target, check_towers, cuts_of, zeros_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.parts import with_sizes
 from core.megatron.model.stages import Stages
@@ -53,7 +55,7 @@ from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.sharded.write import StackedOptimizer
 from core.megatron.placement.adapter_rows import is_halved, to_stored_order
 from core.megatron.placement.joined import separate_parts
-from core.megatron.rules.rules import GPT, Rules
+from core.megatron.rules.rules import GPT, Rules, Wrapper
 from core.pickle.inert import TensorLeaf, walk
 
 
@@ -133,6 +135,7 @@ def stack(
             hint="write --to megatron",
         )
     check_target(topology, facts)
+    check_towers(catalog, format)
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
     catalog = _with_stored_rows(catalog, topology, facts)
 
@@ -154,7 +157,9 @@ def stack(
         )
 
     # Collect the tensors of every key; the optimizer decides how keys of its states are named.
-    names = _StackedNames(stages, topology, facts, rules, is_stacked)
+    described = catalog.facet(MegatronModel)
+    wrapper = rules.wrapper_in(None if described is None else described.wrapper)
+    names = _StackedNames(stages, topology, facts, rules, is_stacked, wrapper)
     target = None
     if catalog.optimizer is not None:
         target = ReshardTarget(
@@ -235,6 +240,7 @@ class _StackedNames:
 
     Args:
         is_stacked: layers share a key.
+        wrapper: names of the model of which the text model is a part, or None.
     """
 
     stages: Stages
@@ -242,9 +248,15 @@ class _StackedNames:
     facts: ModelFacts
     rules: Rules
     is_stacked: bool
+    wrapper: Wrapper | None = None
 
     def of(self, key: str) -> tuple[str, _StackedTensor]:
         """Return (key in torch_dist, the tensor's place in it) for a global name."""
+        name, tensor = self._of_text(key)
+        return name if self.wrapper is None else self.wrapper.wrapped(name), tensor
+
+    def _of_text(self, key: str) -> tuple[str, _StackedTensor]:
+        """Return the same for a model without towers."""
         rules = self.rules
         layer = rules.layer_of(key)
         if layer is None:
@@ -524,7 +536,8 @@ def _sharded_objects(
     # An extra state is that of a layer and expert. Of a GPT model's output layer none is saved.
     dropped: list[str] = []
     for key, value in states.items():
-        if names.facts.kind is GPT and names.rules.layer_of(key) is None:
+        is_of_tower = names.wrapper is not None and key.startswith(names.wrapper.towers)
+        if names.facts.kind is GPT and names.rules.layer_of(key) is None and not is_of_tower:
             if value is not None:
                 dropped.append(f"{key} (cannot be stored in torch_dist checkpoints of GPT models)")
             continue

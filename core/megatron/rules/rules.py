@@ -109,6 +109,23 @@ GPT = ModelKind(
 
 
 @dataclass(frozen=True, slots=True)
+class Wrapper:
+    """The names of a model that consists of a GPT model and of towers for images or sound.
+
+    Args:
+        text: beginning of the names of the GPT model's tensors.
+        towers: beginnings of the names of all others, which have the same form everywhere.
+    """
+
+    text: str
+    towers: tuple[str, ...]
+
+    def wrapped(self, name: str) -> str:
+        """Return the name in the complete model of a tensor of its GPT model or of a tower."""
+        return name if name.startswith(self.towers) else self.text + name
+
+
+@dataclass(frozen=True, slots=True)
 class ModelNames:
     """The facts about a model that the names of its tensors show.
 
@@ -150,6 +167,7 @@ class Rules:
         expert_forms: the forms of experts' names.
         stacks: beginnings of the names of layers, in the order of a rank file.
         models: the kinds of models, GPT first.
+        wrappers: the models that have a GPT model as a part, the longest ``text`` first.
         layer_order: beginnings of names within a layer, in the order of a rank file.
         buffers: patterns of tensors that are not parameters.
         sizes: sizes that are read from shapes.
@@ -167,6 +185,7 @@ class Rules:
     stacks: tuple[str, ...]
     models: tuple[ModelKind, ...]
     layer_order: tuple[str, ...]
+    wrappers: tuple[Wrapper, ...] = ()
     buffers: tuple[re.Pattern[str], ...] = ()
     sizes: tuple[ShapeSize, ...] = ()
     unstacked: tuple[str, ...] = ()
@@ -265,6 +284,10 @@ class Rules:
         """Return True if a parameter has a rule only because of ``--unknown replicate``."""
         rule = self._find_rule(name)
         return rule is not None and rule.source == UNKNOWN_SOURCE
+
+    def wrapper_in(self, prefix: str | None) -> Wrapper | None:
+        """Return the wrapper whose GPT model's names have a prefix that ends in this way."""
+        return next((item for item in self.wrappers if (prefix or "").endswith(item.text)), None)
 
     def stage_of(self, name: str) -> str | None:
         """Return ``first`` or ``last`` for a name outside of layers; None without such a rule."""

@@ -23,6 +23,7 @@ from core.megatron.rules.rules import (
     ModelKind,
     Rule,
     Rules,
+    Wrapper,
     tells_numbers_apart,
 )
 from core.megatron.rules.sizes import PartSize, ShapeSize, parsed_size
@@ -89,6 +90,7 @@ def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
             *(ModelKind(**{**row, "stacks": tuple(row["stacks"])}) for row in table["model"]),
         ),
         layer_order=tuple(table["order"]["layer"]),
+        wrappers=tuple(Wrapper(row["text"], tuple(row["towers"])) for row in table["wrapper"]),
         buffers=rows.buffers,
         sizes=rows.sizes,
         unstacked=tuple(table["unstacked"]),

@@ -1,0 +1,233 @@
+"""Take the towers off a Megatron model before its text model is converted, and put them beside it.
+
+The reverse of ``core.hf.towers.to_megatron``. ``config.json`` is the one that the complete model
+was converted from; values of the text model that training has changed are replaced in it. Names are
+those of the argument ``huggingface_names``, else the published ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
+from core.files.json_object import parse_json_object
+from core.hf.config_json.config import document
+from core.hf.config_json.origin import ConfigOrigin
+from core.hf.tensors.packed import transpose_tensor
+from core.hf.text_model import text_config_of
+from core.hf.towers.models import CompositeModel, TowerTensor, composite_models
+from core.hf.towers.to_megatron import NAMES_ARGUMENT
+from core.hf.values import CONFIG
+from core.megatron.rules.tables import load_rules
+
+_MROPE = "mrope"
+
+
+@dataclass(frozen=True, slots=True)
+class SeparatedTowers:
+    """The towers of a Megatron model, and its text model.
+
+    Args:
+        model: its entry in the table.
+        complete: Megatron's global form of all.
+        text: that of the text model.
+        fields: training arguments of the text model.
+        complete_origin: ``config.json`` of the complete model.
+        origin: that of its text model.
+        towers: Hugging Face name → the tensor and its name in Megatron.
+        beginnings: beginning of names in a text model → in the complete one.
+    """
+
+    model: CompositeModel
+    complete: Catalog
+    text: Catalog
+    fields: Mapping[str, object]
+    complete_origin: ConfigOrigin
+    origin: ConfigOrigin
+    towers: Mapping[str, TowerTensor]
+    beginnings: Mapping[str, str]
+
+    def joined(self, text: Catalog) -> Catalog:
+        """Return the complete model under Hugging Face's names.
+
+        Args:
+            text: the text model under these.
+
+        Raises:
+            CorruptError: two tensors would have the same name.
+        """
+        complete, towers = self.complete, self.towers
+        in_text = {self._name_of(key): key for key in text.tensors}
+        if len(in_text) < len(text.tensors) or in_text.keys() & towers.keys():
+            raise CorruptError(f"argument {NAMES_ARGUMENT} gives several tensors the same name")
+
+        def fragments_of(key: str) -> Sequence[Fragment]:
+            if key in in_text:
+                return [replace(item, key=key) for item in text.fragments(in_text[key])]
+            if key not in towers:
+                return text.fragments(key)
+            if towers[key].is_transposed:
+                return transpose_tensor(complete, towers[key].megatron, key)
+            return [replace(item, key=key) for item in complete.fragments(towers[key].megatron)]
+
+        tensors = {name: replace(text.tensors[key], key=name) for name, key in in_text.items()}
+        tensors |= {name: self._meta(name, tensor) for name, tensor in towers.items()}
+        documents = dict(text.documents)
+        if CONFIG in documents:
+            documents[CONFIG] = self._config_document(documents[CONFIG])
+        result = replace(text, tensors=tensors, fragments_of=fragments_of, documents=documents)
+        return result.with_facet(HuggingFaceModel(self.model.model_type))
+
+    def _name_of(self, key: str) -> str:
+        """Return the name in the complete model of a tensor of the text model."""
+        for start, complete in self.beginnings.items():
+            if key.startswith(start):
+                return complete + key.removeprefix(start)
+        raise UnknownTensorError(
+            f"{self.model.name} models of transformers do not have it", key=key
+        )
+
+    def _meta(self, name: str, tensor: TowerTensor) -> TensorMeta:
+        """Return the metadata of a tower's tensor under its Hugging Face name."""
+        meta = self.complete.tensors[tensor.megatron]
+        return replace(
+            meta, key=name, shape=meta.shape[::-1] if tensor.is_transposed else meta.shape
+        )
+
+    def _config_document(self, text: bytes) -> bytes:
+        """Return the ``config.json`` of the complete model for that of the text model."""
+        if text == self.origin.text:
+            return self.complete_origin.text
+        now, before = parse_json_object(text, file=CONFIG), self.origin.config
+        complete = dict(self.complete_origin.config)
+        own = complete.get("text_config")
+        target = dict(own) if isinstance(own, Mapping) else complete
+        for name in sorted(now.keys() | before.keys()):
+            if now.get(name) == before.get(name):
+                continue
+            value, old = now.get(name), target.get(name)
+            # The text model's rotary parameters lack what concerns images.
+            if isinstance(value, Mapping) and isinstance(old, Mapping):
+                value = {**old, **value}
+            target[name] = value
+            if name in complete and not isinstance(complete[name], Mapping):
+                complete[name] = value
+        if isinstance(own, Mapping):
+            complete["text_config"] = target
+        return document(complete)
+
+
+def separate_towers(
+    catalog: Catalog, fields: Mapping[str, object], origin: ConfigOrigin | None
+) -> SeparatedTowers | None:
+    """Separate the towers of a model from its text model; None if it has none.
+
+    Args:
+        catalog: Megatron's global form.
+        fields: training arguments by name.
+        origin: ``config.json`` of the complete model.
+
+    Raises:
+        UnsupportedError: ``config.json`` is unknown, or not that of a composite model of Megatron;
+            or the optimizer is to be converted.
+        CorruptError: the names in the arguments are no names.
+        MissingShardError: a tower lacks a tensor.
+    """
+    described = catalog.facet(MegatronModel)
+    if described is None or described.wrapper is None:
+        return None
+    model = None if origin is None else composite_models().get(str(origin.model_type))
+    if origin is None or model is None or model.wrapper != described.wrapper:
+        problem = f": its {CONFIG} is needed to name the tensors of the towers"
+        if origin is not None:
+            problem = f", which models of type {str(origin.model_type)[:80]!r} are not"
+        raise UnsupportedError(
+            f"the checkpoint is a text model with towers{problem}",
+            hint=f"give that of the complete model with --config FILE "
+            f"(types: {', '.join(composite_models())})",
+        )
+    if catalog.optimizer is not None:
+        raise UnsupportedError(
+            f"the optimizer of {model.name} models cannot have Hugging Face's names",
+            hint="drop it with --no-optim",
+        )
+
+    # Select the towers' tensors, and give them the names of the model that they came from.
+    wrapper = load_rules().wrapper_in(model.wrapper)
+    assert wrapper is not None, "the rules know every wrapper of the table"
+    beginnings = _beginnings_of(fields, model)
+    own_names = {item.hf: item for item in model.tensors}
+    towers: dict[str, TowerTensor] = {}
+    for tower in model.towers:
+        # One by one: a damaged configuration may describe more tensors than memory can hold.
+        for suffix in chain(tower.names(origin.config), tower.optional):
+            name = tower.megatron + suffix
+            own = own_names.get(name)
+            key = name if own is None else own.megatron
+            if key not in catalog.tensors:
+                if suffix not in tower.optional:
+                    raise MissingShardError("the tensor is not in the checkpoint", key=key)
+                continue
+            new = beginnings[tower.megatron] + suffix
+            towers[new] = TowerTensor(key, new, own is not None and own.is_transposed)
+    used = {tensor.megatron for tensor in towers.values()}
+    for key in catalog.tensors:
+        is_state = key.endswith("_extra_state")
+        if key.startswith(wrapper.towers) and key not in used and not is_state:
+            raise UnsupportedError(
+                f"{model.name} models of transformers do not have this tensor",
+                key=key,
+                hint=f"is this the {CONFIG} of these weights?",
+            )
+
+    # What is left is a text model, which turns text as ordinary ones do.
+    text = replace(
+        catalog,
+        tensors={
+            k: meta for k, meta in catalog.tensors.items() if not k.startswith(wrapper.towers)
+        },
+        objects={
+            k: item for k, item in catalog.objects.items() if not k.startswith(wrapper.towers)
+        },
+    )
+    text_fields = {key: value for key, value in fields.items() if key != "mrope_section"}
+    if text_fields.get("position_embedding_type") == _MROPE:
+        text_fields["position_embedding_type"] = "rope"
+    has_head = bool(fields.get("untie_embeddings_and_output_weights"))
+    config = text_config_of(origin.config, has_head=has_head, defaults=model.text_defaults)
+    return SeparatedTowers(
+        model,
+        catalog,
+        text,
+        text_fields,
+        origin,
+        ConfigOrigin(document(config), config),
+        towers,
+        {start: beginnings[start] for start in model.text},
+    )
+
+
+def _beginnings_of(fields: Mapping[str, object], model: CompositeModel) -> dict[str, str]:
+    """Return the beginnings of names in the Hugging Face model.
+
+    Raises:
+        CorruptError: the argument with the names is malformed.
+    """
+    result = {**model.text, **{tower.megatron: tower.hf[0] for tower in model.towers}}
+    text = fields.get(NAMES_ARGUMENT)
+    if text is None:
+        return result
+    if not isinstance(text, str):
+        raise CorruptError(f"argument {NAMES_ARGUMENT} is not a text")
+    names = parse_json_object(text.encode(), file=f"the argument {NAMES_ARGUMENT}")
+    if any(key not in result or not isinstance(value, str) for key, value in names.items()):
+        raise CorruptError(
+            f"argument {NAMES_ARGUMENT} has other entries than the names of {model.name}: "
+            f"{json.dumps(names)[:200]}"
+        )
+    return result | {key: str(value) for key, value in names.items()}

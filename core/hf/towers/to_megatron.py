@@ -1,0 +1,198 @@
+"""Take the towers off a composite model before its text model is converted, and put them beside it.
+
+::
+
+    model.layers.…  visual.… ─┬─ text model ─ core.hf.to_megatron ─▶ decoder.layers.… ─┬─▶ joined
+                              └─ towers ──────── other names ──────▶ visual.…         ─┘
+
+The result has Megatron's global form; the text model's names get their beginning
+(``language_model.``) where they are written (``MegatronModel.wrapper``). The names of the Hugging
+Face model travel in the argument ``huggingface_names``, as files differ in them.
+
+Not supported: see ``models.toml``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.facets import MegatronModel
+from core.changes.select import is_optimizer_key
+from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
+from core.hf.tensors.packed import transpose_tensor
+from core.hf.text_model import text_model_of, towers_text
+from core.hf.towers.models import (
+    CompositeModel,
+    TowerTensor,
+    as_mapping_of_names,
+    composite_models,
+    refused_composites,
+)
+from core.megatron.model.args import replaced
+from core.pickle.inert import as_mapping
+
+NAMES_ARGUMENT = "huggingface_names"
+"""Name of the argument with the beginnings of names in the Hugging Face model, as JSON."""
+TEXT_MODEL_HINT = "convert the text model alone with --text-model"
+_UNKNOWN = "which ckpt does not know from Megatron"
+
+
+@dataclass(frozen=True, slots=True)
+class SeparatedModel:
+    """A composite model in two parts.
+
+    Args:
+        model: its entry in the table.
+        complete: the catalog with all tensors.
+        text: the text model's tensors, named as in a text model.
+        config: the text model's parsed ``config.json``.
+        towers: Megatron's name → the tensor and its name in ``complete``.
+        beginnings: beginning of names in a text model, or of towers in Megatron → in ``complete``.
+        mrope_section: channels that positions in time, height and width turn, or None.
+    """
+
+    model: CompositeModel
+    complete: Catalog
+    text: Catalog
+    config: Mapping[str, object]
+    towers: Mapping[str, TowerTensor]
+    beginnings: Mapping[str, str]
+    mrope_section: Sequence[object] | None
+
+    def joined(self, text: Catalog) -> Catalog:
+        """Return Megatron's global form of the complete model.
+
+        Args:
+            text: that of the text model.
+        """
+        complete, towers = self.complete, self.towers
+
+        def fragments_of(key: str) -> Sequence[Fragment]:
+            if key not in towers:
+                return text.fragments(key)
+            if towers[key].is_transposed:
+                return transpose_tensor(complete, towers[key].hf, key)
+            return [replace(item, key=key) for item in complete.fragments(towers[key].hf)]
+
+        tensors = {name: self._meta(name, tensor) for name, tensor in towers.items()}
+        changes: dict[str, object] = {NAMES_ARGUMENT: json.dumps(self.beginnings)}
+        if self.mrope_section is not None:
+            changes["position_embedding_type"] = "mrope"
+            changes["mrope_section"] = list(self.mrope_section)
+        args = replaced(text.args, {}, added=changes)
+        described = text.facet(MegatronModel)
+        assert described is not None, "to_megatron describes the model"
+        order = (*tensors, *self.model.extra_states, *(described.order or ()))
+        note = (
+            f"Megatron's training script cannot build {self.model.name}: Megatron-Bridge's "
+            f"{self.model.builder} does"
+        )
+        return replace(
+            text,
+            tensors={**tensors, **text.tensors},
+            fragments_of=fragments_of,
+            objects={
+                **{key: StoredObject(key) for key in self.model.extra_states},
+                **text.objects,
+            },
+            args=args,
+            common={**(text.common or {}), "args": args},
+            notes=(*(item for item in text.notes if "training script cannot" not in item), note),
+        ).with_facet(replace(described, wrapper=self.model.wrapper, order=order))
+
+    def _meta(self, name: str, tensor: TowerTensor) -> TensorMeta:
+        """Return the metadata of a tower's tensor under Megatron's name."""
+        meta = self.complete.tensors[tensor.hf]
+        return replace(
+            meta, key=name, shape=meta.shape[::-1] if tensor.is_transposed else meta.shape
+        )
+
+
+def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedModel:
+    """Separate the towers of a composite model from its text model.
+
+    Args:
+        catalog: flat keys, as transformers names them.
+        config: parsed ``config.json``.
+
+    Raises:
+        UnsupportedError: Megatron has no such model, or the checkpoint has optimizer states.
+        UnknownTensorError: Megatron's model does not have a tensor.
+        MissingShardError: a tower lacks a tensor.
+        CorruptError: ``config.json`` has no number of layers.
+    """
+    model_type = str(config.get("model_type"))[:80]
+    model = composite_models().get(model_type)
+    if model is None:
+        raise UnsupportedError(
+            f"models of type {model_type!r} are a text model with other parts "
+            f"({towers_text(catalog, config)}), {_reason(model_type)}",
+            hint=TEXT_MODEL_HINT,
+        )
+    state = next((key for key in catalog.tensors if is_optimizer_key(key)), None)
+    if state is not None:
+        raise UnsupportedError(
+            f"optimizer states of {model.name} models under Hugging Face's names are not supported",
+            key=state,
+            hint="drop the optimizer with --no-optim",
+        )
+
+    text = text_model_of(catalog, config, defaults=model.text_defaults)
+    in_text = set(text.name_of.values())
+    beginnings = _beginnings_of_text(text.name_of, model)
+
+    # The towers, which must be complete; a name that is left over is no tensor of theirs.
+    keys = [key for key in catalog.tensors if key not in in_text]
+    towers: dict[str, TowerTensor] = {}
+    for tower in model.towers:
+        start = next(
+            (item for item in tower.hf if any(key.startswith(item) for key in keys)), tower.hf[0]
+        )
+        beginnings[tower.megatron] = start
+        optional = [name for name in tower.optional if start + name in catalog.tensors]
+        for name in (*tower.names(config), *optional):
+            key, megatron = start + name, tower.megatron + name
+            if key not in catalog.tensors:
+                raise MissingShardError("the tensor is not in the checkpoint", key=key)
+            own = next((item for item in model.tensors if item.hf == megatron), None)
+            megatron = megatron if own is None else own.megatron
+            towers[megatron] = TowerTensor(megatron, key, own is not None and own.is_transposed)
+    used = {tensor.hf for tensor in towers.values()}
+    surplus = next((key for key in keys if key not in used), None)
+    if surplus is not None:
+        raise UnknownTensorError(
+            f"Megatron-Bridge's {model.name} does not have this tensor",
+            key=surplus,
+            hint="drop it with --exclude if the model does not need it, or " + TEXT_MODEL_HINT,
+        )
+    text_values = as_mapping_of_names(config.get("text_config")) or config
+    rope = as_mapping(text_values.get("rope_parameters") or text_values.get("rope_scaling")) or {}
+    section = rope.get("mrope_section")
+    return SeparatedModel(
+        model,
+        catalog,
+        replace(text.catalog, dropped=catalog.dropped),
+        text.config,
+        towers,
+        beginnings,
+        section if isinstance(section, list) else None,
+    )
+
+
+def _reason(model_type: str) -> str:
+    """Return why the towers of a model type are not carried."""
+    reason = refused_composites().get(model_type)
+    return _UNKNOWN if reason is None else f"and {reason}"
+
+
+def _beginnings_of_text(name_of: Mapping[str, str], model: CompositeModel) -> dict[str, str]:
+    """Return beginning of names in a text model → in the complete model of these files."""
+    result: dict[str, str] = {}
+    for start in model.text:
+        name = next((name for name in name_of if name.startswith(start)), None)
+        if name is not None:
+            result[start] = name_of[name].removesuffix(name.removeprefix(start))
+    return result

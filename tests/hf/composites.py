@@ -1,0 +1,103 @@
+"""Tiny composite models of transformers, with numbers that follow from names and indices."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "intermediate_size": 24,
+}
+_VISION = {
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {
+                **_TEXT,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [1, 1],
+                },
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 12,
+                "intermediate_size": 20,
+                "num_heads": 2,
+                "out_hidden_size": 16,
+                "patch_size": 2,
+            },
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {
+                **_TEXT,
+                "head_dim": 4,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "vision_config": {**_VISION, "vision_use_head": False},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**_VISION, "head_dim": 6},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2_audio": (
+        "Qwen2AudioForConditionalGeneration",
+        {
+            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "audio_config": {
+                "d_model": 12,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 20,
+                "num_mel_bins": 8,
+                "max_source_positions": 10,
+            },
+        },
+    ),
+}
+"""Model type → (class, values of its configuration)."""
+
+
+def saved_composite(name: str, folder: Path, **changes: Any) -> Path:
+    """What ``save_pretrained`` writes of a composite model; every tensor has its own numbers."""
+    import transformers
+
+    architecture, values = COMPOSITES[name]
+    config = transformers.AutoConfig.for_model(name, **{**values, **changes})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = getattr(transformers, architecture)(config)
+        for key, value in model.state_dict().items():
+            numbers = torch.arange(value.numel()) % 251 + crc32(key.encode()) % 1009
+            value.copy_((numbers / 256).reshape(value.shape))
+        model.save_pretrained(folder)
+    return folder
