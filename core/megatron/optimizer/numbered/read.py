@@ -224,12 +224,12 @@ def _slots(catalog: Catalog, group: StoredGroup) -> Slots:
     """
     shapes: list[Shape | None] = []
     for states in group.states:
-        known = {
+        state_shapes = {
             catalog.meta(leaf.key).shape
             for name, leaf in states.items()
             if name != STEP_NAME and name not in FACTORS and isinstance(leaf, TensorLeaf)
         }
-        shapes.append(known.pop() if len(known) == 1 else None)
+        shapes.append(state_shapes.pop() if len(state_shapes) == 1 else None)
     masters = (
         None if group.masters is None else [catalog.meta(leaf.key).shape for leaf in group.masters]
     )
