@@ -51,6 +51,7 @@ ORBAX_LAYERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("orbax_layers.tar.xz")
 FRAMEWORKS_ARCHIVE = GOLDEN_ARCHIVE.with_name("frameworks.tar.xz")
 LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
+TORCHTITAN_ARCHIVE = GOLDEN_ARCHIVE.with_name("torchtitan.tar.xz")
 TWO_MODELS_ARCHIVE = GOLDEN_ARCHIVE.with_name("two_models.tar.xz")
 DIFFUSERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("diffusers.tar.xz")
 MEGATRON_FSDP_ARCHIVE = GOLDEN_ARCHIVE.with_name("megatron_fsdp.tar.xz")
@@ -88,6 +89,12 @@ def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _made_or_unpacked(
         "CKPT_DEEPSPEED", DEEPSPEED_ARCHIVE, "deepspeed_parallel", tmp_path_factory
     )
+
+
+@pytest.fixture(scope="session")
+def torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the models of torchtitan, and of what its adapters make of them."""
+    return _unpacked(TORCHTITAN_ARCHIVE, "torchtitan", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
