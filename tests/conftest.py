@@ -81,6 +81,7 @@ ORBAX_LAYERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("orbax_layers.tar.xz")
 FRAMEWORKS_ARCHIVE = GOLDEN_ARCHIVE.with_name("frameworks.tar.xz")
 LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
+TORCHTITAN_ARCHIVE = GOLDEN_ARCHIVE.with_name("torchtitan.tar.xz")
 TWO_MODELS_ARCHIVE = GOLDEN_ARCHIVE.with_name("two_models.tar.xz")
 DIFFUSERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("diffusers.tar.xz")
 LLAMA_RUNS_ARCHIVE = GOLDEN_ARCHIVE.with_name("llama_runs.tar.xz")
@@ -120,6 +121,12 @@ def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _made_or_unpacked(
         "CKPT_DEEPSPEED", DEEPSPEED_ARCHIVE, "deepspeed_parallel", tmp_path_factory
     )
+
+
+@pytest.fixture(scope="session")
+def torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the models of torchtitan, and of what its adapters make of them."""
+    return _unpacked(TORCHTITAN_ARCHIVE, "torchtitan", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@
 
     rank files, stacked keys ── unshard ── changes ──┬──────────────▶ Megatron's global form
                                                      └── hf.to_hf ──▶ Hugging Face names
+    torchtitan's names ── hf.torchtitan ──▶ Hugging Face names
     Hugging Face names ── changes ──┬── hf.to_megatron ──▶ Megatron's global form
                                     └────────────────────▶ Hugging Face names
     anything else ── changes ──▶ the names it had
@@ -172,6 +173,7 @@ def global_form(
     """
     from core.hf import is_hf, read_family, text_model_of
     from core.hf.adapters.peft import is_peft
+    from core.hf.torchtitan import from_torchtitan, is_torchtitan
 
     # Read the objects, the layout rules and the configuration that describes the model.
     without_state = without_training_state(source.catalog, job, format)
@@ -192,6 +194,9 @@ def global_form(
     if job.text_model:
         text = text_model_of(catalog, config)
         catalog, config = text.catalog, text.config
+    if config is not None and (names is not None or is_cut(format)) and is_torchtitan(catalog):
+        has_no_optimizer = job.optim == "drop" or (job.optim is None and format.carries_files)
+        catalog = from_torchtitan(catalog, config, has_no_optimizer=has_no_optimizer)
     request = _FormRequest(
         job=job,
         format=format,

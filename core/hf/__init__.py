@@ -15,6 +15,8 @@ that of a Megatron model from its arguments (``core.hf.choice``). What arguments
 stays with the checkpoint (``core.hf.config_json.origin``). LoRA adapters have a package
 of their own (``core.hf.adapters``).
 
+Models of torchtitan get Hugging Face's names first (``core.hf.torchtitan``).
+
 States of an optimizer follow their parameters (``core.hf.optimizer``).
 
 The vision and audio towers of some composite models stay beside the text model

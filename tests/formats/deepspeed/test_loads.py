@@ -21,7 +21,9 @@ from core.formats.deepspeed import format as deepspeed
 from tests.formats.deepspeed.deepspeed_samples import written
 from tests.support.materialize import tensor_bytes
 
-if importlib.util.find_spec("deepspeed") is None:
+PYTHON = os.environ.get("CKPT_DEEPSPEED_PYTHON")
+"""An interpreter with DeepSpeed, as scripts/framework-tests has it; else that of the tests."""
+if PYTHON is None and importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
@@ -100,7 +102,7 @@ def seen_by_deepspeed(
     arguments = [str(folder), str(out), str(stage), str(n_groups), "1" if has_state else "0"]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
+        [PYTHON or sys.executable, "-c", SCRIPT, *arguments],
         capture_output=True,
         text=True,
         timeout=600,
