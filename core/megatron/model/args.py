@@ -29,6 +29,8 @@ ADAPTER_ARGUMENT = "peft_adapter_config"
 
 No version of Megatron reads it.
 """
+SINCE_0_19 = "mamba_training_ssm_states_dtype"
+"""An argument that Megatron's training script has since core 0.19."""
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _REFUSED = {
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",

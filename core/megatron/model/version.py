@@ -9,15 +9,16 @@
     0.16     all, in one order; ``default_config`` marks those           yes
              with the usual learning rate
 
-Since 0.17 there is no legacy GroupedMLP (``experts.weight1``).
+Since 0.17 there is no legacy GroupedMLP (``experts.weight1``). Since 0.19 the convolution of
+Mamba's mixers is a parameter of these, ``conv1d_weight``.
 
 Megatron loads the states of a file's first group into its own first group: with another order, or
 with a group too many or too few, it fails or trains with states of other parameters.
 
 Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
 ``_get_param_groups``, ``core/transformer/transformer_config.py``; that 0.14 was the first to list
-empty groups, its tag in Megatron-LM. tests/real_megatron loads what is written for 0.12 and 0.16
-into 0.12.1 and 0.16.1.
+empty groups, and 0.19 the first with ``conv1d_weight``, their tags in Megatron-LM.
+tests/real_megatron loads what is written for 0.12 and 0.16 into 0.12.1 and 0.16.1.
 
 Not supported: versions before 0.12.
 """
@@ -62,6 +63,11 @@ class MegatronVersion:
     def has_grouped_mlp(self) -> bool:
         """True if experts may be the legacy GroupedMLP: all experts of a rank in one parameter."""
         return self < MegatronVersion(0, 17)
+
+    @property
+    def has_direct_convolution(self) -> bool:
+        """True if the convolution of Mamba's mixers is conv1d_weight, not conv1d.weight."""
+        return self >= MegatronVersion(0, 19)
 
     @property
     def has_layout_strings(self) -> bool:

@@ -44,7 +44,7 @@ from core.megatron.extras.extra_states import adapt_expert_states
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
-from core.megatron.model.args import facts_of
+from core.megatron.model.args import SINCE_0_19, facts_of, fields_of
 from core.megatron.model.cut import Cut, check_target, check_towers, cuts_of, param_array, zeros_of
 from core.megatron.model.facts import ModelFacts, pipeline_notes
 from core.megatron.model.new_args import update_args
@@ -132,7 +132,8 @@ def shard(
     places = homes_at(model, topology, facts, rules, pipeline=pipeline, expert_names=expert_names)
     plan = _ShardPlan(model, topology, facts, rules, cuts, places)
     homes, home_notes = plan.find_homes()
-    notes = [*catalog.notes, *layout_notes, *home_notes]
+    convolution_notes = _convolution_notes(model, rules, version=version)
+    notes = [*catalog.notes, *layout_notes, *convolution_notes, *home_notes]
 
     # Plan the files, rank by rank.
     args = _new_args(plan, pipeline, homes)
@@ -231,6 +232,38 @@ def _layout_notes(
             "and later can load the files"
         )
     return notes
+
+
+def _convolution_notes(
+    model: Catalog, rules: Rules, *, version: MegatronVersion | None
+) -> list[str]:
+    """Return the note that the source's megatron-core does not load Mamba's convolution.
+
+    Raises:
+        UnsupportedError: the megatron-core that is to load the files has other names.
+    """
+    newer = tuple(name for name, _ in rules.torch_dist_names)
+    older = tuple(name for _, name in rules.torch_dist_names)
+    subs = [layer.sub for layer in map(rules.layer_of, model.tensors) if layer is not None]
+    is_newer = any(sub.startswith(newer) for sub in subs)
+    if not is_newer and not any(sub.startswith(older) for sub in subs):
+        return []
+
+    # The other names also come in another order, by which an optimizer is numbered.
+    if version is not None and version.has_direct_convolution != is_newer:
+        name = "conv1d_weight" if is_newer else "conv1d.weight"
+        raise UnsupportedError(
+            f"Mamba's convolution is {name} in these rank files, which megatron-core {version} "
+            "does not load",
+            hint="write torch_dist, which it loads: --to torch_dist",
+        )
+    if version is None and not is_newer and SINCE_0_19 in fields_of(model.args):
+        note = (
+            "the arguments are those of megatron-core 0.19 or later, which does not load Mamba's "
+            "conv1d.weight from rank files: write torch_dist for it"
+        )
+        return [note]
+    return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from core.errors import (
 )
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.model.version import parse_version
 from core.megatron.reshard.reshard import Rules, load_rules, shard, stack, unshard
 from core.pickle.inert import as_mapping
 from tests.megatron.support.kinds import catalog_of
@@ -323,6 +324,34 @@ def test_torch_dist_has_the_older_names_of_mamba_s_convolution() -> None:
     for key, array in made.arrays().items():
         older = key.replace("conv1d_", "conv1d.")
         assert tensor_bytes(again, store, older).tobytes() == array.tobytes(), key
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_rank_files_whose_convolution_the_named_version_does_not_load_are_refused(
+    is_newer: bool,
+) -> None:
+    names = {
+        name.replace("conv1d.", "conv1d_" if is_newer else "conv1d."): at
+        for name, at in MAMBA_2.items()
+    }
+    made = model([names] * 2, norm="final_norm")
+    _, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
+    source = unshard(catalog, rules=RULES)
+    fitting, other = ("0.19", "0.18") if is_newer else ("0.18", "0.19")
+    shard(source, Topology(tp=2), rules=RULES, version=parse_version(fitting))
+    with pytest.raises(UnsupportedError, match=f"megatron-core {other} does not load"):
+        shard(source, Topology(tp=2), rules=RULES, version=parse_version(other))
+
+
+def test_arguments_of_a_newer_megatron_give_a_note_on_mamba_s_convolution() -> None:
+    made = model([MAMBA_2] * 2, norm="final_norm")
+    args = {**made.arguments(Topology()), "mamba_training_ssm_states_dtype": None}
+    for options, n_notes in ((args, 1), (made.arguments(Topology()), 0)):
+        _, catalog = catalog_of(options, Topology(), made.files(Topology()))
+        target = shard(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
+        assert (
+            sum("does not load Mamba's conv1d.weight" in note for note in target.notes) == n_notes
+        )
 
 
 @pytest.mark.parametrize(

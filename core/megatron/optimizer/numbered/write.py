@@ -105,8 +105,8 @@ class NumberedFiles:
         for param in params:
             if param.key in self._groups.group_of:
                 stored.setdefault((param.chunk, param.name), []).append(param.key)
-        held = tuple(stored.values())
-        names = [keys[0] for keys in held]
+        keys_of_params = tuple(stored.values())
+        names = [keys[0] for keys in keys_of_params]
         listed = self._groups.order(names)
         self._note_order(listed, names)
 
@@ -114,9 +114,9 @@ class NumberedFiles:
         members = self._groups.by_member(listed) or [[]]
         place = f"{folder}:optimizer"
         if len(members) == 1:
-            return self._member(rank, place, coords, members[0], held)
+            return self._member(rank, place, coords, members[0], keys_of_params)
         return [
-            self._member(rank, f"{place}.{i}", coords, groups, held)
+            self._member(rank, f"{place}.{i}", coords, groups, keys_of_params)
             for i, groups in enumerate(members)
         ]
 
@@ -149,14 +149,14 @@ class NumberedFiles:
         place: str,
         coords: Coords,
         numbers: Sequence[int],
-        held: Sequence[Sequence[str]],
+        keys_of_params: Sequence[Sequence[str]],
     ) -> dict[object, object]:
         """Return one optimizer of a rank.
 
         Args:
             place: prefix of the optimizer's array names.
             numbers: numbers of the optimizer's groups.
-            held: keys of the tensors that each of the rank's parameters holds, in order.
+            keys_of_params: keys of the tensors that each of the rank's parameters holds, in order.
         """
         inner = f"{place}.{INNER[0]}" if self._has_masters else place
         state: dict[object, object] = {}
@@ -165,7 +165,7 @@ class NumberedFiles:
 
         # Number the parameters group by group.
         for at, number in enumerate(numbers):
-            params = [keys for keys in held if self._groups.group_of[keys[0]] == number]
+            params = [keys for keys in keys_of_params if self._groups.group_of[keys[0]] == number]
             first = len(state)
             leaves: list[object] = []
             for i, keys in enumerate(params, start=first):
