@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ckpt_cli.pages.pictures.zero_ranks import zero_lines
 from ckpt_cli.screen.terminal import Screen, columns_of
 from core.pictures.zero_ranks import ZeroFile, ZeroGrid, read_zero_grid
+from core.validate.run import validate
 from tests.support.edited import copied
 
 
@@ -37,6 +39,35 @@ def test_a_missing_file_is_missing_in_the_grid_and_nothing_else(
     assert grid is not None and grid.n_ranks == 2
     assert grid.missing == [ZeroFile(rank, lost, None)]
     assert grid.missing[0] in grid.kinds[kind]
+
+
+@pytest.mark.parametrize(
+    ("case", "lost"),
+    [
+        ("pipeline_tp2_zero1", "mp_rank_03_model_states.pt"),
+        ("pipeline_zero1", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+        ("autotp_zero3", "zero_pp_rank_0_mp_rank_01_model_states.pt"),
+    ],
+)
+def test_every_model_parallel_rank_has_its_own_files(
+    case: str, lost: str, deepspeed_parallel: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(deepspeed_parallel / case, tmp_path / "x")
+    complete = read_zero_grid(tmp_path / "x")
+    assert complete is not None and not complete.missing
+    names = [file.name for files in complete.kinds.values() for file in files]
+    stored = {path.name for path in (tmp_path / "x/global_step2").glob("*mp_rank_*")}
+    assert sorted(names) == sorted(stored)
+    (tmp_path / "x/global_step2" / lost).unlink()
+    grid = read_zero_grid(tmp_path / "x")
+    assert grid is not None
+    assert [file.name for file in grid.missing] == [lost]
+    lines = list(zero_lines(Screen(60), grid))
+    codes = {(item.code, item.file) for item in validate(tmp_path / "x").findings}
+    assert ("CK160" if "zero_pp_rank" in lost else "CK101", lost) in codes
+    number = int(lost.split("mp_rank_")[1][:2])
+    assert any(line.startswith(("model", "optimizer")) and f"mp {number}" in line for line in lines)
+    assert lost in lines[-1]
 
 
 @pytest.mark.parametrize(

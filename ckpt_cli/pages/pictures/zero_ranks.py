@@ -1,4 +1,4 @@
-"""The picture of DeepSpeed's data-parallel ranks: a row for each kind of file, a column per rank.
+"""The picture of DeepSpeed's ranks: a row for each kind of file, a column per data-parallel rank.
 
 Where the bytes of all ranks do not fit, a rank is one character.
 """
@@ -65,7 +65,8 @@ def _bytes_cell(file: ZeroFile) -> Cell:
 def _marked_lines(screen: Screen, grid: ZeroGrid) -> Iterator[str]:
     """Yield rows in which a rank is one character, without the later ones that are complete."""
     absent = "✗" if screen.has_unicode else "X"
-    width = min(_MARKS, max((screen.width or _UNLIMITED) - 26, 10))
+    label = max(9, *map(len, grid.kinds))
+    width = min(_MARKS, max((screen.width or _UNLIMITED) - 17 - label, 10))
     digits = len(str(grid.n_ranks - 1))
     n_left_out = 0
     for kind, files in grid.kinds.items():
@@ -81,7 +82,7 @@ def _marked_lines(screen: Screen, grid: ZeroGrid) -> Iterator[str]:
             )
             last = first + len(ranks) - 1
             span = f"dp {first:>{digits}}-{last:<{digits}}"
-            line = screen.plain(f"{kind:<9}  {span}  {marks}".rstrip())
+            line = screen.plain(f"{kind:<{label}}  {span}  {marks}".rstrip())
             yield line.replace(absent, screen.styled(absent, "red"))
     if n_left_out:
         text = f"{n_text(n_left_out, 'more row')} without missing files"

@@ -12,14 +12,14 @@ Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from core.checks.check import Check
 from core.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
 from core.checks.finding import Finding
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.formats.deepspeed.files import name_of_rank
+from core.formats.deepspeed.files import name_of_rank, parse_zero_name
 from core.formats.deepspeed.optim_states import recorded_ranks
 from core.formats.deepspeed.universal.parameter import lacking_files
 from core.formats.megatron.format import MODEL_FILE, OPTIM_FILE
@@ -144,28 +144,35 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
     """Check that the files of all data-parallel ranks exist."""
     if subject.catalog is not None:
         return
-    optim = _files_by_rank(subject, _OPTIM)
-    models = _files_by_rank(subject, _ZERO_MODEL)
-    n_ranks = recorded_ranks(subject.store, optim.values())
-    if optim:
-        yield from _missing_ranks(optim, "optimizer", n_ranks=n_ranks)
-    if models:
-        n_models = None if n_ranks is None else len(optim)
-        yield from _missing_ranks(models, "model", n_ranks=n_models)
-    # Without ZeRO-3, a single model file names the parameters.
-    if optim and not models and not any(map(_MODEL.match, subject.files)):
-        name = "mp_rank_00_model_states.pt"
-        yield MISSING.finding(
-            "the model file, which names the parameters, is missing",
-            file=name,
-            expected=name,
-            found="no such file",
-        )
+    # Each model-parallel rank has files of its own.
+    files_of: dict[int, list[str]] = {}
+    for name in subject.files:
+        parts = parse_zero_name(name)
+        if parts is not None:
+            files_of.setdefault(parts.mp_rank, []).append(name)
+    for mp_rank, files in sorted(files_of.items()):
+        optim = _files_by_rank(files, _OPTIM)
+        models = _files_by_rank(files, _ZERO_MODEL)
+        n_ranks = recorded_ranks(subject.store, optim.values())
+        if optim:
+            yield from _missing_ranks(optim, "optimizer", n_ranks=n_ranks)
+        if models:
+            n_models = None if n_ranks is None else len(optim)
+            yield from _missing_ranks(models, "model", n_ranks=n_models)
+        # Without ZeRO-3, a single model file names the parameters.
+        if optim and not models and not any(map(_MODEL.match, files)):
+            name = f"mp_rank_{mp_rank:02d}_model_states.pt"
+            yield MISSING.finding(
+                "the model file, which names the parameters, is missing",
+                file=name,
+                expected=name,
+                found="no such file",
+            )
 
 
-def _files_by_rank(subject: Subject, pattern: re.Pattern[str]) -> dict[int, str]:
+def _files_by_rank(files: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
     """Return data-parallel rank → name of its file, for the files that match."""
-    return {int(match[2]): name for name in subject.files if (match := pattern.match(name))}
+    return {int(match[2]): name for name in files if (match := pattern.match(name))}
 
 
 def _missing_ranks(
@@ -194,7 +201,7 @@ def _missing_ranks(
 def check_universal_files(subject: Subject) -> Iterator[Finding]:
     """Check the files of a universal checkpoint, including those in the parameters' directories."""
     # The files of the model's state and of the optimizer's groups.
-    models = _files_by_rank(subject, _ZERO_MODEL)
+    models = _files_by_rank(subject.files, _ZERO_MODEL)
     if models:
         yield from _missing_ranks(models, "model", n_ranks=None)
     elif not any(map(_MODEL.match, subject.files)):

@@ -103,17 +103,28 @@ def is_rank_file(name: str) -> bool:
     return any(pattern.match(name) for pattern in patterns)
 
 
-def kind_and_rank(name: str) -> tuple[str, int] | None:
-    """Return the kind of a rank file, ``model`` or ``optimizer``, and its data-parallel rank.
+@dataclass(frozen=True, slots=True)
+class ZeroFileName:
+    """The parts of a rank file's name.
 
-    Returns:
-        None for other files. The model file of ZeRO-0, 1 and 2 is written by rank 0.
+    Args:
+        kind: ``model`` or ``optimizer``.
+        rank: data-parallel rank; 0 for the model file of ZeRO-0, 1 and 2, which rank 0 writes.
+        mp_rank: model-parallel rank.
     """
-    for kind, pattern in (("optimizer", _OPTIM), ("model", _ZERO_MODEL)):
+
+    kind: str
+    rank: int
+    mp_rank: int
+
+
+def parse_zero_name(name: str) -> ZeroFileName | None:
+    """Parse the name of a rank's file; None for other files."""
+    for kind, pattern in (("optimizer", _OPTIM), ("model", _ZERO_MODEL), ("model", _MODEL)):
         match = pattern.match(name)
         if match is not None:
-            return kind, int(match["rank"])
-    return ("model", 0) if _MODEL.match(name) else None
+            return ZeroFileName(kind, int(match.groupdict().get("rank", 0)), int(match["mp_rank"]))
+    return None
 
 
 def model_parallel_ranks(store: ReadStore) -> Sequence[int]:
@@ -228,6 +239,11 @@ def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
 def name_of_rank(like: str, rank: int) -> str:
     """Return the name of a rank's file, given that of another rank."""
     return re.sub(r"(zero_pp|expp)_rank_\d+", rf"\g<1>_rank_{rank}", like)
+
+
+def name_of_mp_rank(like: str, rank: int) -> str:
+    """Return the name of a model-parallel rank's file, given that of another one."""
+    return re.sub(r"mp_rank_\d+", f"mp_rank_{rank:02d}", like)
 
 
 def missing_rank(like: str, rank: int) -> MissingShardError:

@@ -140,3 +140,25 @@ def test_model_parallel_engines_load_what_was_joined(
         assert set(rank["steps"]) == {2.0} and rank["global_steps"] == 2
         assert 0 < rank["loss"] < 100
     assert {key for rank in ranks for key in rank["values"]} == set(expected)
+
+
+@pytest.mark.parametrize("case", ["moe_zero1", "moe_zero2_two_sizes"])
+def test_an_engine_without_expert_parallelism_loads_all_experts(
+    deepspeed_parallel: Path, tmp_path: Path, case: str
+) -> None:
+    folder = tmp_path / "universal"
+    convert(Job(src=deepspeed_parallel / case, dst=folder, to="ucp", fsync=False))
+    stage = 2 if "zero2" in case else 1
+    ranks = loaded(case, folder, tmp_path / "out", stage=stage, n_ranks=2)
+    truth = torch.load(deepspeed_parallel / case / "truth.pt", weights_only=True)
+    expected = {
+        name if state == "fp32" else f"{name}/{state}": tensor
+        for name, states in truth.items()
+        for state, tensor in states.items()
+    }
+    for rank in ranks:
+        assert set(rank["values"]) == set(expected)
+        for key, tensor in rank["values"].items():
+            assert torch.equal(tensor, expected[key]), key
+        assert set(rank["steps"]) == {2.0} and rank["global_steps"] == 2
+        assert 0 < rank["loss"] < 100

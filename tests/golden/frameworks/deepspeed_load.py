@@ -3,9 +3,10 @@
     torchrun --nproc-per-node N deepspeed_load.py KIND STAGE FOLDER OUT [CONFIG]
 
 KIND is the model: ``transformers`` (of CONFIG, a config.json), ``autotp`` (the same with two
-tensor-parallel ranks), or ``pipeline`` and ``pipeline_tp2`` (that of deepspeed_pipeline.py). STAGE
-is that of ZeRO. OUT gets, for each rank, a file with the fp32 weights, the moments, the steps and
-the settings of the groups, and the loss of a step of training after loading.
+tensor-parallel ranks), ``pipeline`` and ``pipeline_tp2`` (that of deepspeed_pipeline.py), or
+``moe_…`` (a case of deepspeed_moe.py, every rank with all experts). STAGE is that of ZeRO. OUT
+gets, for each rank, a file with the fp32 weights, the moments, the steps and the settings of the
+groups, and the loss of a step of training after loading.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ def main(kind: str, stage: str, folder: str, out: str, config: str | None = None
 
         net: Any = pipeline()
         settings |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    elif kind.startswith("moe"):
+        from deepspeed_moe import CASES, ExpertNet
+
+        layers = [(size, n, 1, residual) for size, n, _, residual in CASES[kind][1]]
+        net = ExpertNet(layers)
     else:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,6 +57,13 @@ def main(kind: str, stage: str, folder: str, out: str, config: str | None = None
         {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.3},
         {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.4},
     ]
+    if kind.startswith("moe"):
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            [group | {"name": str(number)} for number, group in enumerate(groups)]
+        )
+        groups = [group for group in groups if group["params"]]
     if kind == "autotp":  # as many groups as the run that saved, or DeepSpeed loads only the first
         groups = [{"params": list(net.parameters())}]
     optimizer = torch.optim.AdamW(groups, lr=1e-9)
@@ -76,6 +89,12 @@ def main(kind: str, stage: str, folder: str, out: str, config: str | None = None
     if kind.startswith("pipeline"):
         tokens = torch.randint(0, 11, (4, 5))
         loss = engine.train_batch(iter([(tokens, tokens)] * 2))
+    elif kind.startswith("moe"):
+        tokens = torch.randint(0, 11, (2, 7))
+        logits = engine(tokens).float().flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, tokens.flatten())
+        engine.backward(loss)
+        engine.step()
     else:
         tokens = torch.randint(0, engine.module.config.vocab_size, (2, 7))
         loss = engine(input_ids=tokens, labels=tokens).loss
