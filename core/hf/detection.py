@@ -174,7 +174,8 @@ def _misfits(tensors: Mapping[str, TensorMeta], family: Family, model: Model) ->
             continue
         for part in pair.tensors:
             name = next((name for name in part.names if name in tensors), None)
-            if name is None or tensors[name].shape != part.shape:
+            shape = part.shape if pair.entry is None else (pair.entry[1], *part.shape)
+            if name is None or tensors[name].shape != shape:
                 yield part.names[0]
             if name is not None:
                 used.add(name)

@@ -62,6 +62,7 @@ class NameRow:
     hf: tuple[str, ...]
     hf_also: tuple[str, ...]
     stacked: str | None
+    entries: bool
     packed: int | None
     shape: tuple[str, ...]
     fuse: str | None
@@ -367,6 +368,7 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         hf=_texts(row["hf"]),
         hf_also=_texts(row.get("hf_also", ())),
         stacked=row.get("stacked"),
+        entries=row.get("entries", False),
         packed=row.get("packed"),
         shape=_texts(row["shape"]),
         fuse=row.get("fuse"),

@@ -56,6 +56,8 @@ class Pair:
             (``core.hf.tensors.shifted``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
             first axis; or None.
+        entry: (index, number of entries) if every part is an entry of the first axis of its tensor;
+            or None.
         packed: where it stands in a tensor that holds it in another order; or None.
         copies: tensors that may repeat its values; read, never written.
         twins: tensors that repeat its values; read and written.
@@ -69,6 +71,7 @@ class Pair:
     is_swapped: bool = False
     is_flat: bool = False
     stack: tuple[str, int, int] | None = None
+    entry: tuple[int, int] | None = None
     packed: PackedExpert | None = None
     copies: tuple[str, ...] = ()
     twins: tuple[str, ...] = ()
@@ -147,6 +150,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             stack=None
             if row.stacked is None or expert is None
             else (BODY + (hf + row.stacked).removeprefix(family.body), expert, model.n_experts),
+            entry=(expert, model.n_experts) if row.entries and expert is not None else None,
             packed=None
             if row.packed is None or expert is None
             else PackedExpert(hf + row.hf[0], expert, model.n_experts, row.packed),

@@ -278,7 +278,7 @@ def _building_notes(family: Family, config: Mapping[str, object]) -> Iterator[st
         yield f"{family.model_type}: {family.caution}"
     if family.differs is not None:
         yield f"Megatron computes {family.model_type} models differently: {family.differs}"
-    unsaid = unsaid_rope(config)
+    unsaid = unsaid_rope(config, family)
     if unsaid is not None:
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"
 

@@ -17,6 +17,8 @@ moe_ffn2       twice ``moe_ffn``
 shared_ffn     inner channels of all shared experts together
 q_lora, q_b    channels that queries are compressed to; channels of all query heads (both latent)
 kv_lora, kv_a  channels that keys and values are compressed to; these and those of the rotated key
+window_heads   query heads of a layer with a window, where it has others than the rest;
+               ``window_q`` channels of these
 kv_b           channels of all keys, without the rotated ones, and all values
 index_heads    heads of the indexer of sparse attention; ``index_head`` channels of one of them;
                ``index_q`` of all
@@ -42,6 +44,7 @@ from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.model.args import linear_layers
+from core.megatron.model.blocks import window_layers_of
 from core.megatron.model.hybrid import pattern_of
 
 FEATURES: Mapping[str, str] = {
@@ -69,6 +72,7 @@ FEATURES: Mapping[str, str] = {
     "hybrid_mlp": "hybrid_override_pattern",
     "linear_attention": "linear_attention_freq",
     "output_gate": "attention_output_gate",
+    "head_gate": "head_wise_attn_gate",
 }
 """Feature that a family may have → the argument that enables it."""
 _KINDS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -86,6 +90,8 @@ class Model:
         n_groups: number of query groups.
         dense: numbers of the layers without experts; None if no layer has experts.
         linear: numbers of the layers with linear attention; None if no layer has it.
+        window: numbers of the layers with a window that have heads of their own; None if no layer
+            has them.
         sizes: extents by name, see the module's table.
         features: names of ``FEATURES`` that the model has; they distinguish families.
         traits: conditions under which tensors exist, except the kinds of layers (``kinds_of``).
@@ -108,16 +114,19 @@ class Model:
     kinds: tuple[str, ...] | None = None
     prediction: tuple[str, ...] | None = None
     linear: frozenset[int] | None = None
+    window: frozenset[int] | None = None
 
     def kinds_of(self, layer: int) -> frozenset[str]:
-        """Return the kinds of a layer: ``dense`` or ``moe``, ``linear`` or ``full`` attention; or
-        the one kind of a hybrid model's layer.
+        """Return the kinds of a layer: ``dense`` or ``moe``, ``linear``, ``window`` or ``full``
+        attention; or the one kind of a hybrid model's layer.
         """
         if self.kinds is not None:
             return frozenset((self.kinds[layer],))
         mlp = "dense" if self.dense is None or layer in self.dense else "moe"
-        is_linear = self.linear is not None and layer in self.linear
-        return frozenset((mlp, "linear" if is_linear else "full"))
+        if self.linear is not None and layer in self.linear:
+            return frozenset((mlp, "linear"))
+        has_window = self.window is not None and layer in self.window
+        return frozenset((mlp, "window" if has_window else "full"))
 
 
 def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Model:
@@ -201,6 +210,14 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
     if "linear_attention" in features:
         sizes |= linear_sizes(fields)
+    window = window_layers_of(fields) if "head_gate" in features else None
+    if window is not None:
+        if (window.n_groups, window.head_dim) != (groups, head):
+            raise UnsupportedError(
+                f"layers with a window have {window.n_groups} query groups of {window.head_dim} "
+                f"channels, and the others {groups} of {head}: only the number of heads may differ"
+            )
+        sizes |= {"window_heads": window.n_heads, "window_q": window.n_heads * head}
 
     # Derive the traits: the features, and the conditions that follow from them.
     traits = features - {"moe"} | {"tied" if "tied" in features else "untied"}
@@ -221,6 +238,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         kinds=kinds,
         prediction=prediction,
         linear=linear_layers(fields, n_layers) if "linear_attention" in features else None,
+        window=None if window is None else window.layers,
     )
 
 
@@ -294,6 +312,7 @@ def _features(
         "mtp": has_mtp,
         "linear_attention": fields.get("linear_attention_freq"),
         "output_gate": fields.get("attention_output_gate"),
+        "head_gate": fields.get("head_wise_attn_gate"),
         "parallel_mamba": fields.get("falconh1_ratio"),
         "mamba_norm": fields.get("falconh1_ratio") and fields.get("rmsnorm", True),
     }

@@ -95,7 +95,8 @@ def fold(base: MergeSource, adapter: Adapter) -> MergedCatalog:
         names = [tensor.names[0] for tensor in pair.tensors]
         if not folded.changed.intersection(names):
             continue
-        if pair.shift is not None or pair.is_swapped or pair.packed is not None or pair.twins:
+        is_plain = pair.shift is None and pair.packed is None and pair.entry is None
+        if not is_plain or pair.is_swapped or pair.twins:
             raise UnsupportedError(
                 "the adapter changes a tensor that Megatron stores in another form",
                 key=name,

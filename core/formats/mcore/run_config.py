@@ -53,6 +53,8 @@ The local specification stores every norm under that name, also those before exp
 
 _LORA = ("LoRA", "VLMLoRA", "CanonicalLoRA", "DoRA")
 """Classes of the section ``peft`` that peft knows as LoRA."""
+_WINDOWS = "sliding_attention_setting"
+"""Field with the sizes of layers with a window; the only mapping among the fields."""
 _RENAMED: Mapping[str, str] = {
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
@@ -227,6 +229,8 @@ def arguments_of(model: Mapping[str, object]) -> dict[str, object]:
         items = value if isinstance(value, list) else [value]
         if all(item is None or isinstance(item, (bool, int, float, str)) for item in items):
             fields[_RENAMED.get(name, name)] = value
+    if isinstance(model.get(_WINDOWS), dict):
+        fields[_WINDOWS] = model[_WINDOWS]
 
     # Arguments that are told by a function, a dtype or the absence of a number.
     activation = _target_of(model.get("activation_func"))

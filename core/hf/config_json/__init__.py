@@ -2,5 +2,5 @@
 
 Start at ``config``, which converts all of a family's values; ``experts``, ``rope`` and ``yarn`` do
 the parts that take more than a name. ``origin`` keeps what the arguments cannot express.
-Imports: arrays, errors, files, hf, pickle.
+Imports: arrays, errors, files, hf, megatron.model, pickle.
 """

@@ -163,7 +163,8 @@ def arguments_of(
     is_latent = "latent" in family.requires
     heads = number_of(config, family.config.get("num_attention_heads", ("num_attention_heads",)))
     hidden = count_of(config, "hidden_size")
-    groups = count_of(config, "num_key_value_heads", default=heads)
+    groups_names = family.config.get("num_query_groups", ("num_key_value_heads",))
+    groups = number_of(config, groups_names, default=heads)
     n_rows = count_of(config, "vocab_size")
     head_dim = max(hidden // heads, 1)
     kv_channels = (

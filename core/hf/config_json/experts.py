@@ -16,6 +16,7 @@ name                       layers without experts
 ``mlp_only_layers``        the listed ones
 ``decoder_sparse_step``    all except each n-th, starting with the n-th
 ``mlp_layer_types``        those called ``dense`` in a list with an entry per layer
+``moe_layers_enum``        all but the listed ones, in a text (``3,4,5``) or a list
 ``moe_layer_start_index``  all but each n-th (``moe_layer_interval``) from there to
                            ``moe_layer_end_index``
 =========================  =========================================================================
@@ -35,6 +36,7 @@ from core.hf.family import Family
 from core.hf.traits import Model, size_of
 from core.hf.values import CONFIG, count_of
 
+_ENUM = "moe_layers_enum"
 _LAYER_TYPES = {"dense": True, "sparse": False}
 """Entry of ``mlp_layer_types`` → whether the layer is dense."""
 
@@ -51,10 +53,13 @@ def expert_arguments(
     names = family.experts
     args: dict[str, object] = {}
     if names.dense:
-        # 1 for each layer with experts and 0 for a dense one, or just 1 if all have experts.
+        # 1 for each layer with experts and 0 for a dense one, or just 1 if all have experts and
+        # are alike otherwise.
         dense = dense_layers(config, family, n_layers=n_layers)
         args["moe_layer_freq"] = (
-            [int(layer not in dense) for layer in range(n_layers)] if dense else 1
+            [int(layer not in dense) for layer in range(n_layers)]
+            if dense or _ENUM in names.dense
+            else 1
         )
     if names.normalized is not None:
         # transformers normalises the top-k probabilities, Megatron instead takes the softmax of the
@@ -180,6 +185,8 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
         return frozenset(
             layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step
         )
+    if _ENUM in names:
+        return frozenset(range(n_layers)) - _listed_layers(config)
     if "moe_layer_start_index" in names:
         first = count_of(config, "moe_layer_start_index", least=0)
         step = count_of(config, "moe_layer_interval")
@@ -188,6 +195,20 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
         moe = {layer for layer in range(first, min(end, n_layers)) if not (layer + 1) % step}
         return frozenset(range(n_layers)) - moe
     return frozenset()
+
+
+def _listed_layers(config: Mapping[str, object]) -> frozenset[int]:
+    """Return the numbers of the layers with experts in ``moe_layers_enum``.
+
+    Raises:
+        CorruptError: it is no list of numbers.
+    """
+    listed = config.get(_ENUM)
+    items = listed.split(",") if isinstance(listed, str) else listed
+    texts = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
+    if not all(text.isdecimal() and len(text) < 10 for text in texts if text):
+        raise CorruptError(f"{_ENUM} is {repr(listed)[:80]}, not a list of layers", file=CONFIG)
+    return frozenset(int(text) for text in texts if text)
 
 
 def expert_config(fields: Mapping[str, object], family: Family, model: Model) -> dict[str, object]:
@@ -219,6 +240,8 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
                 "moe_layer_freq has dense layers after others; "
                 f"{family.model_type} requires them first"
             )
+    if _ENUM in names.dense:
+        config[_ENUM] = ",".join(str(n) for n in range(model.n_layers) if n not in dense)
     if "moe_layer_start_index" in names.dense:
         config |= _moe_layers_config([n for n in range(model.n_layers) if n not in dense])
     # The router.

@@ -17,7 +17,8 @@ only a part of each head's channels (``partial``: ``rotary_percent``).
 ``none``: a family without position embeddings.
 
 Where layers with a window rotate differently from the others, ``rotary_base`` is the pair of both
-bases, layers with a window first, as in Megatron-Bridge.
+bases, layers with a window first, as in Megatron-Bridge. ``layers``: every layer has settings of
+its own (``core.hf.config_json.per_layer``).
 
 Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read;
 all three are written, so that both versions can read them.
@@ -34,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
+from core.hf.config_json.per_layer import per_layer_arguments, per_layer_config
 from core.hf.config_json.yarn import (
     HINT,
     as_int,
@@ -63,6 +65,8 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
         UnsupportedError: Megatron has no arguments for them.
         CorruptError: a number is missing or invalid.
     """
+    if "layers" in family.rope:
+        return per_layer_arguments(config)
     if "windows" in family.rope:
         return _arguments_by_window(config, family)
     if "none" in family.rope:
@@ -125,17 +129,24 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     )
 
 
-def unsaid_rope(config: Mapping[str, object]) -> str | None:
+def unsaid_rope(config: Mapping[str, object], family: Family) -> str | None:
     """Describe the settings of the rotary embeddings that Megatron's models do not apply.
+
+    Args:
+        config: parsed ``config.json``.
+        family: family of the model.
 
     Returns:
         None if Megatron applies all.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling")
+    if "layers" in family.rope and isinstance(parameters, Mapping):
+        parameters = parameters.get(_FULL, parameters)
     if not isinstance(parameters, Mapping):
         return None
-    if parameters.get("rope_type", parameters.get("type")) == "longrope":
-        return "longrope scaling of the rotary embeddings (Megatron rotates without it)"
+    kind = parameters.get("rope_type", parameters.get("type"))
+    if kind == "longrope" or (kind not in (None, "default") and "layers" in family.rope):
+        return f"{str(kind)[:40]} scaling of the rotary embeddings (Megatron rotates without it)"
     if parameters.get("llama_4_scaling_beta"):
         length = parameters.get("original_max_position_embeddings")
         return f"llama_4_scaling_beta (attention scores of positions from {length} on)"
@@ -199,6 +210,8 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
         UnsupportedError: transformers has no such scaling.
         CorruptError: a number is invalid.
     """
+    if "layers" in family.rope:
+        return per_layer_config(fields)
     if "windows" in family.rope:
         return _config_by_window(fields)
     if "none" in family.rope:

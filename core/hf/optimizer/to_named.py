@@ -71,16 +71,23 @@ def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair])
 
 
 def _check_experts(all_pairs: Mapping[str, Pair], used: Mapping[str, Pair], state: str) -> None:
-    """Raise unless all or none of the experts of a packed tensor have a state.
+    """Raise unless all or none of the experts of a tensor that holds them all have a state.
 
     Raises:
         UnsupportedError: only some have it.
     """
-    packed = {pair.packed.key for pair in used.values() if pair.packed is not None}
+
+    def shared_key(pair: Pair) -> str | None:
+        """Return the name of the tensor of all experts, or of the first of several; else None."""
+        if pair.packed is not None:
+            return pair.packed.key
+        return None if pair.entry is None else pair.tensors[0].names[0]
+
+    shared = {key for pair in used.values() if (key := shared_key(pair)) is not None}
     for name, pair in all_pairs.items():
-        if pair.packed is not None and pair.packed.key in packed and name not in used:
+        if shared_key(pair) in shared and name not in used:
             raise UnsupportedError(
-                f"the expert has no {state}, but others of {pair.packed.key} have",
+                f"the expert has no {state}, but others of {shared_key(pair)} have",
                 key=name,
                 hint="drop the optimizer with --no-optim",
             )

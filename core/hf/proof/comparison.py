@@ -57,9 +57,10 @@ from core.hf.values import CONFIG, count_of
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")
 _STACKED = re.compile(
-    r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj|up_proj|down_proj)(_blocks)?"
+    r"model\.layers\.\d{1,6}\.(?:(?:\w+\.)*experts\.(?:gate_up_proj|up_proj|down_proj)(_blocks)?"
+    r"|moe\.(?:gate|up|down)_proj\.weight)"
 )
-_ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|mixer|block_sparse_moe)\.gate\.weight")
+_ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|mixer|block_sparse_moe|moe)\.gate\.weight")
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.", "embeddings.", "norm_f.")
 _BODY_OF_ANSWERS = "transformer."
 """The prefix of most question-answering models in place of ``model.``."""
@@ -436,7 +437,7 @@ def _count_parts(
     experts += [
         meta.shape[0]
         for name, meta in stored.items()
-        if (match := _STACKED.fullmatch(name)) and len(meta.shape) == (4 if match[2] else 3)
+        if (match := _STACKED.fullmatch(name)) and len(meta.shape) == (4 if match[1] else 3)
     ]
     return _Counts(
         n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp

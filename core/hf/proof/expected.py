@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from core.arrays.box import Shape
 from core.hf.config_json.experts import dense_layers, has_experts, shared_size
 from core.hf.config_json.hybrid import PATTERN, PREDICTION, completed
+from core.hf.config_json.per_layer import per_layer_arguments
 from core.hf.family import Family, families
 from core.hf.name_tables import BODY, pairs_of
 from core.hf.traits import (
@@ -33,6 +34,7 @@ from core.hf.traits import (
 )
 from core.hf.values import count_of, number_of
 from core.megatron.model.args import linear_layers
+from core.megatron.model.blocks import window_layers_of
 
 HEAD = "lm_head.weight"
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -209,6 +211,11 @@ def expected_tensors(
                 yield Expected((pair.packed.key,), pair.packed.tensor_shape(pair.shape))
             continue
         stack = None if pair.stack is None else (pair.stack[0], (pair.stack[2], *pair.shape))
+        if pair.entry is not None:
+            if pair.entry[0] == 0:
+                for tensor in pair.tensors:
+                    yield Expected(tensor.names, (pair.entry[1], *tensor.shape))
+            continue
         for tensor in pair.tensors:
             names = dict.fromkeys(_with_body(name, family) for name in tensor.names)
             yield Expected(tuple(names), tensor.shape, stack)
@@ -241,7 +248,8 @@ def _derive_model(
     config = completed(config, family)
     heads = number_of(config, family.config.get("num_attention_heads", ("num_attention_heads",)))
     hidden = count_of(config, "hidden_size")
-    groups = count_of(config, "num_key_value_heads", default=heads)
+    groups_names = family.config.get("num_query_groups", ("num_key_value_heads",))
+    groups = number_of(config, groups_names, default=heads)
     head = count_of(config, "head_dim", default=max(hidden // heads, 1))
     # A hybrid model may have no MLP; Megatron wants a size all the same.
     ffn_names = family.config.get("ffn_hidden_size", ("intermediate_size",))
@@ -321,6 +329,12 @@ def _derive_model(
             every = family.settings["linear_attention_freq"].every
             interval = count_of(config, "full_attention_interval", default=every)
             linear = linear_layers({"linear_attention_freq": interval}, n_layers)
+    window = None
+    if "head_gate" in family.requires:
+        n_all = count_of(config, "num_hidden_layers")
+        window = window_layers_of({**per_layer_arguments(config), "num_layers": n_all})
+        if window is not None:
+            sizes |= {"window_heads": window.n_heads, "window_q": window.n_heads * head}
     return Model(
         n_layers=n_layers,
         n_mtp=n_mtp,
@@ -334,4 +348,5 @@ def _derive_model(
         kinds=kinds,
         prediction=prediction,
         linear=linear,
+        window=None if window is None else window.layers,
     )

@@ -139,10 +139,15 @@ def take_from_stack(key: str, fragments: Iterable[Fragment], index: int) -> Iter
             yield replace(moved, box=Box(moved.box.offset[1:], moved.box.shape[1:]))
 
 
-def with_first_axis(key: str, fragments: Iterable[Fragment]) -> list[Fragment]:
-    """Return the fragments of a tensor that gets another first axis, with an extent of 1."""
+def with_first_axis(key: str, fragments: Iterable[Fragment], index: int = 0) -> list[Fragment]:
+    """Return the fragments of a tensor that becomes an entry of another first axis.
+
+    Args:
+        key: name of the tensor with that axis.
+        index: number of the entry.
+    """
     return [
-        replace(fragment, key=key, box=Box((0, *fragment.box.offset), (1, *fragment.box.shape)))
+        replace(fragment, key=key, box=Box((index, *fragment.box.offset), (1, *fragment.box.shape)))
         for fragment in fragments
     ]
 

@@ -67,22 +67,15 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
             (key,),
             lambda: unpack_expert(catalog, name, packed, pair.shape),
         )
+    # Or its parts are entries of tensors that stack those of all experts.
+    if (entry := pair.entry) is not None:
+        return _from_entries(catalog, pair, *entry)
     # Otherwise it consists of parts, and other tensors may repeat it.
     keys = [_find_part(catalog, tensor.names, pair) for tensor in pair.tensors]
     copies = [key for key in (*pair.copies, *pair.twins) if key in catalog.tensors]
     for key, tensor in zip(keys, pair.tensors, strict=True):
         _check_shape(catalog, key, tensor.shape)
-    # One tensor has one dtype. Reversed, so that the error names the first key with each dtype.
-    dtypes = {catalog.tensors[key].dtype: key for key in reversed((*keys, *copies))}
-    if len(dtypes) > 1:
-        (other, other_key), (first, first_key) = list(dtypes.items())[-2:]
-        raise CorruptError(
-            f"{first_key} is {first} and {other_key} is {other}, "
-            "but they are one tensor in Megatron",
-            key=name,
-        )
-    for key in (*keys, *copies):
-        check_numbers(catalog.tensors[key])
+    dtype = _common_dtype(catalog, (*keys, *copies), name)
     for key in copies:
         _check_shape(catalog, key, pair.shape)
 
@@ -112,8 +105,49 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
             replace(fragment, key=name) for key in copies for fragment in catalog.fragments(key)
         ]
 
-    meta = TensorMeta(name, next(iter(dtypes)), pair.shape)
+    meta = TensorMeta(name, dtype, pair.shape)
     return GlobalTensor(meta, (*keys, *copies), fragments, tuple(copies))
+
+
+def _from_entries(catalog: Catalog, pair: Pair, index: int, n_entries: int) -> GlobalTensor:
+    """Return the tensor whose parts are entries of the first axis of their tensors.
+
+    Args:
+        index: number of the entry.
+        n_entries: number of entries of each tensor.
+    """
+    name = pair.names[0]
+    keys = [_find_part(catalog, tensor.names, pair) for tensor in pair.tensors]
+    for key, tensor in zip(keys, pair.tensors, strict=True):
+        _check_shape(catalog, key, (n_entries, *tensor.shape))
+
+    def fragments() -> list[Fragment]:
+        parts = [list(fuse.take_from_stack(key, catalog.fragments(key), index)) for key in keys]
+        return fuse.fuse_parts(name, pair.strips, parts)
+
+    meta = TensorMeta(name, _common_dtype(catalog, keys, name), pair.shape)
+    return GlobalTensor(meta, tuple(keys), fragments)
+
+
+def _common_dtype(catalog: Catalog, keys: Sequence[str], name: str) -> str:
+    """Return the dtype of tensors that are one in Megatron.
+
+    Raises:
+        CorruptError: they have several dtypes.
+        UnsupportedError: they are quantized.
+    """
+    # Reversed, so that the error names the first key with each dtype.
+    dtypes = {catalog.tensors[key].dtype: key for key in reversed(keys)}
+    if len(dtypes) > 1:
+        (other, other_key), (first, first_key) = list(dtypes.items())[-2:]
+        raise CorruptError(
+            f"{first_key} is {first} and {other_key} is {other}, "
+            "but they are one tensor in Megatron",
+            key=name,
+        )
+    for key in keys:
+        check_numbers(catalog.tensors[key])
+    return next(iter(dtypes))
 
 
 def _find_part(catalog: Catalog, names: Sequence[str], pair: Pair) -> str:

@@ -51,11 +51,16 @@ def hf_tensors(catalog: Catalog, pairs: Mapping[str, Pair]) -> dict[str, HfTenso
     """
     tensors: dict[str, HfTensor] = {}
     experts: dict[str, list[tuple[str, Pair]]] = {}
+    entries: dict[str, list[HfTensor]] = {}
     for name, pair in pairs.items():
         if pair.packed is not None:
             experts.setdefault(pair.packed.key, []).append((name, pair))
+        elif pair.entry is not None:
+            for key, tensor in _split_tensor(catalog, name, pair).items():
+                entries.setdefault(key, []).append(tensor)
         else:
             tensors |= _split_tensor(catalog, name, pair)
+    tensors |= {key: _stacked_tensor(key, members) for key, members in entries.items()}
     return tensors | {
         key: _packed_tensor(catalog, key, members) for key, members in experts.items()
     }
@@ -116,6 +121,30 @@ def _split_tensor(catalog: Catalog, name: str, pair: Pair) -> dict[str, HfTensor
         key: HfTensor(TensorMeta(key, meta.dtype, shape), take(key, number))
         for key, number, shape in keys
     }
+
+
+def _stacked_tensor(key: str, entries: Sequence[HfTensor]) -> HfTensor:
+    """Return the tensor whose first axis has an entry for each of several tensors, in order.
+
+    Raises:
+        CorruptError: the tensors differ in dtype.
+    """
+    first = entries[0].meta
+    for number, entry in enumerate(entries):
+        if entry.meta.dtype != first.dtype:
+            raise CorruptError(
+                f"the part of expert {number} is {entry.meta.dtype} and that of expert 0 is "
+                f"{first.dtype}, but they are one tensor in Hugging Face models",
+                key=key,
+            )
+    return HfTensor(
+        TensorMeta(key, first.dtype, (len(entries), *first.shape)),
+        lambda: [
+            fragment
+            for number, entry in enumerate(entries)
+            for fragment in fuse.with_first_axis(key, entry.fragments(), number)
+        ],
+    )
 
 
 def _packed_tensor(catalog: Catalog, key: str, pairs: Sequence[tuple[str, Pair]]) -> HfTensor:

@@ -13,9 +13,13 @@ norm before a linear is a part of it there::
     input_layernorm.weight    self_attention.layer_norm_weight   one linear in place of attention
     pre_mlp_layernorm.weight  mlp.layer_norm_weight              one linear in place of the MLP
 
+Layers of Step-3.5 with a window have another number of attention heads than the others
+(``window_layers_of``).
+
 Source: megatron-core 0.16.1 ``transformer/heterogeneous/``,
 ``models/gpt/heterogeneous/heterogeneous_layer_specs.py``; Megatron-LM d98e8a64
-``training/arguments.py`` (the text is always among the arguments of a run).
+``training/arguments.py`` (the text is always among the arguments of a run); Megatron-Bridge
+067f987d ``models/stepfun/step35_provider.py``.
 
 Not supported: attention without a number of query groups of its own, and MLPs without a number of
 inner channels: torch_dist has other names for their norms.
@@ -33,6 +37,7 @@ from core.files.json_object import parse_json_object
 
 TEXT = "heterogeneous_layers_config_encoded_json"
 """Argument with the JSON text."""
+_WINDOWS = "sliding_attention_setting"
 _PATH = "heterogeneous_layers_config_path"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -134,6 +139,51 @@ def _kind_of(block: Mapping[object, object]) -> Kind:
     if block.get("no_op"):
         return "none"
     return "linear" if block.get("replace_with_linear") else "usual"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayers:
+    """The layers with a window in a model where these have attention heads of their own.
+
+    Args:
+        layers: their numbers.
+        n_keys: number of keys that a query sees, its own among them.
+        n_heads, n_groups, head_dim: number of their heads, of groups that share keys and values,
+            and of channels of one head.
+    """
+
+    layers: frozenset[int]
+    n_keys: int
+    n_heads: int
+    n_groups: int
+    head_dim: int
+
+
+def window_layers_of(fields: Mapping[str, object]) -> WindowLayers | None:
+    """Return the layers with a window and their heads; None if no argument describes them.
+
+    Raises:
+        CorruptError: ``sliding_attention_setting`` or ``layer_types`` is malformed.
+    """
+    setting, types = fields.get(_WINDOWS), fields.get("layer_types")
+    if setting is None:
+        return None
+    n_layers = fields.get("num_layers")
+    if not isinstance(types, list) or not isinstance(n_layers, int) or len(types) < n_layers:
+        raise CorruptError(f"argument layer_types does not list {n_layers} layers")
+    window = setting.get("window_size") if isinstance(setting, Mapping) else None
+    if not isinstance(setting, Mapping) or not isinstance(window, (list, tuple)):
+        raise CorruptError(f"argument {_WINDOWS} has no window_size")
+    keys_before, *keys_after = window
+    sizes = [setting.get(n) for n in ("num_attention_heads", "num_query_groups", "kv_channels")]
+    numbers = [size for size in (keys_before, *sizes) if type(size) is int]
+    if len(numbers) < 4 or keys_after != [0] or keys_before < 0 or min(numbers[1:]) < 1:
+        raise CorruptError(f"argument {_WINDOWS} is {repr(setting)[:160]}, which is malformed")
+    _, n_heads, n_groups, head_dim = numbers
+    if n_heads % n_groups:
+        raise CorruptError(f"argument {_WINDOWS} has {n_groups} query groups for {n_heads} heads")
+    layers = frozenset(n for n in range(n_layers) if types[n] == "sliding_attention")
+    return WindowLayers(layers, keys_before + 1, n_heads, n_groups, head_dim)
 
 
 def layer_number(name: str) -> int | None:

@@ -22,6 +22,7 @@ from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
+from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_units, parts_of, with_sizes
 from core.megatron.model.topology import Rank, Topology
@@ -215,6 +216,27 @@ def check_towers(catalog: Catalog, format: str) -> None:
             f"does not load {format} checkpoints",
             hint="write --to torch_dist; or convert a Hugging Face model's text model alone with "
             "--text-model",
+        )
+
+
+def check_head_gates(args: object, format: str) -> None:
+    """Raise if a model with a gate for each attention head is not in torch_dist.
+
+    Each rank holds its rows of queries, keys and values and after them its gates in one tensor,
+    whose parts only torch_dist names (``._qkv``, ``._gate``). Megatron-Bridge, which builds such
+    models, saves no rank files. Source: Megatron-LM dev d48bd6be ``transformer/attention.py``
+    (``apply_head_wise_attn_gate_sharded_factory``); Megatron-Bridge 067f987d
+    ``training/checkpointing.py``.
+
+    Raises:
+        UnsupportedError: there are such gates, and it is another format.
+    """
+    if format != "torch_dist" and fields_of(args).get("head_wise_attn_gate"):
+        raise UnsupportedError(
+            "each attention head has a gate in linear_qkv (argument head_wise_attn_gate is set), "
+            f"and only torch_dist tells its rows from the others: {format} checkpoints of such "
+            "models are not supported",
+            hint="use torch_dist (--to torch_dist)",
         )
 
 

@@ -64,6 +64,7 @@ from core.megatron.model.checks import (
     fc2_of,
     gate_notes,
 )
+from core.megatron.model.cut import check_head_gates
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.topology import Topology
@@ -96,6 +97,7 @@ def unshard_ranks(
             hint="pass the directory that contains the rank directories",
         )
     ranks = ranks_of(catalog)
+    check_head_gates(catalog.args, "megatron")
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
 
     # Put the tensors of all ranks under global names. Lost extra states go before the rules are

@@ -45,7 +45,15 @@ from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
 from core.megatron.model.args import SINCE_0_19, facts_of, fields_of
-from core.megatron.model.cut import Cut, check_target, check_towers, cuts_of, param_array, zeros_of
+from core.megatron.model.cut import (
+    Cut,
+    check_head_gates,
+    check_target,
+    check_towers,
+    cuts_of,
+    param_array,
+    zeros_of,
+)
 from core.megatron.model.facts import ModelFacts, pipeline_notes
 from core.megatron.model.new_args import update_args
 from core.megatron.model.pipeline import Pipeline
@@ -93,6 +101,7 @@ def shard(
 
     # Refuse what Megatron could not load.
     check_towers(catalog, "megatron")
+    check_head_gates(catalog.args, "megatron")
     check_target(topology, facts)
     check_rank_files(topology)
     expert_names = _expert_names(catalog, facts, version=version)

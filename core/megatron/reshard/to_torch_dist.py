@@ -45,7 +45,14 @@ from core.catalog.stored import Coords, PlannedArray, array_name
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
 from core.megatron.model.args import facts_of, replaced
-from core.megatron.model.cut import Cut, check_target, check_towers, cuts_of, zeros_of
+from core.megatron.model.cut import (
+    Cut,
+    check_head_gates,
+    check_target,
+    check_towers,
+    cuts_of,
+    zeros_of,
+)
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.parts import with_sizes
 from core.megatron.model.stages import Stages
@@ -136,6 +143,7 @@ def stack(
         )
     check_target(topology, facts)
     check_towers(catalog, format)
+    check_head_gates(catalog.args, format)
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
     catalog = _with_stored_rows(catalog, topology, facts)
 
