@@ -2,6 +2,10 @@
 
 The optimizer that ZeRO wraps has one flat parameter per group. So each of its states is either flat
 too (``exp_avg``) or one value for the group (``step``), which then belongs to each parameter.
+
+Not supported, dropped by name: states of 8 bits of bitsandbytes, which quantizes each rank's part
+of a flat group in blocks that reach across parameters; states of other lengths; mappings of
+tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from core.catalog.stored import StoredArray
 from core.errors import ReplicaMismatchError
 from core.formats.deepspeed.runs import tensor_in_groups, tensor_of_array
 from core.formats.deepspeed.tree import WholeObject
+from core.pickle.inert import TensorLeaf, walk
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -57,8 +62,7 @@ def states_by_parameter(
     # A state is flat or one value for its group; other states cannot be assigned to parameters.
     kinds = [_group_kinds(store, optim, group) for group in range(len(optim[0].fp32))]
     dropped = [
-        f"optimizer state {state!r} of flat group {group} (neither one value nor as long as the "
-        "group)"
+        f"optimizer state {state!r} of flat group {group} ({_reason(kinds[group], state)})"
         for group, group_kinds in enumerate(kinds)
         for state, kind in group_kinds.items()
         if kind is None
@@ -77,6 +81,24 @@ def states_by_parameter(
 
 
 _FLAT = "flat"
+_QUANTIZED = frozenset(f"{name}{number}" for name in ("state", "absmax", "qmap") for number in "12")
+"""States of bitsandbytes before 0.49 that are codes, or belong to them."""
+_WRAPPER = "__bnb_optimizer_quant_state__"
+"""The mapping of these in bitsandbytes 0.49 and later."""
+
+
+def _reason(kinds: Mapping[str, object], state: str) -> str:
+    """Return why a state cannot be divided among parameters.
+
+    Args:
+        kinds: the states of the flat group, see ``_group_kinds``.
+    """
+    if state == _WRAPPER or (state in _QUANTIZED and "absmax1" in kinds):
+        return (
+            "8 bits of bitsandbytes, in blocks of the flat group; DeepSpeed alone can load them, "
+            "on as many ranks"
+        )
+    return "neither one value nor as long as the group"
 
 
 def _group_kinds(store: ReadStore, optim: Sequence[OptimStates], group: int) -> dict[str, object]:
@@ -93,7 +115,12 @@ def _group_kinds(store: ReadStore, optim: Sequence[OptimStates], group: int) -> 
                 f"rank {rank} has states {sorted(rank_states.states[group])} of flat group "
                 f"{group}, but rank 0 has {sorted(names)}"
             )
-    return {state: _state_kind(store, optim, group, state) for state in names}
+    # Codes are as long as the group, but of no use without their scales.
+    undivided = _QUANTIZED if "absmax1" in names else frozenset()
+    return {
+        state: None if state in undivided else _state_kind(store, optim, group, state)
+        for state in names
+    }
 
 
 def _state_kind(store: ReadStore, optim: Sequence[OptimStates], group: int, state: str) -> object:
@@ -106,7 +133,9 @@ def _state_kind(store: ReadStore, optim: Sequence[OptimStates], group: int, stat
     values = [rank.states[group][state] for rank in optim]
     arrays = [item for item in values if isinstance(item, StoredArray)]
     if not arrays:
-        return WholeObject(values[0])
+        # A mapping of tensors is that of the rank's part of the group.
+        holds_tensors = any(isinstance(node, TensorLeaf) for node in walk(values[0]))
+        return None if holds_tensors else WholeObject(values[0])
     if len(arrays) < len(values):
         return None
     # Only the step may be a tensor of one axis; another state of one element is a short flat group.

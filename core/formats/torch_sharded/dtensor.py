@@ -11,10 +11,10 @@
             }})
 
 The position of the part follows from mesh and placements (``mesh_cut``), and is compared with the
-shape of the local tensor.
+shape of the local tensor. This may be of torchao's classes (``quantized_parts``).
 
 Not supported, refused by name: ``Partial`` placements, whose ranks hold summands; placements of
-other classes; local tensors that are not plain.
+other classes; local tensors of other classes; torchao's in strided shards.
 
 Source: torch 2.13 ``torch/distributed/tensor/_dtensor_spec.py``, ``placement_types.py``; files that
 it wrote, in tests/golden/dtensor.tar.xz.
@@ -29,8 +29,15 @@ from typing import TYPE_CHECKING
 from core.arrays.box import Shape
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch_sharded.device_mesh import MeshPlace, mesh_place
-from core.formats.torch_sharded.local_part import HeldArray, LocalPart, plain_array, shape_of
+from core.formats.torch_sharded.local_part import (
+    HeldArray,
+    LocalPart,
+    QuantizedPart,
+    plain_array,
+    shape_of,
+)
 from core.formats.torch_sharded.mesh_cut import MeshCut, local_boxes
+from core.formats.torch_sharded.quantized_parts import parts_in
 from core.pickle.inert import Global, Inert, attributes
 
 if TYPE_CHECKING:
@@ -47,12 +54,19 @@ def dtensor_part(state: object, shape: Shape, arrays: Mapping[str, StoredArray])
     spec = attributes(fields.get("_spec"))
     if spec is None or "_local_tensor" not in fields:
         raise CorruptError("a DTensor is malformed: it has no spec or no local tensor")
-    array = plain_array(fields["_local_tensor"], arrays, "DTensor")
+    # A tensor of torchao's classes is a mapping of its parts, with the shape that they stand for.
+    parts = parts_in(fields["_local_tensor"], arrays)
+    if parts is None:
+        array = plain_array(fields["_local_tensor"], arrays, "DTensor")
+        dtype, stored_shape = array.dtype, array.shape
+    else:
+        dtype = str(parts["dtype"])
+        stored_shape = shape_of(parts["shape"], "the shape of its local tensor")
     mesh = mesh_place(spec.get("mesh"), arrays)
     cuts = _cuts(spec, shape, mesh)
     base = LocalPart(
         "DTensor",
-        array.dtype,
+        dtype,
         shape,
         (),
         rank=mesh.rank,
@@ -63,13 +77,17 @@ def dtensor_part(state: object, shape: Shape, arrays: Mapping[str, StoredArray])
     if mesh.coordinate is None:
         return base
     local_shape, boxes = local_boxes(shape, cuts)
-    if array.shape == local_shape:
+    if stored_shape == local_shape and parts is not None:
+        if len(boxes) > 1:
+            raise UnsupportedError(f"DTensor of {parts['class']} of torchao in strided shards")
+        return replace(base, quantized=QuantizedPart(boxes[0].box, parts)) if boxes else base
+    if stored_shape == local_shape:
         return replace(base, arrays=(HeldArray(array, tuple(boxes)),) if boxes else ())
     # Some versions of torch give an empty part another shape.
-    if 0 in local_shape and 0 in array.shape:
+    if 0 in local_shape and 0 in stored_shape:
         return base
     raise CorruptError(
-        f"a DTensor of shape {shape} has a local part of shape {array.shape}, but its placements "
+        f"a DTensor of shape {shape} has a local part of shape {stored_shape}, but its placements "
         f"({base.cuts}) give {local_shape}"
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
-from core.arrays.box import Shape
+from core.arrays.box import Box, Shape
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch.tensors import MAX_RANK, unsupported_kind
 from core.formats.torch_sharded.mesh_cut import HeldBox
@@ -31,6 +31,19 @@ class HeldArray:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedPart:
+    """The rows that one rank holds of a tensor of torchao's classes.
+
+    Args:
+        box: the rows in the global tensor.
+        parts: name → array of a part (``codes``, ``scale`` …) or value of a setting, in order.
+    """
+
+    box: Box
+    parts: Mapping[str, StoredArray | object]
+
+
+@dataclass(frozen=True, slots=True)
 class LocalPart:
     """The part of a distributed tensor that is in the file of one rank.
 
@@ -38,7 +51,8 @@ class LocalPart:
         kind: name of the class: ``DTensor`` or ``ShardedTensor``.
         dtype: canonical dtype name.
         shape: shape of the global tensor, in elements.
-        arrays: the arrays of this rank; () if it holds nothing.
+        arrays: the arrays of this rank; () if it holds nothing, or a tensor of torchao's classes.
+        quantized: the tensor of torchao's classes that this rank holds, or None.
         wrapper, requires_grad: as in ``TensorLeaf``.
         rank: number of this rank in the job; None if the file does not record it.
         ranks: ranks of the job that the file names.
@@ -49,6 +63,7 @@ class LocalPart:
     dtype: str
     shape: Shape
     arrays: tuple[HeldArray, ...]
+    quantized: QuantizedPart | None = None
     wrapper: str | None = None
     requires_grad: bool = False
     rank: int | None = None

@@ -2,6 +2,7 @@
 
 * The parts of a distributed tensor are fragments of the global tensor; where several ranks hold the
   same box (HSDP), the fragments are replicas, which conversions and ``validate`` compare.
+* Those of tensors of torchao's classes are joined part by part (``quantized_parts``).
 * A plain tensor next to distributed ones (a buffer, a ``step``) is a replica on every rank.
 * A value that is not a tensor is that of the first rank that has it. Values of other ranks that
   differ from it are listed as dropped.
@@ -20,17 +21,20 @@ from core.catalog.catalog import Fragment, StoredObject, TensorMeta
 from core.catalog.key_patterns import some_of
 from core.catalog.stored import StoredArray, array_name
 from core.errors import CorruptError
+from core.formats.torch.joined_parts import JoinedParts
 from core.formats.torch_sharded.flat_parameters import (
     FLAT_PARAMETER,
     FlatRange,
     flat_views,
     parameters_in_flat,
 )
+from core.formats.torch_sharded.local_part import QuantizedPart
+from core.formats.torch_sharded.quantized_parts import join_quantized
 from core.formats.torch_sharded.rank_entries import entries_of_ranks, nested_by_rank
 from core.formats.torch_sharded.rank_file import TensorFile, relocated
 from core.megatron.extras.common_state import same
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild, walk
-from core.pickle.nesting import entries, map_leaves
+from core.pickle.nesting import LeafEntry, entries, map_leaves
 
 _MIXED = "files of two saves may be mixed: copy the checkpoint again"
 
@@ -85,7 +89,11 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
         merger.add_parts(file)
         merger.add_plain_tensors(file)
         merger.add_values(file)
+    joined = merger.join_quantized()
     tensors, objects = merger.entries()
+    for parts in joined.values():
+        tensors |= parts.tensors
+        objects |= parts.objects
 
     # Complete the first rank's tree, and list the entries in its order.
     skeleton = files[0].skeleton
@@ -94,9 +102,13 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
         if not paths.issuperset(file.paths):
             skeleton = _completed(skeleton, file.skeleton)
             paths.update(file.paths)
-    skeleton = map_leaves(
-        skeleton, lambda entry: ObjectLeaf(entry.key) if entry.key in objects else entry.leaf
-    )
+
+    def leaf_of(entry: LeafEntry) -> object:
+        if entry.key in joined:
+            return joined[entry.key].skeleton
+        return ObjectLeaf(entry.key) if entry.key in objects else entry.leaf
+
+    skeleton = map_leaves(skeleton, leaf_of)
     order = [entry.key for entry in entries(skeleton)]
     tensors = {key: tensors[key] for key in order if key in tensors}
 
@@ -137,6 +149,7 @@ class _Merger:
         self._objects: dict[str, StoredObject] = {}
         self._first: dict[str, tuple[str, TensorFile]] = {}
         """Key → kind of the entry, and the first file that has it."""
+        self._quantized: dict[str, list[QuantizedPart]] = defaultdict(list)
         self._differing: dict[str, list[int]] = defaultdict(list)
 
     def add_parts(self, file: TensorFile) -> None:
@@ -145,6 +158,12 @@ class _Merger:
         for key, part in file.parts.items():
             self._check_kind(key, part.kind, file)
             self._add_meta(TensorMeta(key, part.dtype, part.shape), file)
+            if part.quantized is not None:
+                of_rank = {
+                    name: _named(item, file, name) if isinstance(item, StoredArray) else item
+                    for name, item in part.quantized.parts.items()
+                }
+                self._quantized[key].append(replace(part.quantized, parts=of_rank))
             for stored in part.arrays:
                 # Of several shards, each array needs a name of its own.
                 is_one = len(part.arrays) == 1
@@ -188,6 +207,24 @@ class _Merger:
             for leaf in walk(value):
                 if isinstance(leaf, TensorLeaf):
                     self.hidden[leaf.key] = file.hidden[leaf.key]
+
+    def join_quantized(self) -> dict[str, JoinedParts]:
+        """Replace tensors of torchao's classes by their parts, and return these by key.
+
+        A tensor whose parts cannot be joined becomes one that cannot be read.
+        """
+        joined: dict[str, JoinedParts] = {}
+        for key, parts in self._quantized.items():
+            result: JoinedParts | str = "tensor that is of torchao's classes on some ranks only"
+            if not self.fragments[key]:
+                result = join_quantized(key, self._tensors[key].shape, parts)
+            if isinstance(result, str):
+                self.unsupported.setdefault(key, result)
+            elif key not in self.unsupported:
+                joined[key] = result
+                del self._tensors[key], self.fragments[key]
+                self.fragments |= {name: list(of) for name, of in result.fragments.items()}
+        return joined
 
     def entries(self) -> tuple[dict[str, TensorMeta], dict[str, StoredObject]]:
         """Return tensors and objects; a tensor that cannot be read is an object without a value."""

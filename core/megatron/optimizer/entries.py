@@ -108,13 +108,7 @@ def _combine_chain(chain: Sequence[_ChainedOptimizer], moments: tuple[str, ...])
     if len({(member.kind, member.sharding) for member in chain}) > 1:
         kinds = ", ".join(member.kind for member in chain)
         if any(is_muon(group.settings) for member in chain for group in member.groups):
-            raise UnsupportedError(
-                f"the optimizer chains Muon with one of another kind ({kinds}), as Megatron-LM "
-                "does with --use-distributed-optimizer, which is not supported",
-                key="optimizer",
-                hint="save with --no-use-layer-wise-param-layout, or drop the optimizer with "
-                "--no-optim",
-            )
+            raise muon_chain_error(kinds)
         raise CorruptError(
             f"the chained optimizers are of different kinds: {kinds}", key="optimizer"
         )
@@ -136,6 +130,20 @@ def _combine_chain(chain: Sequence[_ChainedOptimizer], moments: tuple[str, ...])
     step = TensorLeaf(STEP) if steps else next(plain_steps, None)
     optimizer = Optimizer(first.kind, groups, moments, step, first.entries)
     return ReadEntries(optimizer, steps, first.sharding, tuple(dropped))
+
+
+def muon_chain_error(kinds: str) -> UnsupportedError:
+    """Return the error about Muon's optimizer that is chained with a distributed one.
+
+    Args:
+        kinds: kinds of the chained optimizers, in order.
+    """
+    return UnsupportedError(
+        f"the optimizer chains Muon with one of another kind ({kinds}), as Megatron-LM "
+        "does with --use-distributed-optimizer, which is not supported",
+        key="optimizer",
+        hint="save with --no-use-layer-wise-param-layout, or drop the optimizer with --no-optim",
+    )
 
 
 def _split_chain(entry: object) -> list[Mapping[object, object]]:

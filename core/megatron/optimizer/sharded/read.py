@@ -15,7 +15,8 @@ its tensors are *reformulated*: a parameter of shape (4, 64, 96), cut into (4, 1
 the true shape is in ``.metadata``, under ``mcore_data[key]["nd_reformulated_orig_global_shape"]``.
 ``read_states`` restores the true shapes.
 
-Not supported: the model-space states of legacy grouped experts, which are transposed.
+Not supported: the model-space states of legacy grouped experts, which are transposed; Muon whose
+matrices are distributed by layers, chained with a distributed optimizer in either form.
 
 Source: megatron-core 0.12.1 ``dist_checkpointing/strategies/resharding.py``,
 ``transformer/moe/experts.py``; 0.16.1 and Megatron-LM d98e8a64
@@ -39,7 +40,7 @@ from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.facts import ModelFacts
-from core.megatron.optimizer.entries import MODEL_SPACE, read_entries
+from core.megatron.optimizer.entries import MODEL_SPACE, muon_chain_error, read_entries
 from core.megatron.optimizer.flat.boxes import FlatRun, fragments_of_run
 from core.megatron.optimizer.form import TITLES, optim_format_of
 from core.megatron.optimizer.sharded.buckets import has_buckets, read_buckets
@@ -106,6 +107,12 @@ def read_states(
     )
     form = optim_format_of(catalog.tensors, catalog.objects, has_flattened=is_flattened)
     if has_buckets(catalog):
+        # Matrices of Muon have states of their own, and only the others are in buckets.
+        if any(
+            match and match["state"] == "momentum_buffer"
+            for match in map(_STATE.fullmatch, catalog.tensors)
+        ):
+            raise muon_chain_error("float16, distributed")
         buckets = read_buckets(catalog, model, facts, rules, store=store)
         return GlobalStates(
             buckets.tensors,

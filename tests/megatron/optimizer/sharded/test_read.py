@@ -569,6 +569,18 @@ def test_an_optimizer_of_another_form_is_refused_by_name(golden: Path) -> None:
         unshard(renamed, rules=RULES)
 
 
+def test_muon_chained_with_buckets_is_refused_by_name(golden: Path) -> None:
+    # Megatron-LM 0.20 saves Muon's matrices by name, and the rest in buckets of chained_1.
+    store, catalog = source(golden, BUCKETS[0])
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    momentum = f"chained_0.optimizer.state.momentum_buffer.{key}"
+    meta = replace(catalog.tensors[key], key=momentum)
+    catalog = replace(catalog, tensors={**catalog.tensors, momentum: meta})
+    with pytest.raises(UnsupportedError, match="chains Muon") as caught:
+        unshard(catalog, rules=RULES, store=store)
+    assert "--no-use-layer-wise-param-layout" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize("name", [BUCKETS[0], RESHARDABLE, MODEL_SPACE[1], PLAIN[0]])
 def test_global_tensors_become_rank_files(golden: Path, tmp_path: Path, name: str) -> None:
     report, store, catalog = converted(
