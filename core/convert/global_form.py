@@ -24,6 +24,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.files_beside import carried_of, with_documents
 from core.catalog.optimizer_keys import NOT_IN_HF
+from core.changes.lightning_file import as_trainer_file
 from core.changes.select import is_optimizer_key, without_optimizer
 from core.convert.apply_changes import ChangedCatalog, apply_changes
 from core.convert.job import Job
@@ -413,7 +414,8 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
             refuse_broken_optimizer(before, result.catalog)
         if is_global and (result.left_out or result.renamed):
             _refuse_incomplete(result.catalog, request.rules)
-    return GlobalForm(result.catalog, result.renamed, tuple(notes), step.dropped)
+    catalog = as_trainer_file(result.catalog) if format.nests else result.catalog
+    return GlobalForm(catalog, result.renamed, tuple(notes), step.dropped)
 
 
 def _form_as_megatron(request: _FormRequest, catalog: Catalog, source: Checkpoint) -> GlobalForm:

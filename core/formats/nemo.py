@@ -15,10 +15,13 @@ Versions: archives of NeMo 1 and 2 (``save_to``) with one file of weights.
 
 Not supported, refused by name: compressed archives, weights in directories of ranks or of a
 distributed checkpoint (``mp_rank_00/…``, ``model_weights/…``), members that are links or devices,
-and two members with one name.
+and two members with one name. The files of ranks hold state dicts alone, without the training
+arguments that tell how to join them.
 
-Source: NeMo 2.4 ``core/connectors/save_restore_connector.py``; POSIX.1-2001 for pax headers. The
-archives of the tests are made as NeMo makes them, with ``tarfile`` of Python and torch 2.13.
+Source: NeMo 2.4 ``core/connectors/save_restore_connector.py``, NeMo 8cfedd72
+``collections/nlp/parts/nlp_overrides.py`` (``NLPSaveRestoreConnector``); POSIX.1-2001 for pax
+headers. The archives of the tests are made as NeMo makes them, with ``tarfile`` of Python and torch
+2.13.
 """
 
 from __future__ import annotations
@@ -94,10 +97,13 @@ def read(store: ReadStore) -> Catalog:
     if weights is None:
         places = [name for name in files if name.endswith(WEIGHTS) or "model_weights/" in name]
         if places:
+            is_rank = places[0].endswith(f"/{WEIGHTS}")
             raise UnsupportedError(
                 f"the weights are in {places[0].rpartition('/')[0]}, not in {WEIGHTS}",
                 file=file,
-                hint=_UNPACK,
+                hint=f"unpack it with tar -xf, and read each rank's file: {places[0]}"
+                if is_rank
+                else _UNPACK,
             )
         raise MissingShardError(
             f"the archive has no {WEIGHTS}", file=file, hint="copy the archive again"

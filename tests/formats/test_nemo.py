@@ -77,6 +77,20 @@ def test_weights_in_directories_are_refused_by_name(tmp_path: Path, name: str) -
         open_checkpoint(path)
 
 
+def test_the_files_of_ranks_are_read_one_by_one_once_unpacked(tmp_path: Path) -> None:
+    state = tmp_path / "model_weights.ckpt"
+    torch.save(STATE, state)
+    path = tmp_path / "model.nemo"
+    with tarfile.open(path, "w:") as archive:
+        archive.add(state, arcname="./tp_rank_00_pp_rank_000/model_weights.ckpt")
+    with pytest.raises(UnsupportedError, match="tp_rank_00_pp_rank_000") as raised:
+        open_checkpoint(path)
+    file = (raised.value.hint or "").rpartition(" ")[2]
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path / "out", filter="data")
+    assert open_checkpoint(tmp_path / "out" / file).catalog.tensors.keys() == STATE.keys()
+
+
 def test_an_archive_without_weights_is_incomplete(tmp_path: Path) -> None:
     path = tmp_path / "model.nemo"
     with tarfile.open(path, "w:") as archive:

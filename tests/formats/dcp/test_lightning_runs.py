@@ -13,7 +13,6 @@ from core.opening.open import open_checkpoint
 from tests.formats.dcp.test_lightning_meta import assert_same
 
 DIRECTORIES = [
-    "trainer_fsdp/step.ckpt",
     "fabric_fsdp/state.ckpt",
     "fabric_model_parallel/state.ckpt",
 ]

@@ -6,7 +6,8 @@
 CASE is one of
 
 - ``trainer``: FOLDER/checkpoints with the files of two epochs and ``last.ckpt``;
-- ``trainer_fsdp``: FOLDER/step.ckpt, a directory of FSDPStrategy;
+- ``trainer_fsdp``, ``trainer_fsdp_flat``: FOLDER/step.ckpt, a directory of FSDPStrategy; ``flat``
+  wraps the first layer, with ``use_orig_params=False``;
 - ``fabric``: FOLDER/state.ckpt, a file;
 - ``fabric_fsdp``, ``fabric_model_parallel``: FOLDER/state.ckpt, a directory;
 - ``fabric_model_parallel_full``: FOLDER/state.ckpt, a file.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -36,6 +38,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 
 class FSDPOnCPU(FullyShardedDataParallel):
@@ -70,7 +73,7 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, object]:
-        if os.environ.get("LIGHTNING_CASE") == "trainer_fsdp":
+        if os.environ.get("LIGHTNING_CASE", "").startswith("trainer_fsdp"):
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         else:
             optimizer = torch.optim.AdamW(grouped(self.model), lr=1e-2)
@@ -99,13 +102,25 @@ def write_truth(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         torch.save({"model": dict(weights), "optimizer": states}, folder / "truth.pt")
 
 
+def is_first_layer(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.in_features == 6
+
+
+def fsdp_strategy(case: str) -> TrainerFSDP:
+    if not case.endswith("flat"):
+        return TrainerFSDP(state_dict_type="sharded")
+    # The rest of the model, which includes the last layer, is the unit whose parameters come first.
+    policy = partial(lambda_auto_wrap_policy, lambda_fn=is_first_layer)
+    return TrainerFSDP(state_dict_type="sharded", use_orig_params=False, auto_wrap_policy=policy)
+
+
 def run_trainer(case: str, folder: Path) -> None:
-    is_fsdp = case == "trainer_fsdp"
+    is_fsdp = case.startswith("trainer_fsdp")
     os.environ["LIGHTNING_CASE"] = case
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2 if is_fsdp else 1,
-        strategy=TrainerFSDP(state_dict_type="sharded") if is_fsdp else "auto",
+        strategy=fsdp_strategy(case) if is_fsdp else "auto",
         max_epochs=2,
         limit_train_batches=2,
         logger=False,
