@@ -278,8 +278,9 @@ def _check_request(request: _FormRequest, catalog: Catalog) -> None:
     check_target(job, format, is_named=is_named)
     if request.names == "megatron" and not is_named and not catalog.is_rank_local:
         _refuse_without_arguments(catalog, rules)
+        option = "--names megatron" if job.names is not None else f"--to {job.to}"
         raise UsageError(
-            "--names megatron: the tensors have neither Megatron's names "
+            f"{option}: the tensors have neither Megatron's names "
             f"nor Hugging Face's names with a {CONFIG}",
             hint=f"give the model's {CONFIG} with --config FILE",
         )

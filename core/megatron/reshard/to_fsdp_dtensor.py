@@ -18,7 +18,8 @@ param group of their own.
 Versions: as for reading; GPT models of the local implementation and of Transformer Engine, with
     SequentialMLP and TEGroupedMLP, and the distributed optimizer with Adam.
 Source: as for reading; megatron-core 0.16.1 loads the results on gloo and trains on with equal
-    losses (scripts/framework-tests). TEGroupedMLP was not run: the module needs a GPU.
+    losses (scripts/framework-tests). Transformer Engine's modules, TEGroupedMLP among them, were not
+    run: they need a GPU.
 
 Not supported, refused by name: models other than GPT, hybrid and heterogeneous models, multi-token
 prediction, multi-latent attention, towers, adapters, GroupedMLP, optimizers other than Adam, and
@@ -57,7 +58,6 @@ from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
-from core.megatron.placement.adapter_rows import is_halved
 from core.megatron.rules.experts import OPTION as EXPERTS
 from core.megatron.rules.rules import GPT, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, walk
@@ -209,8 +209,7 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
         "a model with multi-token prediction": facts.n_predictions > 0,
         "a model with multi-latent attention": facts.is_mla,
         "a model with towers": model.wrapper is not None,
-        "an adapter": any(map(is_halved, catalog.tensors))
-        or any(".adapter." in key for key in catalog.tensors),
+        "an adapter": any(".adapter." in key for key in catalog.tensors),
     }
     for name, is_refused in refused.items():
         if is_refused:
