@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +97,10 @@ class Source:
     to: Layout
 
 
-DENSE = MODELS["dense_dp2"]
-TIED = replace(DENSE, is_tied=True, is_gated=False, has_bias=True, qk_layernorm=True)
-SHARED = replace(MODELS["experts"], shared_ffn=16, expert_bias=True)
-FULLY = Form("torch_dist", "fully_reshardable")
 SOURCES = {
-    "rank_files": Source(DENSE, Layout(tp=2, pp=2), Form(), DISTRIBUTED, Layout(dp=2)),
-    "torch_dist_to_tp2": Source(DENSE, Layout(pp=2), FULLY, DISTRIBUTED, Layout(tp=2)),
-    "tied_with_biases": Source(TIED, Layout(tp=2), Form(), Optimizer(), Layout(dp=2)),
-    "fp32": Source(DENSE, Layout(pp=2), Form("torch_dist"), Optimizer(kind="fp32"), Layout()),
-    "experts_ep2": Source(SHARED, Layout(dp=2, ep=2), FULLY, DISTRIBUTED, Layout()),
+    "rank_files": Source(
+        MODELS["dense_dp2"], Layout(tp=2, pp=2), Form(), DISTRIBUTED, Layout(dp=2)
+    ),
 }
 
 
@@ -126,13 +120,7 @@ def test_it_goes_on_with_a_run_without_fsdp(tmp_path: Path, name: str) -> None:
         place.replace("/", ".", 1).replace("fp32_param", "param", 1): tensor
         for place, tensor in before.before.items()
     }
-    if source.to.tp == 1:
-        for key, tensor in after["before"].items():
-            if source.optimizer.kind == "fp32":
-                key = key.removeprefix("fp32_param.")
-            held = place_in(live, key)
-            n = source.model.vocab if "embed" in key or "output_layer" in key else None
-            assert torch.equal(held[:n], tensor[:n]), key
-    losses = after["losses"][:1] if source.to.tp > 1 else after["losses"]
-    expected = pytest.approx(before.losses, rel=2e-2 if source.model.experts else 5e-3)
-    assert by_sample(losses) == expected
+    for key, tensor in after["before"].items():
+        n = source.model.vocab if "embed" in key or "output_layer" in key else None
+        assert torch.equal(place_in(live, key)[:n], tensor[:n]), key
+    assert by_sample(after["losses"]) == pytest.approx(before.losses, rel=5e-3)

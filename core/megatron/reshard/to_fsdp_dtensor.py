@@ -11,19 +11,18 @@ reads them::
 
 The weights of trained parameters are written as their masters, which Megatron-FSDP loads; without
 an optimizer they keep their dtype, and the loader casts them. Experts are numbered over the whole
-model. Names of an fp32 run have one ``module.`` less in the optimizer, as nothing casts its inputs.
-The TP size decides only the padding rows of the vocabulary, the EP size only whether experts are a
-param group of their own.
+model. The TP size decides only the padding rows of the vocabulary, the EP size only whether experts
+are a param group of their own.
 
 Versions: as for reading; GPT models of the local implementation and of Transformer Engine, with
     SequentialMLP and TEGroupedMLP, and the distributed optimizer with Adam.
 Source: as for reading; megatron-core 0.16.1 loads the results on gloo and trains on with equal
-    losses (scripts/framework-tests). Transformer Engine's modules, TEGroupedMLP among them, were not
-    run: they need a GPU.
+    losses (scripts/framework-tests). Transformer Engine's modules, TEGroupedMLP among them, were
+    not run: they need a GPU.
 
 Not supported, refused by name: models other than GPT, hybrid and heterogeneous models, multi-token
-prediction, multi-latent attention, towers, adapters, GroupedMLP, optimizers other than Adam, and
-numbers of steps as tensors.
+prediction, multi-latent attention, towers, adapters, GroupedMLP, optimizers of fp32 runs (whose
+names have another prefix), optimizers other than Adam, and numbers of steps as tensors.
 
 Not carried: random states, extra states, and entries of the optimizer such as ``grad_scaler``.
 """
@@ -234,6 +233,13 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
             "trains with Adam only",
             hint=_DROP_OPTIMIZER,
         )
+    fields = fields_of(catalog.args)
+    if not (fields.get("bf16") or fields.get("fp16")):
+        raise UnsupportedError(
+            f"writing the optimizer of an fp32 run as {FORMAT} is not supported: without --bf16 or "
+            "--fp16, Megatron-FSDP has other names for its states",
+            hint=_DROP_OPTIMIZER,
+        )
     if isinstance(optimizer.step, TensorLeaf):
         raise UnsupportedError(
             "the number of steps is a tensor, as torch's Adam counts them; writing it as "
@@ -252,8 +258,6 @@ class _FsdpNames:
         self._expert_names = model.expert_names or facts.expert_names or "sequential"
         # Only --swiglu divides gated layers; a configuration without that argument means it, too.
         self._splits = facts.is_gated and fields.get("swiglu", True) is not False
-        n_wrappers = 3 if fields.get("bf16") or fields.get("fp16") else 2
-        self._wrappers = "module." * n_wrappers
 
     def halves(self, name: str) -> tuple[str, ...]:
         """Return the suffixes of the halves in which a parameter is stored; ("",) for a whole."""
@@ -269,7 +273,7 @@ class _FsdpNames:
 
     def in_optimizer(self, name: str) -> str:
         """Return the name of a parameter below ``optimizer.state``."""
-        return self._wrappers + self.in_model(name).removeprefix("module.")
+        return f"module.module.{self.in_model(name)}"
 
 
 def _stored_tensors(

@@ -47,7 +47,6 @@ def _state(run: Run, chunk: Any, optimizer: Any, scheduler: Any) -> dict[str, An
                 "opt_param_scheduler": scheduler.state_dict(),
             }
         ),
-        "num_floating_point_operations_so_far": None,
     }
 
 
@@ -106,8 +105,8 @@ def _rank(rank: int, run_file: Path, folder: Path, out: Path, meeting: str, opti
     result: dict[str, Any] = {"before": megatron_fsdp._truth(optimizer)}
 
     bare = chunk.module.module
+    bare.train()
     live = training.Training(run, config, [chunk], [bare], optimizer, scheduler)
-    chunk.module.module.train()
     losses = training.trained(live, range(ITERATION, ITERATION + STEPS))
     shards: list[Any] = [None] * layout.world
     dist.all_gather_object(shards, losses)

@@ -133,3 +133,18 @@ def test_what_megatron_fsdp_does_not_have_is_refused(
     with pytest.raises(error, match=words) as caught, prepare(job):
         pass
     assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("mcore_legacy/dense_gqa/tp1_pp1_optim", "number of steps"),
+    ],
+)
+def test_optimizers_that_it_would_not_load_are_refused(
+    golden: Path, tmp_path: Path, source: str, words: str
+) -> None:
+    job = Job(src=golden / source, dst=tmp_path / "out", to="fsdp_dtensor")
+    with pytest.raises(UnsupportedError, match=words) as caught, prepare(job):
+        pass
+    assert "--no-optim" in str(caught.value.hint)
