@@ -43,7 +43,7 @@ _CHECKPOINTS = frozenset(
 
 TARGETS = (
     *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
-    *("hf", "orbax", "deepspeed_universal"),
+    *("hf", "orbax", "deepspeed_universal", "fsdp_dtensor"),
 )
 """Formats that can be written, listed here so that a help page need not import all formats."""
 CONTENT_OPTIONS = (

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from core.arrays.box import Shape
     from core.catalog.file_image import JoinedArray
     from core.catalog.stored import Coords, PlannedArray, StoredArray
 
@@ -117,6 +118,17 @@ class MegatronModel:
     is_ordered: bool = True
     nesting: Mapping[str, bool] = field(default_factory=dict)
     top_level: tuple[object, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpDtensorFacts:
+    """The facet of a DCP to write that Megatron-FSDP loads (``fsdp_dtensor``).
+
+    Args:
+        shapes: key of each tensor → its shape, with the padding rows of the vocabulary.
+    """
+
+    shapes: Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True)

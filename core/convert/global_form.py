@@ -34,10 +34,12 @@ from core.convert.options import (
     check_names,
     check_target,
     check_vocabulary,
+    has_model_form,
     is_cut,
     refuse_broken_optimizer,
     refuse_layout_options,
     refuse_quantizing,
+    writes_fsdp_dtensor,
 )
 from core.convert.report.dropped import DroppedEntries, unread_entries
 from core.convert.report.lightning import model_options
@@ -277,8 +279,9 @@ def _check_request(request: _FormRequest, catalog: Catalog) -> None:
     check_target(job, format, is_named=is_named)
     if request.names == "megatron" and not is_named and not catalog.is_rank_local:
         _refuse_without_arguments(catalog, rules)
+        option = "--names megatron" if job.names is not None else f"--to {job.to}"
         raise UsageError(
-            "--names megatron: the tensors have neither Megatron's names "
+            f"{option}: the tensors have neither Megatron's names "
             f"nor Hugging Face's names with a {CONFIG}",
             hint=f"give the model's {CONFIG} with --config FILE",
         )
@@ -335,7 +338,7 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
         keep_padded_vocab=job.keep_padded_vocab,
         # The sources of a merge may be padded differently; without padding they have one shape.
         target_tp=target_topology(job, catalog, format).tp
-        if is_cut(format) and not request.others
+        if has_model_form(job, format) and not request.others
         else None,
         store=source.store,
     )
@@ -346,12 +349,12 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
         step.catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks"
     )
     for option, value in (("--transformer-impl", job.transformer_impl), (EXPERTS, job.experts)):
-        if value is not None and not is_cut(format):
+        if value is not None and not has_model_form(job, format):
             raise UsageError(
                 f"{option} has no effect on {format.name}",
                 hint="use it with --to megatron or --to torch_dist",
             )
-    if is_cut(format):
+    if has_model_form(job, format):
         catalog = with_expert_kind(
             catalog, job.experts, rules=rules, implementation=job.transformer_impl
         )
@@ -408,7 +411,7 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
         notes += result.config_notes
 
     # A Megatron model must be complete, and its optimizer must fit its parameters.
-    if is_cut(format):
+    if has_model_form(job, format):
         is_global = before.facet(MegatronModel) is not None
         if (is_global or is_mcore(before)) and not result.renamed:
             refuse_broken_optimizer(before, result.catalog)
@@ -725,7 +728,7 @@ def _is_origin(request: _FormRequest, catalog: Catalog) -> bool:
 
 
 def _parse_names(job: Job) -> tuple[str | None, str | None]:
-    """Parse ``--names``, and ``--to hf``, which implies it.
+    """Parse ``--names``, and ``--to hf`` and ``--to fsdp_dtensor``, which imply it.
 
     Returns:
         ``hf``, ``megatron`` or None to keep the names; and the Hugging Face model type or None.
@@ -734,6 +737,8 @@ def _parse_names(job: Job) -> tuple[str | None, str | None]:
         UsageError: ``--names`` has another value.
     """
     if job.names is None:
+        if writes_fsdp_dtensor(job):
+            return "megatron", None
         return ("hf", None) if job.to is not None and job.to.lower() in HF_ALIASES else (None, None)
     family, _, model_type = job.names.partition(":")
     if family not in ("hf", "megatron") or (model_type and family != "hf"):

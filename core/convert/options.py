@@ -20,6 +20,10 @@ from core.megatron.rules.experts import OPTION as EXPERTS
 HF_ALIASES = ("hf", "huggingface")
 """Names of the safetensors format that also ask for Hugging Face's tensor names."""
 
+FSDP_DTENSOR = "fsdp_dtensor"
+"""Name of the DCP format that also asks for the names of Megatron-FSDP."""
+_FSDP_SIZES = frozenset({"tp", "ep", "etp"})
+
 
 def check_merge(job: Job) -> None:
     """Raise if an option contradicts a merge.
@@ -49,6 +53,16 @@ def is_cut(format: Format) -> bool:
     return format.partition == "ranks" or format.is_mcore
 
 
+def writes_fsdp_dtensor(job: Job) -> bool:
+    """Return True if a job writes Megatron-FSDP's ``fsdp_dtensor``."""
+    return job.to is not None and job.to.lower().replace("-", "_") == FSDP_DTENSOR
+
+
+def has_model_form(job: Job, format: Format) -> bool:
+    """Return True if what a job writes is built from Megatron's global form by a layout."""
+    return is_cut(format) or writes_fsdp_dtensor(job)
+
+
 def check_target(job: Job, format: Format, *, is_named: bool) -> None:
     """Raise if the destination's format cannot honour an option.
 
@@ -61,7 +75,9 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
         UsageError: an option has no effect on this format, or would unstack some layers only.
     """
     # Without --to, tensors with other names get a better message later: no rule knows them.
-    if changes_layout(job) and not is_cut(format) and (job.to is not None or is_named):
+    if writes_fsdp_dtensor(job):
+        _check_fsdp_dtensor(job)
+    elif changes_layout(job) and not is_cut(format) and (job.to is not None or is_named):
         _refuse_layout_change(job, format)
     is_one_file = (
         format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
@@ -92,6 +108,28 @@ def _refuse_layout_change(job: Job, format: Format) -> NoReturn:
         f"{options} cannot be used: {format.name} checkpoints have no parallel layout",
         hint="omit the sizes, or use --to megatron or --to torch_dist",
     )
+
+
+def _check_fsdp_dtensor(job: Job) -> None:
+    """Raise if an option has no effect on Megatron-FSDP's checkpoints.
+
+    Raises:
+        UsageError: it changes the pipeline, or stacks layers.
+    """
+    change = job.topology
+    if change is not None and (change.pipeline is not None or set(change.sizes) - _FSDP_SIZES):
+        raise UsageError(
+            f"pipeline options have no effect on {FSDP_DTENSOR}: Megatron-FSDP numbers layers over "
+            "the whole model",
+            hint="omit them; --tp-new sets the padding of the vocabulary, and --ep-new the "
+            "experts' param groups",
+        )
+    if job.stacking is not None:
+        raise UsageError(
+            f"--stack-layers and --unstack-layers have no effect on {FSDP_DTENSOR}, which has its "
+            "own names for layers",
+            hint="omit them",
+        )
 
 
 def _check_rank_options(job: Job, format: Format) -> None:
@@ -143,6 +181,12 @@ def check_names(
             f"--to {job.to} and --names megatron contradict each other",
             hint="use --to safetensors for Megatron's names, or omit --names",
         )
+    if names == "hf" and writes_fsdp_dtensor(job):
+        raise UsageError(
+            f"--names {job.names} and --to {job.to} contradict each other: {FSDP_DTENSOR} has "
+            "Megatron's names",
+            hint="omit --names, or use --to dcp",
+        )
     if names == "hf" and format.partition == "ranks":
         raise UsageError(
             f"--names {job.names} and --to {format.name} contradict each other: "
@@ -187,7 +231,7 @@ def refuse_quantizing(job: Job, format: Format) -> None:
     Raises:
         UsageError: ``--quantize`` is given for a format that a parallel layout cuts.
     """
-    if job.quantize and is_cut(format):
+    if job.quantize and has_model_form(job, format):
         raise UsageError(
             "--quantize: Megatron cannot load float8 weights with scales, "
             f"so {format.name} cannot store them",

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import MegatronModel
+from core.catalog.facets import FsdpDtensorFacts, MegatronModel
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
@@ -31,7 +31,7 @@ from core.convert.nesting_notes import (
     root_notes,
     sharing_notes,
 )
-from core.convert.options import HF_ALIASES, check_merge, is_cut
+from core.convert.options import HF_ALIASES, check_merge, has_model_form, is_cut
 from core.convert.report.dropped import (
     DroppedEntries,
     DroppedReason,
@@ -417,7 +417,7 @@ def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:
 
 def _written_topology(job: Job, catalog: Catalog, format: Format) -> Topology | None:
     """Return the parallel sizes of a Megatron checkpoint that is written, None for another."""
-    if not is_cut(format) or catalog.args is None:
+    if not has_model_form(job, format) or catalog.args is None:
         return None
     try:
         return target_topology(job, catalog, format)
@@ -473,7 +473,7 @@ def _lay_out_files(
     """Lay out the files of the destination under their final paths."""
     assert format.lay_out is not None, "the format is writable"
     images = tuple(format.lay_out(target))
-    if format.is_mcore:
+    if format.is_mcore or target.facet(FsdpDtensorFacts) is not None:
         images = _in_training_root(images, RELEASE if source.is_release else target.iteration)
     return (replace(images[0], path=dst.name),) if target.write.is_file else images
 

@@ -16,6 +16,7 @@ from core.catalog.optimizer_keys import param_of, state_key, state_of
 from core.changes.rename import rename_entries
 from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.job import Job
+from core.convert.options import writes_fsdp_dtensor
 from core.convert.report.dropped import parse_dropped
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
@@ -25,6 +26,7 @@ from core.formats.torch.format import load_object
 from core.formats.torch.refused import names_importable
 from core.megatron.placement.adapter_rows import to_stored_order
 from core.megatron.reshard.reshard import load_rules, shard, stack
+from core.megatron.reshard.to_fsdp_dtensor import to_fsdp_dtensor, with_padding
 from core.megatron.rules.experts import transposed
 from core.opening.objects import check_safety, loaded, refuse_hidden
 from core.opening.open import Checkpoint
@@ -159,6 +161,17 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
         if format.partition == "grid":
             return stacked.source, partitioned(stacked.target, format=format.name, by="grid")
         return stacked.source, stacked.target
+
+    # Megatron-FSDP's checkpoints: DCP with names of their own, and a padded vocabulary.
+    if catalog.facet(MegatronModel) is not None and writes_fsdp_dtensor(job):
+        form = to_fsdp_dtensor(
+            catalog,
+            target_topology(job, catalog, format),
+            rules=load_rules(job.rules, unknown=job.unknown),
+            vocab_size=job.vocab_size,
+        )
+        source, target = source_and_target(form, format)
+        return source, with_padding(target)
     return source_and_target(_with_complete_names(catalog), format)
 
 

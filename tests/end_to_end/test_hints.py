@@ -48,6 +48,7 @@ FOREIGN: Mapping[str, str] = {
     "moe-use-legacy-grouped-gemm": "Megatron-LM",
     "load": "Megatron-LM",
     "ckpt-format": "Megatron-LM",
+    "use-megatron-fsdp": "Megatron-LM",
     "decoder": "Megatron-LM: --decoder-first-pipeline-num-layers and --decoder-last-…",
     "standalone-embedding-stage": "Megatron-LM",
     "num-layers-per-virtual-pipeline-stage": "Megatron-LM",

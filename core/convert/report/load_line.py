@@ -5,6 +5,7 @@
 ==================== =============================================================================
  megatron, torch_dist options of Megatron's training script: ``--load DST``, the sizes, and
  and zarr of Megatron ``--no-load-optim`` or ``--no-load-rng`` for what is not in the checkpoint
+ fsdp_dtensor         the same with ``--use-megatron-fsdp``, without a pipeline
  the same with towers Megatron-Bridge's setting ``checkpoint.pretrained_checkpoint=DST``
  Hugging Face model   ``AutoModelForCausalLM.from_pretrained("DST")``; the class of a composite one
  adapter              ``PeftModel.from_pretrained(model, "DST")``; torch_dist with Megatron-Bridge's
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.catalog.catalog import AnyCatalog, TargetCatalog
-from core.catalog.facets import PipelineFacts, RankFacts, WeightFileFacts
+from core.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts, WeightFileFacts
 from core.catalog.file_image import FileImage
 from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException
@@ -48,7 +49,12 @@ from core.megatron.rules.tables import load_rules
 from core.opening.open import RELEASE, TRACKER
 from core.pickle.inert import as_mapping
 
-_CKPT_FORMATS = {"megatron": "torch", "torch_dist": "torch_dist", "zarr": "zarr"}
+_CKPT_FORMATS = {
+    "megatron": "torch",
+    "torch_dist": "torch_dist",
+    "zarr": "zarr",
+    "dcp": "fsdp_dtensor",  # of Megatron's own kinds of DCP, only this one is written
+}
 """Format → value of Megatron's ``--ckpt-format``."""
 _CAUSAL = "ForCausalLM"
 _NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")
@@ -167,10 +173,15 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
     yield f"--load {shlex.quote(str(result.dst))}"
     yield f"--ckpt-format {_CKPT_FORMATS[result.format.name]}"
 
+    is_fsdp = target.facet(FsdpDtensorFacts) is not None
+    if is_fsdp:
+        yield "--use-megatron-fsdp"
+
     # The sizes; those of experts equal the others unless they are given.
     yield f"--tensor-model-parallel-size {topology.tp}"
-    yield f"--pipeline-model-parallel-size {topology.pp}"
-    yield from _pipeline_options(target, topology)
+    if not is_fsdp:
+        yield f"--pipeline-model-parallel-size {topology.pp}"
+        yield from _pipeline_options(target, topology)
     if topology.ep > 1:
         yield f"--expert-model-parallel-size {topology.ep}"
     if topology.expert_tp != topology.tp:

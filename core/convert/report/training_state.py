@@ -8,7 +8,8 @@
  deepspeed_universal
  safetensors, hf              none: such directories hold weights, and loaders take
                               any tensor for one
- megatron, torch_dist, zarr   none: Megatron's optimizer has other entries
+ megatron, torch_dist, zarr,  none: Megatron's optimizer has other entries
+ fsdp_dtensor
 ===========================  ======================================================
 
 What is left out is listed as not carried. ``Job.optim`` set to ``carry`` keeps all entries.
@@ -23,7 +24,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import TrainingState
 from core.changes.select import keep_entries
 from core.convert.job import Job
-from core.convert.options import is_cut
+from core.convert.options import has_model_form
 from core.convert.report.dropped import DroppedEntries
 from core.formats.format import Format
 from core.formats.torch.nested_names import uses_in
@@ -55,7 +56,7 @@ def without_training_state(catalog: Catalog, job: Job, format: Format) -> Withou
         format: the format of the destination.
     """
     state = catalog.facet(TrainingState)
-    holds_state = not (format.carries_files or is_cut(format))
+    holds_state = not (format.carries_files or has_model_form(job, format))
     if state is None or holds_state or job.optim == "carry":
         return WithoutState(catalog)
     return _without(catalog, state, state.files, _NOT_HERE.format(format.name))

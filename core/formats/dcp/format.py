@@ -27,7 +27,8 @@ stream ``raw:<key>``.
 Written objects: torch imports the classes that a pickle names. An object that names Megatron's
 classes, as the training arguments do, could not be loaded without Megatron, and
 ``dcp_to_torch_save`` would fail on it. Such an object is stored as plain containers
-(``core.formats.torch.weights_only``) and restored when it is read here.
+(``core.formats.torch.weights_only``) and restored when it is read here. What Megatron itself loads
+(``FsdpDtensorFacts``) keeps its classes.
 
 Several training systems save such directories, each with its own names:
 
@@ -69,7 +70,7 @@ from core.catalog.catalog import (
     metas_of,
     whole_fragment,
 )
-from core.catalog.facets import DcpFacts, TorchDistFacts
+from core.catalog.facets import DcpFacts, FsdpDtensorFacts, TorchDistFacts
 from core.catalog.file_image import literal_file
 from core.catalog.stored import Extent, StoredArray, array_name
 from core.errors import (
@@ -581,8 +582,10 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """
     target, meta_image = split_meta(target)
     # torch could not load classes of Megatron without Megatron, see the module's docstring.
+    packages = _packages_of(target)
     objects = [
-        replace(item, value=loadable(item.value, key=item.key)) for item in target.objects.values()
+        replace(item, value=loadable(item.value, key=item.key, packages=packages))
+        for item in target.objects.values()
     ]
     layout = lay_out_items(target, objects, max_file_bytes=target.write.max_file_bytes)
     meta_files = () if meta_image is None else (meta_image,)
@@ -591,6 +594,16 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         *meta_files,
         metadata_image(target, layout, planner_data=paths_of(target)),
     )
+
+
+def _packages_of(target: TargetCatalog) -> frozenset[str]:
+    """Return the packages that the loader of a checkpoint has in addition to torch and numpy."""
+    return frozenset() if target.facet(FsdpDtensorFacts) is None else frozenset({"megatron"})
+
+
+def _aside_notes(target: TargetCatalog) -> list[str]:
+    """Return a note that names the objects that ``lay_out`` sets aside."""
+    return aside_notes(target, packages=_packages_of(target))
 
 
 def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:
@@ -712,11 +725,11 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
-    aliases=("torch_dcp",),
+    aliases=("torch_dcp", "fsdp_dtensor"),
     partition="as_stored",
     salvage=salvage,
     splits_files=True,
     has_live_objects=True,
-    notes_of=aside_notes,
+    notes_of=_aside_notes,
     own_folders=_folders,
 )

@@ -78,16 +78,15 @@ def _wrapped(run: Run, config: Any) -> tuple[Any, Any]:
         overlap_param_gather=True,
         gradient_reduce_div_fusion=False,  # only NCCL has it
     )
-    chunk = FullyShardedDataParallel(
-        config, ddp, Float16Module(config, model), device=torch.device("cpu")
-    )
+    inner = Float16Module(config, model) if config.bf16 else model
+    chunk = FullyShardedDataParallel(config, ddp, inner, device=torch.device("cpu"))
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
         min_lr=1e-3,
         weight_decay=0.1,
-        bf16=True,
-        params_dtype=torch.bfloat16,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
         use_distributed_optimizer=True,
         clip_grad=0.0,
     )

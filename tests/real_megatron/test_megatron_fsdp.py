@@ -1,0 +1,126 @@
+"""Megatron-FSDP of megatron-core over checkpoints that another kind of run saved and we converted.
+
+The runs with Megatron-FSDP need einops, which scripts/framework-tests has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run as convert
+from tests.megatron.placement.test_fsdp_dtensor import MODELS, STEP, place_in, truth
+from tests.real_megatron.megatron import ROOT, Form, megatron
+from tests.real_megatron.setting import Layout, Model, Optimizer, Run
+
+PYTHON = os.environ.get("CKPT_MEGATRON_FSDP_PYTHON")
+"""An interpreter with einops, as scripts/framework-tests has it; else that of the tests."""
+if PYTHON is None and importlib.util.find_spec("einops") is None:
+    pytest.skip("einops is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+DISTRIBUTED = Optimizer(kind="distributed")
+
+
+def loaded(run: Run, folder: Path, *, out: Path, optim: bool = True) -> dict[str, Any]:
+    """What Megatron-FSDP has after it loaded a checkpoint strictly, and after two more steps."""
+    run_file, result = out / "run.json", out / "result.pt"
+    out.mkdir()
+    run_file.write_text(json.dumps(run.as_json()))
+    script = ROOT / "tests/golden/frameworks/megatron_fsdp_load.py"
+    subprocess.run(
+        [
+            *(PYTHON or sys.executable, "-W", "ignore", str(script)),
+            *(str(run_file), str(folder), str(result)),
+            *([] if optim else ["--no-optim"]),
+        ],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    values: dict[str, Any] = torch.load(result)
+    return values
+
+
+def by_sample(losses: list[list[float]]) -> list[float]:
+    """Losses of all data parallel ranks, which take turns, in the order of samples."""
+    return [loss for turn in zip(*losses, strict=True) for loss in turn]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [("dense_dp2", Layout(dp=2)), ("experts", Layout()), ("experts", Layout(dp=2, ep=2))],
+)
+def test_it_goes_on_as_from_its_own_checkpoint(
+    megatron_fsdp: Path, tmp_path: Path, case: str, layout: Layout
+) -> None:
+    src = megatron_fsdp / case
+    convert(Job(src=src, dst=tmp_path / "dist", to="torch_dist"))
+    change = TopologyChange(ep=layout.ep) if case == "experts" else None
+    convert(Job(src=tmp_path / "dist", dst=tmp_path / "back", to="fsdp_dtensor", topology=change))
+    run = Run(model=MODELS[case], layout=layout, optimizer=DISTRIBUTED)
+    ours = loaded(run, tmp_path / "back" / STEP, out=tmp_path / "ours")
+    own = loaded(run, src / STEP, out=tmp_path / "own")
+    assert ours["losses"] == own["losses"]
+    for moment in ("before", "after"):
+        assert ours[moment].keys() == own[moment].keys()
+        for key, tensor in own[moment].items():
+            assert torch.equal(ours[moment][key], tensor), (moment, key)
+    if layout.ep == 1:
+        for key, tensor in truth(src).items():
+            assert torch.equal(ours["before"][key], tensor), key
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run without Megatron-FSDP, the form in which it was saved, and the run that goes on.
+
+    Args:
+        to: layout of the run with Megatron-FSDP.
+    """
+
+    model: Model
+    layout: Layout
+    form: Form
+    optimizer: Optimizer
+    to: Layout
+
+
+SOURCES = {
+    "rank_files": Source(
+        MODELS["dense_dp2"], Layout(tp=2, pp=2), Form(), DISTRIBUTED, Layout(dp=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_it_goes_on_with_a_run_without_fsdp(tmp_path: Path, name: str) -> None:
+    source = SOURCES[name]
+    run = Run(model=source.model, layout=source.layout, optimizer=source.optimizer)
+    with megatron() as worker:
+        before = worker.save(run, [(source.form, tmp_path / "src")], out=tmp_path / "saved")
+    ep = source.to.ep if source.model.experts is not None else None
+    change = TopologyChange(tp=source.to.tp, ep=ep)
+    convert(Job(src=tmp_path / "src", dst=tmp_path / "out", to="fsdp_dtensor", topology=change))
+    after = loaded(run.at(source.to), tmp_path / "out" / STEP, out=tmp_path / "fsdp")
+
+    # Masters and moments are those of the run, and it trains on with the same losses.
+    live = {
+        place.replace("/", ".", 1).replace("fp32_param", "param", 1): tensor
+        for place, tensor in before.before.items()
+    }
+    for key, tensor in after["before"].items():
+        n = source.model.vocab if "embed" in key or "output_layer" in key else None
+        assert torch.equal(place_in(live, key)[:n], tensor[:n]), key
+    assert by_sample(after["losses"]) == pytest.approx(before.losses, rel=5e-3)
