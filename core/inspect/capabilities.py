@@ -21,7 +21,8 @@ from itertools import combinations
 
 from core.catalog.catalog import Catalog
 from core.changes.select import cast_of, keep_entries
-from core.convert.global_form import GlobalForm, global_form, is_mcore
+from core.convert.global_form.build import global_form
+from core.convert.global_form.form import GlobalForm, is_mcore
 from core.convert.job import Job, TopologyChange
 from core.convert.options import is_cut
 from core.convert.target_form import (
