@@ -17,7 +17,8 @@ from core.catalog.key_patterns import folded
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
 from core.convert.explain import LayoutLine, explain_layout
-from core.convert.global_form import GlobalForm, global_form, is_model_form
+from core.convert.global_form.build import global_form
+from core.convert.global_form.form import GlobalForm, is_model_form
 from core.convert.hard_links import link_data_files
 from core.convert.job import Job as Job
 from core.convert.job import Report as Report

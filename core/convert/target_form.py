@@ -14,7 +14,8 @@ from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts, Traini
 from core.catalog.key_patterns import listed_keys
 from core.catalog.optimizer_keys import param_of, state_key, state_of
 from core.changes.rename import rename_entries
-from core.convert.global_form import GlobalForm, global_form, is_model_form
+from core.convert.global_form.build import global_form
+from core.convert.global_form.form import GlobalForm, is_model_form
 from core.convert.job import Job
 from core.convert.options import writes_fsdp_dtensor
 from core.convert.report.dropped import parse_dropped

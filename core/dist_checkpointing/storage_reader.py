@@ -54,7 +54,7 @@ from typing_extensions import override
 
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog
-from core.convert.global_form import global_form
+from core.convert.global_form.build import global_form
 from core.convert.job import Job
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from core.arrays.box import Shape
@@ -94,17 +95,34 @@ class Pair:
         return tuple(FamilyPart(names, (rows[names], *tails[names])) for names in rows)
 
     @property
-    def strips(self) -> list[Strip]:
+    def strips(self) -> tuple[Strip, ...]:
         """The strips that map rows of ``tensors`` to rows of Megatron's tensor."""
-        extents = [part.shape[0] for part in self.parts]
-        tensor_of = [0] * len(self.parts)
-        stored: list[list[Strip]] = [[] for _ in self.parts]
-        for number, tensor in enumerate(self.tensors):
-            members = [n for n, part in enumerate(self.parts) if part.names == tensor.names]
-            for strip in interleave_by_group([extents[n] for n in members], self.n_alternations):
-                stored[members[strip.part]].append(strip)
-                tensor_of[members[strip.part]] = number
-        return chain_strips(interleave_by_group(extents, self.n_groups), stored, tensor_of)
+        numbers = {names: n for n, names in enumerate(dict.fromkeys(p.names for p in self.parts))}
+        return _strips_of(
+            tuple(part.shape[0] for part in self.parts),
+            tuple(numbers[part.names] for part in self.parts),
+            n_groups=self.n_groups,
+            n_alternations=self.n_alternations,
+        )
+
+
+@lru_cache(maxsize=1024)
+def _strips_of(
+    extents: tuple[int, ...], tensor_of: tuple[int, ...], *, n_groups: int, n_alternations: int
+) -> tuple[Strip, ...]:
+    """Return ``Pair.strips``. They are kept, as every layer of a model has the same.
+
+    Args:
+        extents: number of rows of each part.
+        tensor_of: for each part, the number of the tensor that stores it.
+        n_groups, n_alternations: those of the pair.
+    """
+    stored: list[list[Strip]] = [[] for _ in extents]
+    for number in dict.fromkeys(tensor_of):
+        members = [n for n, tensor in enumerate(tensor_of) if tensor == number]
+        for strip in interleave_by_group([extents[n] for n in members], n_alternations):
+            stored[members[strip.part]].append(strip)
+    return tuple(chain_strips(interleave_by_group(extents, n_groups), stored, tensor_of))
 
 
 def pairs_of(family: Family, model: Model) -> Iterator[Pair]:

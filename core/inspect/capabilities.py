@@ -20,10 +20,13 @@ from functools import cached_property
 from itertools import combinations
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import TrainingState
 from core.changes.select import cast_of, keep_entries
-from core.convert.global_form import GlobalForm, global_form, is_mcore
+from core.convert.global_form.build import global_form
+from core.convert.global_form.form import GlobalForm, is_mcore
 from core.convert.job import Job, TopologyChange
 from core.convert.options import is_cut
+from core.convert.sizes import target_topology
 from core.convert.target_form import (
     cut_form,
     keeps_unknown_classes,
@@ -34,6 +37,7 @@ from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.registry import formats
 from core.formats.torch.nested_names import uses_in
+from core.megatron.model.topology import Topology
 from core.opening.open import Checkpoint
 from core.opening.target import retyped
 from core.pickle.inert import Inert, walk
@@ -170,6 +174,8 @@ class _Trials:
         self._failure: CheckpointingException | None = None
         self._raw_forms: dict[tuple[object, ...], GlobalForm] = {}
         self._forms: dict[tuple[object, ...], GlobalForm | CheckpointingException] = {}
+        self._rank_refusals: dict[tuple[int, Topology], CheckpointingException | None] = {}
+        self._has_training_state = checkpoint.catalog.facet(TrainingState) is not None
         # Thin the catalog before loading objects with streams of their own, because thousands take
         # long, and after loading, when the classes in them are known.
         is_plain = not model.has_layout and not checkpoint.catalog.is_rank_local
@@ -276,7 +282,22 @@ class _Trials:
         job = replace(job, **fields)  # type: ignore[arg-type]  # the table has fields of a job
         try:
             form = self._form(job, format, options)
-            assert format.lay_out is not None, "only formats that are written are tried"
+            # Converting to rank files and changing sizes into them are one plan for equal sizes.
+            if format.partition == "ranks" and not job.dtype:
+                sizes = (id(form), target_topology(job, form.catalog, format))
+                if sizes not in self._rank_refusals:
+                    self._rank_refusals[sizes] = self._plan_refusal(job, format, form)
+                return self._rank_refusals[sizes]
+        except CheckpointingException as err:
+            return err
+        return self._plan_refusal(job, format, form)
+
+    def _plan_refusal(
+        self, job: Job, format: Format, form: GlobalForm
+    ) -> CheckpointingException | None:
+        """Cut a global form for a job, and plan it; return the error, or None."""
+        assert format.lay_out is not None, "only formats that are written are tried"
+        try:
             # A parallel layout is checked with all tensors; others with a sample.
             has_layout = is_cut(format) and self._model.has_layout and job.names is None
             catalog, target = cut_form(
@@ -314,15 +335,22 @@ class _Trials:
                 tuple(option for option in options if option != _FLOAT32),
             )
             return replace(form, catalog=retyped(form.catalog, cast_of(casts)))
-        # Formats without a layout share a form, as do Megatron's for a source in another format.
-        # Raw forms are shared by formats that differ only in the classes they keep.
+        # Formats without a layout share a form, as do Megatron's distributed formats for a source
+        # in another format; its optimizer apart, a Hugging Face model has one form for rank files
+        # as well. Raw forms are shared by formats that differ only in the classes they keep.
         form_name: object = self._model.is_hf and format.carries_files
         if is_cut(format):
-            is_shared = format.is_mcore and not is_mcore(self._source.catalog)
+            renames_weights = (
+                self._model.is_hf and not self._model.has_optimizer and job.names is None
+            )
+            is_shared = (format.is_mcore or renames_weights) and not is_mcore(self._source.catalog)
             form_name = "mcore" if is_shared else format.name
         keeps_unknown = keeps_unknown_classes(format)
+        # Rank files have no sizes but those of the job, for which the form is the same.
+        keeps_sizes = job.topology is None or format.partition == "ranks"
+        optim = "carry" if job.optim is None and not self._has_training_state else job.optim
         option_texts = (option.text for option in options)
-        raw_key = (form_name, job.to == _HF, job.topology is None, *option_texts)
+        raw_key = (form_name, job.to == _HF, keeps_sizes, optim, *option_texts)
         key = (keeps_unknown, *raw_key)
         result = self._forms.get(key)
         if result is None:

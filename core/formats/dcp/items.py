@@ -23,6 +23,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING, overload
@@ -76,8 +77,9 @@ class ChunkPlan:
         return (0, self.head), (self.tail_offset, bytes(tail))
 
 
+@lru_cache(maxsize=1024)
 def plan_chunk(dtype: str, shape: Shape) -> ChunkPlan:
-    """Plan the zip of a chunk.
+    """Plan the zip of a chunk. Plans are kept, as ``ckpt inspect`` lays out a model several times.
 
     Args:
         dtype: canonical dtype name.

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, UnsupportedError
@@ -40,6 +41,7 @@ from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
 
 if TYPE_CHECKING:
+    from core.arrays.box import Shape
     from core.formats.zarr.grid import ChunkGrid
 
 ARRAY_FILE = ".zarray"
@@ -149,14 +151,20 @@ def zarray(grid: ChunkGrid, dtype: str, *, key: str) -> bytes:
     Raises:
         UnsupportedError: zarr has no such element type.
     """
+    return _zarray_of_spelling(grid.shape, grid.chunk_shape, v2_spelling(dtype, key=key))
+
+
+@lru_cache(maxsize=1024)
+def _zarray_of_spelling(shape: Shape, chunk_shape: Shape, spelling: str) -> bytes:
+    """Return a ``.zarray``. It is kept: encoding with an indent is slow, and layers are alike."""
     metadata = {
-        "chunks": list(grid.chunk_shape),
+        "chunks": list(chunk_shape),
         "compressor": None,
-        "dtype": v2_spelling(dtype, key=key),
+        "dtype": spelling,
         "fill_value": None,
         "filters": None,
         "order": "C",
-        "shape": list(grid.shape),
+        "shape": list(shape),
         "zarr_format": 2,
     }
     return json.dumps(metadata, indent=4, sort_keys=True).encode()

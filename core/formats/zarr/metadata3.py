@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
@@ -310,6 +311,15 @@ def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: s
     Raises:
         UnsupportedError: zarr has no such element type.
     """
+    spelling = v3_spelling(dtype, key=key)
+    return _json_of_spelling(grid.shape, grid.chunk_shape, inner_shape, dtype, spelling)
+
+
+@lru_cache(maxsize=1024)
+def _json_of_spelling(
+    shape: Shape, chunk_shape: Shape, inner_shape: Shape | None, dtype: str, spelling: str
+) -> bytes:
+    """Return a ``zarr.json``. It is kept: encoding with an indent is slow, and layers are alike."""
     # Plain little-endian elements; in shards also, with the index after them and its CRC.
     plain = {"name": "bytes", "configuration": {"endian": "little"}}
     codecs: list[object] = [plain]
@@ -324,11 +334,11 @@ def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: s
     metadata = {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": list(grid.shape),
-        "data_type": v3_spelling(dtype, key=key),
+        "shape": list(shape),
+        "data_type": spelling,
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": list(grid.chunk_shape)},
+            "configuration": {"chunk_shape": list(chunk_shape)},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": v3_fill_value(dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 
 from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.rules.rules import Rules
@@ -17,11 +18,22 @@ Place = tuple[int, int, int, int, int, str, int]
 
 
 def by_place(rules: Rules) -> Callable[[str], Place]:
-    """Return a key function that sorts global names into the order of a rank file."""
-    return lambda name: place_of(name, rules)
+    """Return a key function that sorts global names into the order of a rank file.
+
+    It keeps the places within a layer, because the names in one layer are those in the others.
+    """
+    within_layer = lru_cache(maxsize=4096)(partial(_place_within_layer, rules))
+    return lambda name: place_of(name, rules, within_layer)
 
 
-def place_of(name: str, rules: Rules) -> Place:
+def _place_within_layer(rules: Rules, sub: str) -> tuple[int, int]:
+    """Return the number of the inner layer of a name within a layer, and its position there."""
+    return rules.inner_number(sub), rules.position(sub)
+
+
+def place_of(
+    name: str, rules: Rules, within_layer: Callable[[str], tuple[int, int]] | None = None
+) -> Place:
     """Return a sort key that puts a global name at its place in a rank file.
 
     The embedding comes first, then every stack of layers with its final norm, then the rest. The
@@ -37,8 +49,8 @@ def place_of(name: str, rules: Rules) -> Place:
         expert = rules.expert_of(name)
         number = 0 if expert is None or expert.number is None else expert.number
         stack = 1 + 2 * rules.stacks.index(layer.stack)
-        inner = rules.inner_number(layer.sub)
-        return stack, layer.number, inner, rules.position(layer.sub), number, module, field
+        places = within_layer or partial(_place_within_layer, rules)
+        return stack, layer.number, *places(layer.sub), number, module, field
     for number, stack_name in enumerate(rules.stacks):
         if name.startswith(stack_name.removesuffix("layers.")):
             return 2 + 2 * number, 0, 0, 0, 0, module, field

@@ -449,6 +449,8 @@ def _rename_objects(
     sharded = {key: StoredObject(key, value=value) for key, value in entries.sharded.items()}
     objects: dict[str, StoredObject] = {}
     tensors: dict[str, str] = {}
+    # The extra states of a stack share its list of names, which is as long as the stack.
+    members: dict[str, Mapping[tuple[int, ...], str]] = {}
     for key, item in {**catalog.objects, **sharded}.items():
         shard = sharded_object(key)
         stored_name, index = (key, ()) if shard is None else shard[:2]
@@ -460,7 +462,10 @@ def _rename_objects(
         # not loaded, or of layers that the model does not have, keep their keys.
         name = None
         if is_state and item.raw_key is None:
-            names = dict(names_in(stored_name.removeprefix(prefix), facts, rules))
+            names = members.get(stored_name)
+            if names is None:
+                names = dict(names_in(stored_name.removeprefix(prefix), facts, rules))
+                members[stored_name] = names
             depth = len(next(iter(names)))
             name = names.get(index[:depth])
         if name is None:

@@ -1,0 +1,123 @@
+"""Convert the source of a job into global tensors under their final names.
+
+::
+
+    rank files, stacked keys ── unshard ── changes ──┬──────────────▶ Megatron's global form
+                                                     └── hf.to_hf ──▶ Hugging Face names
+    torchtitan's names ── hf.torchtitan ──▶ Hugging Face names
+    Hugging Face names ── changes ──┬── hf.to_megatron ──▶ Megatron's global form
+                                    └────────────────────▶ Hugging Face names
+    anything else ── changes ──▶ the names it had
+
+The job and the kind of source determine the path. Options that would have no effect are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from core.catalog.files_beside import with_documents
+from core.convert.global_form.as_hf import form_as_hf
+from core.convert.global_form.as_megatron import form_as_adapter, form_as_megatron
+from core.convert.global_form.form import GlobalForm
+from core.convert.global_form.own_names import form_with_own_names
+from core.convert.global_form.refusals import check_request
+from core.convert.global_form.request import (
+    FormRequest,
+    config_document,
+    parse_names,
+    read_config,
+    read_param_order,
+)
+from core.convert.global_form.unsharded import unshard_if_needed
+from core.convert.job import Job
+from core.convert.options import is_cut
+from core.convert.report.dropped import unread_entries
+from core.convert.report.training_state import without_training_state
+from core.convert.sizes import check_source_sizes
+from core.errors import UsageError
+from core.formats.format import Format
+from core.formats.torch.format import load_object
+from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
+from core.megatron.reshard.reshard import load_rules
+from core.opening.numbered_optimizers import with_parameter_names
+from core.opening.objects import loaded
+from core.opening.open import Checkpoint
+from core.opening.source_files import documents_above, unread_files
+
+
+def global_form(
+    job: Job, source: Checkpoint, format: Format, others: Sequence[Checkpoint] = ()
+) -> GlobalForm:
+    """Convert a source into global tensors under their final names, and apply the user's changes.
+
+    Args:
+        job: the conversion.
+        source: the opened source.
+        format: the format of the destination.
+        others: the other sources of a merge, which share the source's store.
+
+    Raises:
+        CheckpointingException: the source is damaged or incomplete, or an option contradicts the
+            source or the destination.
+    """
+    from core.hf import is_hf, read_family, text_model_of
+    from core.hf.adapters.peft import is_peft
+    from core.hf.torchtitan import from_torchtitan, is_torchtitan
+
+    # Read the objects, the layout rules and the configuration that describes the model.
+    without_state = without_training_state(source.catalog, job, format)
+    catalog = with_documents(
+        loaded(without_state.catalog, source.store, load_object), documents_above(source)
+    )
+    if job.param_order is not None:
+        if job.optim == "drop":
+            raise UsageError(
+                f"{PARAM_ORDER} has no effect: the optimizer is left out", hint="omit it"
+            )
+        catalog = with_parameter_names(catalog, source.store, read_param_order(job.param_order))
+    rules = load_rules(job.rules, unknown=job.unknown)
+    names, model_type = parse_names(job)
+    check_source_sizes(job, catalog)
+    unread = unread_files(replace(source, catalog=catalog))
+    catalog, config = read_config(job, catalog, source)
+    if job.text_model:
+        text = text_model_of(catalog, config)
+        catalog, config = text.catalog, text.config
+    if config is not None and (names is not None or is_cut(format)) and is_torchtitan(catalog):
+        has_no_optimizer = job.optim == "drop" or (job.optim is None and format.carries_files)
+        catalog = from_torchtitan(catalog, config, has_no_optimizer=has_no_optimizer)
+    request = FormRequest(
+        job=job,
+        format=format,
+        rules=rules,
+        names=names,
+        model_type=model_type,
+        config=config,
+        config_document=config_document(catalog, source),
+        family=None if job.family is None else read_family(job.family),
+        comes_from_hf=is_hf(catalog, config),
+        is_peft=is_peft(catalog, source.store),
+        is_restacked=format.is_mcore and job.stacking is not None,
+        others=tuple(others),
+    )
+    if job.optim is None and request.writes_hf:  # nobody expects an optimizer there
+        request = replace(request, job=replace(job, optim="drop"))
+    check_request(request, catalog)
+    if request.is_restacked:  # to_torch_dist does it, after the user's other changes
+        request = replace(
+            request, job=replace(request.job, stack_layers=False, unstack_layers=None)
+        )
+
+    # Take one of the paths of the picture above.
+    if request.becomes_megatron and request.is_peft:
+        form = form_as_adapter(request, catalog, source)
+    elif request.becomes_megatron:
+        form = form_as_megatron(request, catalog, source)
+    else:
+        step = unshard_if_needed(request, catalog, source)
+        build = form_as_hf if request.becomes_hf else form_with_own_names
+        form = build(request, step)
+    files = (*without_state.dropped, *([unread_entries(unread)] if unread else []))
+    return replace(form, dropped=(*files, *form.dropped))

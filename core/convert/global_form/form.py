@@ -1,0 +1,36 @@
+"""Global tensors under their final names, and what tells the kinds of catalogs apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.catalog.catalog import Catalog
+from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.convert.report.dropped import DroppedEntries
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalForm:
+    """Source of a job, ready to be cut and laid out.
+
+    Args:
+        catalog: global tensors under their final names, all objects loaded.
+        renamed: (old key, new key) of each entry that the user's options renamed.
+        notes: notes for the user.
+        dropped: entries that are not carried over, with the reasons.
+    """
+
+    catalog: Catalog
+    renamed: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    dropped: tuple[DroppedEntries, ...]
+
+
+def is_model_form(catalog: Catalog) -> bool:
+    """Return True if a table of rules built the catalog: Megatron's form or Hugging Face's."""
+    return catalog.facet(MegatronModel) is not None or catalog.facet(HuggingFaceModel) is not None
+
+
+def is_mcore(catalog: Catalog) -> bool:
+    """Return True if a catalog has the common state of Megatron's distributed checkpoints."""
+    return catalog.common is not None

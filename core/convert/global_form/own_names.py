@@ -1,0 +1,69 @@
+"""The path that keeps a source's family of names: the user's changes, and checks of the result."""
+
+from __future__ import annotations
+
+from core.catalog.catalog import Catalog
+from core.catalog.facets import MegatronModel
+from core.catalog.files_beside import carried_of
+from core.changes.lightning_file import as_trainer_file
+from core.convert.global_form.form import GlobalForm, is_mcore
+from core.convert.global_form.request import FormRequest
+from core.convert.global_form.steps import GlobalStep, apply_checked, blaming_options, config_after
+from core.convert.options import has_model_form, refuse_broken_optimizer
+from core.errors import CheckpointingException, UsageError
+from core.megatron.model.args import facts_of
+from core.megatron.model.checks import check_complete
+from core.megatron.reshard.reshard import Rules
+
+
+def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
+    """Apply the user's changes to a source that keeps its family of names, and check the result.
+
+    Raises:
+        UsageError: the changes leave an incomplete model, or an optimizer that does not fit its
+            parameters.
+    """
+    from core.hf import check_model
+
+    job, format, before = request.job, request.format, step.catalog
+    result = apply_checked(before, job, request.config)
+    notes = [*step.notes, *result.notes]
+
+    # A Hugging Face model that is written as such must fit its configuration.
+    if request.comes_from_hf and (request.names == "hf" or job.config is not None):
+        assert request.config is not None
+        config = config_after(result.catalog, request.config)
+        with blaming_options(result, "Hugging Face"):
+            notes += check_model(
+                result.catalog, config, files=carried_of(before), is_strict=job.config is not None
+            )
+    if format.carries_files:
+        notes += result.config_notes
+
+    # A Megatron model must be complete, and its optimizer must fit its parameters.
+    if has_model_form(job, format):
+        is_global = before.facet(MegatronModel) is not None
+        if (is_global or is_mcore(before)) and not result.renamed:
+            refuse_broken_optimizer(before, result.catalog)
+        if is_global and (result.left_out or result.renamed):
+            _refuse_incomplete(result.catalog, request.rules)
+    catalog = as_trainer_file(result.catalog) if format.nests else result.catalog
+    return GlobalForm(catalog, result.renamed, tuple(notes), step.dropped)
+
+
+def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
+    """Raise if the user's changes leave a Megatron model that could not be loaded.
+
+    Raises:
+        UsageError: the model is incomplete; the message names the missing tensors.
+    """
+    try:
+        facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+        check_complete(catalog.tensors, facts, rules)
+    except (CheckpointingException, ValueError) as err:
+        message = err.message if isinstance(err, CheckpointingException) else str(err)
+        raise UsageError(
+            f"--include, --exclude or --rename leave an incomplete Megatron model: {message}",
+            key=getattr(err, "key", None),
+            hint="to keep part of a model, write --to dcp or --to torch",
+        ) from err

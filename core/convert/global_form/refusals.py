@@ -1,0 +1,145 @@
+"""Refusals of options that contradict the source or the destination, or would have no effect.
+
+All are raised before anything is renamed or unsharded, except for names that no rule matches.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from core.catalog.catalog import Catalog
+from core.changes.select import is_optimizer_key
+from core.convert.global_form.request import FormRequest
+from core.convert.options import check_names, check_target
+from core.convert.report.lightning import model_options
+from core.errors import UnsupportedError, UsageError
+from core.formats.huggingface.files import CONFIG
+from core.megatron.reshard.from_global import has_megatron_names
+from core.megatron.reshard.reshard import Rules, is_megatron
+
+
+def check_request(request: FormRequest, catalog: Catalog) -> None:
+    """Raise if options contradict the source's names or the destination, or would have no effect.
+
+    Raises:
+        UsageError: an option contradicts the source or the destination.
+        UnsupportedError: the source has Megatron's names, but no training arguments.
+    """
+    job, format, rules = request.job, request.format, request.rules
+    is_named = request.comes_from_hf or is_megatron(catalog, rules)
+
+    # --config describes a model with Hugging Face's names; other sources do not need it.
+    if job.config is not None and not request.comes_from_hf and not _is_origin(request, catalog):
+        _refuse_config(request, catalog)
+    if job.family is not None and not (request.becomes_hf or request.becomes_megatron):
+        raise UsageError(
+            "--family has no effect: the tensors keep their names",
+            hint="omit it, or rename them with --names hf or --names megatron",
+        )
+
+    # The names to write must suit the source's names and the destination.
+    check_names(
+        job,
+        request.names,
+        request.model_type,
+        format,
+        request.config if request.comes_from_hf else None,
+    )
+    check_target(job, format, is_named=is_named)
+    if request.names == "megatron" and not is_named and not catalog.is_rank_local:
+        refuse_without_arguments(catalog, rules)
+        option = "--names megatron" if job.names is not None else f"--to {job.to}"
+        raise UsageError(
+            f"{option}: the tensors have neither Megatron's names "
+            f"nor Hugging Face's names with a {CONFIG}",
+            hint=f"give the model's {CONFIG} with --config FILE",
+        )
+
+    # Some options apply to one family of names only.
+    if request.comes_from_hf and job.rng is not None:
+        raise UsageError(
+            "--rng has no effect: Hugging Face checkpoints have no random states", hint="omit it"
+        )
+    if job.vocab_divisor is not None and not request.becomes_megatron:
+        raise UsageError(
+            "--make-vocab-size-divisible-by applies only to converting Hugging Face weights "
+            "to Megatron",
+            hint="omit it; a Megatron checkpoint keeps its own",
+        )
+
+
+def _is_origin(request: FormRequest, catalog: Catalog) -> bool:
+    """Return whether ``--config`` is the configuration that a Megatron source came from."""
+    config = request.config
+    return (
+        request.becomes_hf
+        and request.writes_hf
+        and config is not None
+        and isinstance(config.get("model_type"), str)
+        and (catalog.is_rank_local or is_megatron(catalog, request.rules))
+    )
+
+
+def _refuse_config(request: FormRequest, catalog: Catalog) -> NoReturn:
+    """Raise because ``--config`` was given for a source that is not a Hugging Face model.
+
+    Raises:
+        UsageError: the file is not a model's configuration, or the source does not need one.
+        UnsupportedError: the source needs training arguments, which a configuration cannot replace.
+    """
+    config, rules = request.config, request.rules
+    if config is None or not isinstance(config.get("model_type"), str):
+        raise UsageError(
+            "--config: without model_type, the file does not describe a transformers model",
+            file=str(request.job.config),
+            hint="give the model's config.json",
+        )
+    if not catalog.is_rank_local and not is_megatron(catalog, rules):
+        refuse_without_arguments(catalog, rules)
+    raise UsageError(
+        "--config has no effect: a Megatron checkpoint has its own training arguments",
+        hint="omit it",
+    )
+
+
+def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
+    """Raise because tensors with unknown names can neither be renamed nor cut by a layout.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
+    goal, formats = (
+        ("renamed to Hugging Face's names", "safetensors")
+        if request.becomes_hf
+        else (
+            f"written as {request.format.name} with a parallel layout",
+            "torch_dist, dcp or torch",
+        )
+    )
+    options = model_options(catalog, takes_submodule=True)
+    hint = f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}"
+    if request.is_peft:
+        hint = f"for an adapter of peft, give the {CONFIG} of its base model with --config FILE"
+    if options is not None:
+        hint = f"for the model of a PyTorch Lightning checkpoint, add {options} --config {CONFIG}"
+    raise UnsupportedError(
+        f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and "
+        f"training arguments nor Hugging Face's names and a {CONFIG}",
+        hint=hint,
+    )
+
+
+def refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
+    """Raise if the tensors have Megatron's names, but no training arguments describe the model.
+
+    Raises:
+        UnsupportedError: the tensors have Megatron's names.
+    """
+    if has_megatron_names(catalog, rules):
+        raise UnsupportedError(
+            "the tensors have Megatron's names, but the checkpoint has no training arguments "
+            f"(args), which describe the model and its layout; a {CONFIG} cannot replace them",
+            hint="use a checkpoint of the run that has them, or keep the names: "
+            "--to safetensors, dcp or torch",
+        )

@@ -1,0 +1,148 @@
+"""A job, and the facts about its source that decide how the global form is built.
+
+The facts come from the job's options (``--names``, ``--param-order``, ``--config``) and from the
+files of the source. Reading them checks each by itself; ``refusals`` checks them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog
+from core.catalog.files_beside import carried_of, with_documents
+from core.convert.job import Job
+from core.convert.options import HF_ALIASES, is_cut, writes_fsdp_dtensor
+from core.errors import UsageError
+from core.files.json_object import parse_json_object
+from core.files.store import translate_os_errors
+from core.formats.format import Format
+from core.formats.huggingface.files import CONFIG, config_document_of
+from core.formats.trainer.proven_names import MODEL, ParameterOrder, parse_order
+from core.megatron.reshard.reshard import Rules
+from core.opening.open import Checkpoint
+from core.opening.source_files import config_of_source
+
+if TYPE_CHECKING:
+    from core.hf import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormRequest:
+    """A job and the facts about its source that decide how the global form is built.
+
+    Args:
+        job: the conversion.
+        format: the format of the destination.
+        rules: the layout rules.
+        names: family of the tensor names to write, ``hf`` or ``megatron``; None keeps the names.
+        model_type: the Hugging Face model type that ``--names`` gives, or None.
+        config: the parsed ``config.json`` of the source, or None.
+        config_document: content of the file of ``--config`` or of the source's ``config.json``.
+        family: the model's family as ``--family`` describes it, or None.
+        comes_from_hf: the source's tensors have Hugging Face's names.
+        is_peft: the source is an adapter that peft wrote.
+        is_restacked: ``core.megatron.reshard.to_torch_dist`` is to stack or unstack the layers.
+        others: the other sources of a merge.
+    """
+
+    job: Job
+    format: Format
+    rules: Rules
+    names: str | None
+    model_type: str | None
+    config: Mapping[str, object] | None
+    config_document: bytes | None
+    family: Family | None
+    comes_from_hf: bool
+    is_peft: bool
+    is_restacked: bool
+    others: tuple[Checkpoint, ...] = ()
+
+    @property
+    def writes_hf(self) -> bool:
+        """True if a Hugging Face checkpoint is written: its names, and its configuration beside."""
+        return self.names == "hf" and self.format.carries_files
+
+    @property
+    def becomes_hf(self) -> bool:
+        """True if Megatron's names become Hugging Face's."""
+        return self.names == "hf" and not self.comes_from_hf
+
+    @property
+    def becomes_megatron(self) -> bool:
+        """True if Hugging Face's names become Megatron's."""
+        needs_megatron = self.names == "megatron" or (is_cut(self.format) and self.names != "hf")
+        return self.comes_from_hf and needs_megatron
+
+
+def parse_names(job: Job) -> tuple[str | None, str | None]:
+    """Parse ``--names``, and ``--to hf`` and ``--to fsdp_dtensor``, which imply it.
+
+    Returns:
+        ``hf``, ``megatron`` or None to keep the names; and the Hugging Face model type or None.
+
+    Raises:
+        UsageError: ``--names`` has another value.
+    """
+    if job.names is None:
+        if writes_fsdp_dtensor(job):
+            return "megatron", None
+        return ("hf", None) if job.to is not None and job.to.lower() in HF_ALIASES else (None, None)
+    family, _, model_type = job.names.partition(":")
+    if family not in ("hf", "megatron") or (model_type and family != "hf"):
+        raise UsageError(
+            f"unknown value {job.names!r} for --names",
+            hint="use hf, hf:MODEL_TYPE (such as hf:qwen3_moe), or megatron",
+        )
+    return family, model_type or None
+
+
+def read_param_order(option: str) -> ParameterOrder | None:
+    """Read the file of ``--param-order``; None for the order of the model.
+
+    Raises:
+        UsageError: it is not a list of names.
+        StorageError: the file cannot be read.
+    """
+    if option == MODEL:
+        return None
+    with translate_os_errors(option, doing="read"):
+        data = Path(option).read_bytes()
+    return parse_order(data, label=option)
+
+
+def read_config(
+    job: Job, catalog: Catalog, source: Checkpoint
+) -> tuple[Catalog, Mapping[str, object] | None]:
+    """Find and parse the model's ``config.json``, and add one of ``--config`` to the catalog.
+
+    Without ``--config`` the file is stored with the weights or in a directory above them.
+
+    Returns:
+        The catalog, and the parsed configuration or None.
+
+    Raises:
+        UsageError: both ``--config`` and the source have one.
+        CorruptError: the file is not valid JSON.
+    """
+    if job.config is None:
+        return catalog, config_of_source(source)
+    if CONFIG in carried_of(catalog):
+        raise UsageError(
+            f"--config: SRC already has a {CONFIG}",
+            file=str(job.config),
+            hint="omit --config, or edit the one in SRC",
+        )
+    with translate_os_errors(str(job.config), doing="read"):
+        data = job.config.read_bytes()
+    return with_documents(catalog, {CONFIG: data}), parse_json_object(data, file=str(job.config))
+
+
+def config_document(catalog: Catalog, source: Checkpoint) -> bytes | None:
+    """Return the content of the model's ``config.json``, from ``--config`` or from the source."""
+    if CONFIG in catalog.documents:
+        return catalog.documents[CONFIG]
+    return config_document_of(source.store) if CONFIG in carried_of(source.catalog) else None
