@@ -18,9 +18,7 @@ FOUND_BUT_CONVERTED = {
     ".metadata does not name",
     **dict.fromkeys(
         (
-            "accelerate/zero*: short random states",
             "accelerate/*: an empty scheduler",
-            "trainer/*: short random states",
             "trainer/*: short weights",
         ),
         "a conversion does not need the file, and lists it as not carried",

@@ -37,7 +37,7 @@ from core.pickle.inert import as_mapping
 NAMES_ARGUMENT = "huggingface_names"
 """Name of the argument with the beginnings of names in the Hugging Face model, as JSON."""
 TEXT_MODEL_HINT = "convert the text model alone with --text-model"
-_UNKNOWN = "which ckpt does not know from Megatron"
+_UNKNOWN = "and their names in Megatron are not known"
 
 
 @dataclass(frozen=True, slots=True)
