@@ -500,7 +500,7 @@ class TransferOptions:
             "--tokenizer",
             metavar="DIR",
             rich_help_panel=CONTENT,
-            help="Copy DIR's tokenizer files into DST, a Hugging Face directory.",
+            help="Copy DIR's tokenizer files into a Hugging Face DST.",
         ),
     ] = None
     transformer_impl: Annotated[

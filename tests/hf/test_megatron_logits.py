@@ -677,8 +677,10 @@ def folders(
 
 
 def test_the_table_of_families_may_say_that_all_were_compared() -> None:
-    # Ling 2's layers are those of GLM-4.5, and MiMo's those of Qwen2 (test_published_families).
-    assert {MODELS[name][0] for name in RUN} == set(families()) - {"bailing_moe_v2", "mimo"}
+    # Ling 2's layers are those of GLM-4.5, and MiMo's those of Qwen2 (test_published_families);
+    # Step-3.5 has a forward of its own (test_step3p5).
+    absent = {"bailing_moe_v2", "mimo", "step3p5"}
+    assert {MODELS[name][0] for name in RUN} == set(families()) - absent
 
 
 @pytest.mark.parametrize("name", RUN)
