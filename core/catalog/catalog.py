@@ -107,6 +107,38 @@ def whole_fragment(key: str, array: ArrayT) -> Fragment[ArrayT]:
     return Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))
 
 
+def clip_fragment(
+    fragment: Fragment[ArrayT], key: str, *, start: int, extent: int, axis: int = 0, to: int = 0
+) -> Fragment[ArrayT] | None:
+    """Clip a fragment to a range of an axis, and move the range to another position.
+
+    Args:
+        fragment: a fragment of a tensor.
+        key: key of the tensor that the range becomes a part of.
+        start, extent: the range, in elements.
+        axis: the axis of the tensor.
+        to: where the range begins in the other tensor.
+
+    Returns:
+        The part of the fragment in the range; None if it has none of it.
+    """
+    box = fragment.box
+    first = max(start, box.offset[axis])
+    stop = min(start + extent, box.end[axis])
+    if stop <= first:
+        return None
+    # An array may have more axes than its fragment, which are aligned at the last one: a matrix in
+    # a stack has one less. If the array has fewer axes, it has no such axis to move along.
+    at = fragment.at
+    array_axis = axis + len(at) - box.rank
+    if array_axis >= 0:
+        n_skipped = first - box.offset[axis]
+        at = (*at[:array_axis], at[array_axis] + n_skipped, *at[array_axis + 1 :])
+    offset = (*box.offset[:axis], first - start + to, *box.offset[axis + 1 :])
+    shape = (*box.shape[:axis], stop - first, *box.shape[axis + 1 :])
+    return Fragment(key, Box(offset, shape), fragment.array, at)
+
+
 def metas_of(arrays: Mapping[str, AnyArray]) -> dict[str, TensorMeta]:
     """Build the metadata of tensors that are one array each, by key."""
     return {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}

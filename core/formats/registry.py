@@ -105,7 +105,7 @@ def format_called(name: str) -> Format:
     raise UsageError(
         f"unknown format {name!r}",
         hint=f"{f'{guess} ' if guess else ''}Formats that can be written: "
-        f"{_format_names(writable)}, hf",
+        f"{_format_names(writable)}, hf, fsdp_dtensor",
     )
 
 

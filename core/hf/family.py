@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -162,6 +162,13 @@ class Family:
     layer: tuple[NameRow, ...]
     mtp: tuple[NameRow, ...]
     last: tuple[NameRow, ...]
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a user must know about weights that go to Megatron or come from it."""
+        if self.caution is not None:
+            yield f"{self.model_type}: {self.caution}"
+        if self.differs is not None:
+            yield f"Megatron computes {self.model_type} models differently: {self.differs}"
 
     def misfits(self, features: frozenset[str]) -> list[str]:
         """Return the features that only the model or only the family has.

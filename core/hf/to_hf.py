@@ -100,9 +100,7 @@ def to_hf(
 
     # Describe the model in config.json, and list the entries that cannot be stored.
     documents: dict[str, bytes] = {}
-    notes = [*catalog.notes]
-    if family.caution is not None:
-        notes.append(f"{family.model_type}: {family.caution}")
+    notes = [*catalog.notes, *family.notes()]
     if has_config:
         values = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         documents[CONFIG], note = _config_document(

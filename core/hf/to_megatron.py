@@ -47,7 +47,7 @@ from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
 from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import model_of
-from core.hf.values import CONFIG
+from core.hf.values import CONFIG, count_of
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.schemes import quantized_weights
@@ -192,7 +192,7 @@ def to_megatron(
         expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
         order=tuple(order),
     )
-    n_mtp = int(str(fields.get("mtp_num_layers") or 0))
+    n_mtp = count_of(fields, "mtp_num_layers", default=0, least=0)
     declared_mtp = config.get(family.mtp_names.count, n_mtp) if "mtp" in family.allows else n_mtp
     notes = [
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
@@ -274,10 +274,7 @@ def _building_notes(family: Family, config: Mapping[str, object]) -> Iterator[st
         yield (
             f"Megatron's training script cannot build {family.model_type} models: {family.builder}"
         )
-    if family.caution is not None:
-        yield f"{family.model_type}: {family.caution}"
-    if family.differs is not None:
-        yield f"Megatron computes {family.model_type} models differently: {family.differs}"
+    yield from family.notes()
     unsaid = unsaid_rope(config, family)
     if unsaid is not None:
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"

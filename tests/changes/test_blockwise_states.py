@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,15 @@ import torch
 from core.convert.job import Job
 from core.convert.run import run
 from core.errors import ReplicaMismatchError, UnsupportedError, UsageError
+from tests.support.archives import unpacked
 
-ARCHIVE = Path(__file__).parents[1] / "golden" / "quantized_states.tar.xz"
 WRAPPER = "__bnb_optimizer_quant_state__"
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("quantized_states", folder)
 
 
 def converted(source: Path, target: Path, **options: Any) -> dict[str, Any]:

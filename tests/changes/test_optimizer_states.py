@@ -6,7 +6,6 @@ bitsandbytes 0.50.2 and torchao 0.18.0 themselves give the same numbers
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 from core.convert.job import Job
 from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError, UsageError
+from tests.support.archives import unpacked
 
-ARCHIVE = Path(__file__).parents[1] / "golden" / "torchao.tar.xz"
 SHAPES = {"wide": (300, 1030), "odd": (70, 61), "small": (7,)}
 BLOCK_OF = {"wide": 256, "odd": 2048}
 
@@ -73,8 +72,7 @@ def test_states_of_bitsandbytes_are_those_of_adam_bit_for_bit(tmp_path: Path) ->
 
 @pytest.mark.parametrize("case", ["opt8", "opt4", "optfp8"])
 def test_states_of_torchao_are_dequantized_bit_for_bit(case: str, tmp_path: Path) -> None:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpacked("torchao", tmp_path)
     parts = torch.load(tmp_path / f"{case}.parts.pt")
     target = tmp_path / "out.pt"
     source = tmp_path / f"{case}.pt"

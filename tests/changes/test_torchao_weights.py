@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,13 @@ import torch
 from core.convert.job import Job
 from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError
-
-ARCHIVE = Path(__file__).parents[1] / "golden" / "quantized_states.tar.xz"
+from tests.support.archives import unpacked
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torchao")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "torchao"
+    return unpacked("quantized_states", folder) / "torchao"
 
 
 def converted(source: Path, target: Path, **options: Any) -> dict[str, Any]:

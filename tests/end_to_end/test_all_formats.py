@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from core.convert.prepare import prepare
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.registry import formats
-from tests.support import dtensor_golden
+from tests.support.archives import unpacked
 from tests.support.local_checkpoint import saved
 from tests.support.materialize import tensor_bytes
 from tests.support.nemo_archive import nemo_archive
@@ -33,9 +32,7 @@ def _gold(path: str) -> Callable[[Path, Path], Path]:
 
 
 def _flax(golden: Path, folder: Path) -> Path:
-    with tarfile.open(Path(__file__).parents[1] / "golden" / "flax.tar.xz") as archive:
-        archive.extractall(folder / "flax", filter="data")
-    return folder / "flax" / "single"
+    return unpacked("flax", folder / "flax") / "single"
 
 
 def _zarr3_by_zarr_python(golden: Path, folder: Path) -> Path:
@@ -92,7 +89,7 @@ def _local(golden: Path, folder: Path) -> Path:
 
 
 def _torch_sharded(golden: Path, folder: Path) -> Path:
-    return dtensor_golden.unpacked(folder / "dtensor") / "tp2_fsdp2_dp2"
+    return unpacked("dtensor", folder / "dtensor") / "tp2_fsdp2_dp2"
 
 
 def _nemo(golden: Path, folder: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, catalog_of_arrays
@@ -413,6 +413,35 @@ def built(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 def saved(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
     """What ``save_pretrained`` writes of a model; a copy, which a test may change."""
     return Path(shutil.copytree(_first_saved(name, dtype, **options), folder, dirs_exist_ok=True))
+
+
+def add_prediction(
+    folder: Path,
+    start: str,
+    *,
+    norms: Sequence[str],
+    projection: str,
+    copies: Mapping[str, str] | None = None,
+) -> None:
+    """Add a multi-token prediction to the weights of a model with three layers of 32 channels.
+
+    Args:
+        start: beginning of the names of its layer, which is like the model's last one.
+        norms, projection: names of its norms, and of the weights that join embedding and hidden
+            states, without ``.weight``.
+        copies: name → the tensor of the model that it repeats.
+    """
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(1)
+    extra = {
+        key.replace("model.layers.2.", start): torch.randn_like(value)
+        for key, value in weights.items()
+        if key.startswith("model.layers.2.")
+    }
+    extra |= {f"{name}.weight": torch.randn(32).bfloat16() for name in norms}
+    extra[f"{projection}.weight"] = torch.randn(32, 64).bfloat16()
+    extra |= {name: weights[key].clone() for name, key in (copies or {}).items()}
+    save_file(weights | extra, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @cache

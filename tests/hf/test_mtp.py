@@ -21,6 +21,7 @@ from core.hf.config_json.origin import ARGUMENT
 from core.hf.proof.comparison import find_differences
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
+    add_prediction,
     arguments,
     assert_same,
     catalog_of,
@@ -40,23 +41,17 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     it.
     """
     made = saved(request.param, tmp_path / "model")
-    weights = load_file(made / "model.safetensors")
-    torch.manual_seed(1)
-    extra = {
-        key.replace("layers.2", "layers.3"): torch.randn_like(value)
-        for key, value in weights.items()
-        if key.startswith("model.layers.2.")
-    }
-    for name, shape in {
-        "enorm": (32,),
-        "hnorm": (32,),
-        "eh_proj": (32, 64),
-        "shared_head.norm": (32,),
-    }.items():
-        extra[f"model.layers.3.{name}.weight"] = torch.randn(shape).bfloat16()
-    extra["model.layers.3.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    extra["model.layers.3.shared_head.head.weight"] = weights["lm_head.weight"].clone()
-    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    start = "model.layers.3."
+    add_prediction(
+        made,
+        start,
+        norms=[f"{start}{name}" for name in ("enorm", "hnorm", "shared_head.norm")],
+        projection=f"{start}eh_proj",
+        copies={
+            f"{start}embed_tokens.weight": "model.embed_tokens.weight",
+            f"{start}shared_head.head.weight": "lm_head.weight",
+        },
+    )
     config = config_of(made) | {"num_nextn_predict_layers": 1}
     (made / "config.json").write_text(json.dumps(config))
     return made
@@ -111,17 +106,12 @@ def qwen(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     have it; transformers neither reads nor writes it.
     """
     made = saved(request.param, tmp_path / "model")
-    weights = load_file(made / "model.safetensors")
-    torch.manual_seed(1)
-    extra = {
-        key.replace("model.layers.2", "mtp.layers.0"): torch.randn_like(value)
-        for key, value in weights.items()
-        if key.startswith("model.layers.2.")
-    }
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        extra[f"mtp.{name}.weight"] = torch.randn(32).bfloat16()
-    extra["mtp.fc.weight"] = torch.randn(32, 64).bfloat16()
-    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    add_prediction(
+        made,
+        "mtp.layers.0.",
+        norms=[f"mtp.{name}" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")],
+        projection="mtp.fc",
+    )
     return made
 
 
@@ -212,18 +202,13 @@ def test_the_prediction_of_hy3_has_no_copies_and_another_name_of_its_last_norm(
     tmp_path: Path,
 ) -> None:
     made = saved("hy_v3", tmp_path / "model")
-    weights = load_file(made / "model.safetensors")
-    torch.manual_seed(1)
     start = "model.layers.3."
-    extra = {
-        key.replace("model.layers.2.", start): torch.randn_like(value)
-        for key, value in weights.items()
-        if key.startswith("model.layers.2.")
-    }
-    for name in ("enorm", "hnorm", "final_layernorm"):
-        extra[f"{start}{name}.weight"] = torch.randn(32).bfloat16()
-    extra[f"{start}eh_proj.weight"] = torch.randn(32, 64).bfloat16()
-    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    add_prediction(
+        made,
+        start,
+        norms=[f"{start}{name}" for name in ("enorm", "hnorm", "final_layernorm")],
+        projection=f"{start}eh_proj",
+    )
     config = config_of(made) | {"num_nextn_predict_layers": 1}
     (made / "config.json").write_text(json.dumps(config))
     ranks, back = tmp_path / "ranks", tmp_path / "back"

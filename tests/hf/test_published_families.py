@@ -22,6 +22,7 @@ from core.convert.run import Job, run
 from core.errors import UnsupportedError
 from core.hf import to_hf, to_megatron
 from tests.hf.models import (
+    add_prediction,
     arguments,
     assert_same,
     catalog_of,
@@ -152,18 +153,14 @@ def test_ling_comes_back_from_files_of_several_ranks(ling: Path, tmp_path: Path)
 def mimo(tmp_path: Path) -> Path:
     """A Qwen2 with a layer for multi-token prediction, under MiMo's names."""
     folder = saved("qwen2", tmp_path / "mimo")
-    weights = load_file(folder / "model.safetensors")
-    torch.manual_seed(1)
     start = "model.mtp_layers.0."
-    extra = {
-        key.replace("model.layers.2.", start): torch.randn_like(value)
-        for key, value in weights.items()
-        if key.startswith("model.layers.2.")
-    }
-    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        extra[f"{start}{name}.weight"] = torch.randn(32).bfloat16()
-    extra[f"{start}input_proj.weight"] = torch.randn(32, 64).bfloat16()
-    save_file(weights | extra, folder / "model.safetensors", metadata={"format": "pt"})
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    add_prediction(
+        folder,
+        start,
+        norms=[f"{start}{name}" for name in norms],
+        projection=f"{start}input_proj",
+    )
     config = config_of(folder) | {
         "model_type": "mimo",
         "architectures": ["MiMoForCausalLM"],

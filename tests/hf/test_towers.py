@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tarfile
 import warnings
 from pathlib import Path
 
@@ -23,17 +22,15 @@ from core.errors import MissingShardError, UnknownTensorError, UnsupportedError,
 from core.hf.towers.models import composite_models
 from tests.hf.composites import COMPOSITES, saved_composite
 from tests.hf.models import assert_same, config_of, quietly, tensors
+from tests.support.archives import unpacked
 
 _BEHIND = re.compile(r"^language_model\..*\.post_layernorm\.")
-ARCHIVE = Path(__file__).parents[1] / "golden" / "megatron_towers.tar.xz"
 
 
 @pytest.fixture(scope="module")
 def bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bridge")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("megatron_towers", folder)
 
 
 def _stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -153,7 +150,7 @@ def test_rank_files_and_unknown_towers_are_refused(bridge: Path, tmp_path: Path)
     (other / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     for model_type, reason in (
         ("qwen2_vl", r"\(visual\), and Megatron-Bridge has no such model"),
-        ("unheard_of", "which ckpt does not know"),
+        ("unheard_of", "their names in Megatron are not known"),
     ):
         config = {**config_of(model), "model_type": model_type}
         (other / "config.json").write_text(json.dumps(config))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,15 @@ from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.merge.request import Merge
 from tests.merge.test_merge import tensors_of
+from tests.support.archives import unpacked
 from tests.support.rank_files import assert_same_bits
-
-ARCHIVE = Path(__file__).parents[1] / "golden/lora.tar.xz"
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked adapters, bases and results of peft."""
     folder = tmp_path_factory.mktemp("adapters")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "lora"
+    return unpacked("lora", folder) / "lora"
 
 
 def fold(base: Path, adapter: Path, dst: Path, **options: Any) -> Path:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tests.support import dtensor_golden
+from tests.support.archives import unpacked
 from tests.support.starship import write_starship
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ CHECKPOINTS: Mapping[str, str] = {
 }
 """Name in the pages → directory of tests/golden."""
 RANK_FILES = "runs/verl"
-"""Torch files of each rank, from an archive of their own (``tests.support.dtensor_golden``)."""
+"""Torch files of each rank, from an archive of their own (``tests.support.archives``)."""
 NEWER_ITERATION = "runs/damaged"
 """A copy of runs/llama with a second iteration that lacks a file and has one byte changed."""
 TITAN_CONFIG = """{
@@ -136,8 +136,8 @@ def make_checkpoints(golden: Path, folder: Path, text: str | None = None) -> Non
         if named is None or re.search(rf"(?<![\w/]){re.escape(name)}(?![\w-])", named):
             shutil.copytree(golden / source, folder / name)
     if named is None or RANK_FILES in named:
-        with tempfile.TemporaryDirectory() as unpacked:
-            source = dtensor_golden.unpacked(Path(unpacked)) / "fsdp2_dp4"
+        with tempfile.TemporaryDirectory() as unpacked_dir:
+            source = unpacked("dtensor", Path(unpacked_dir)) / "fsdp2_dp4"
             shutil.copytree(source, folder / RANK_FILES)
     if named is None or "models/starship" in named:
         write_starship(golden / CHECKPOINTS["models/llama"], folder)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
-ARCHIVE = Path(__file__).parents[1] / "golden" / "megatron_lora.tar.xz"
+from tests.support.archives import unpacked
+
 FORMS = ("lora", "canonical")
 
 
@@ -17,6 +17,4 @@ def unpack_adapters(folder: Path) -> Path:
         the adapter at TP 2, PP 2), ``FORM_peft`` (Bridge's export), ``FORM_merged`` (Bridge's
         export of the merged weights) and ``FORM_ranks`` (each rank's parameters).
     """
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("megatron_lora", folder)

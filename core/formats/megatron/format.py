@@ -9,7 +9,7 @@ On disk::
         │   ├── model_optim_rng.pt         a torch zip: args, iteration, rng_state …,
         │   │                              model (or model0 … modelN)
         │   ├── distrib_optim.pt           with the distributed optimizer: its flat buffers
-    │   └── layer_wise_optimizer_0.pt  layer-wise Muon: one of each DP rank
+        │   └── layer_wise_optimizer_0.pt  layer-wise Muon: one of each DP rank
         └── mp_rank_01_000/ …
 
 Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to HEAD) and of

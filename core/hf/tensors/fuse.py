@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.box import Box
-from core.catalog.catalog import Fragment
+from core.catalog.catalog import Fragment, clip_fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,11 @@ def fuse_parts(
         moved
         for strip in strips
         for fragment in parts[strip.part]
-        if (moved := _moved(fragment, key, start=strip.part_row, n_rows=strip.n_rows, to=strip.row))
+        if (
+            moved := clip_fragment(
+                fragment, key, start=strip.part_row, extent=strip.n_rows, to=strip.row
+            )
+        )
         is not None
     ]
 
@@ -117,7 +121,11 @@ def take_apart(
         for strip in strips
         if strip.part == part
         for fragment in fragments
-        if (moved := _moved(fragment, key, start=strip.row, n_rows=strip.n_rows, to=strip.part_row))
+        if (
+            moved := clip_fragment(
+                fragment, key, start=strip.row, extent=strip.n_rows, to=strip.part_row
+            )
+        )
         is not None
     ]
 
@@ -127,14 +135,14 @@ def first_rows(key: str, fragments: Iterable[Fragment], n_rows: int) -> list[Fra
     return [
         moved
         for fragment in fragments
-        if (moved := _moved(fragment, key, start=0, n_rows=n_rows, to=0)) is not None
+        if (moved := clip_fragment(fragment, key, start=0, extent=n_rows, to=0)) is not None
     ]
 
 
 def take_from_stack(key: str, fragments: Iterable[Fragment], index: int) -> Iterator[Fragment]:
     """Yield the fragments of entry ``index`` of a tensor stacked along its first axis."""
     for fragment in fragments:
-        moved = _moved(fragment, key, start=index, n_rows=1, to=0)
+        moved = clip_fragment(fragment, key, start=index, extent=1, to=0)
         if moved is not None:
             yield replace(moved, box=Box(moved.box.offset[1:], moved.box.shape[1:]))
 
@@ -171,29 +179,3 @@ def swap_halves(fragments: Iterable[Fragment], n_columns: int) -> list[Fragment]
                 at = (*fragment.at[:-1], fragment.at[-1] + first - column) if fragment.at else ()
                 result.append(Fragment(fragment.key, box, fragment.array, at))
     return result
-
-
-def _moved(fragment: Fragment, key: str, *, start: int, n_rows: int, to: int) -> Fragment | None:
-    """Cut rows ``[start, start + n_rows)`` out of a fragment and move them to row ``to``.
-
-    Returns:
-        The part of the fragment in these rows; None if it has none of them.
-    """
-    box = fragment.box
-    first = max(start, box.offset[0])
-    stop = min(start + n_rows, box.end[0])
-    if stop <= first:
-        return None
-    # An array may have more axes than its fragment, which are aligned at the last one: a matrix in
-    # a stack has one less. If the array has fewer axes, it has no axis of rows to move along.
-    at = fragment.at
-    row_axis = len(at) - box.rank
-    n_skipped = first - box.offset[0]
-    if n_skipped and row_axis >= 0:
-        at = (*at[:row_axis], at[row_axis] + n_skipped, *at[row_axis + 1 :])
-    return Fragment(
-        key,
-        Box((first - start + to, *box.offset[1:]), (stop - first, *box.shape[1:])),
-        fragment.array,
-        at,
-    )

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TensorMeta, clip_fragment
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import ArrayT, array_name
 from core.errors import CorruptError, MissingShardError
@@ -177,7 +177,10 @@ def separate_parts(
         if key not in runs:
             return catalog.fragments(key)
         axis, param, run = runs[key]
-        pieces = (_clip(piece, axis, run) for piece in catalog.fragments(param))
+        pieces = (
+            clip_fragment(piece, run.key, start=run.start, extent=run.extent, axis=axis)
+            for piece in catalog.fragments(param)
+        )
         clipped = tuple(piece for piece in pieces if piece is not None)
         return tuple(map(_as_own_chunk, clipped)) if is_target else clipped
 
@@ -187,23 +190,6 @@ def separate_parts(
 def _n_front(key: str, rules: Rules) -> int:
     """Return the number of stacking axes before a parameter's own: 1 if layers are stacked."""
     return int(rules.stacked_of(param_of(key)) is not None)
-
-
-def _clip(piece: Fragment[ArrayT], axis: int, run: _PartRange) -> Fragment[ArrayT] | None:
-    """Clip a fragment to a range, in coordinates of the range; None if they do not overlap."""
-    box = piece.box
-    start = max(box.offset[axis], run.start)
-    stop = min(box.offset[axis] + box.shape[axis], run.start + run.extent)
-    if start >= stop:
-        return None
-
-    # Move the fragment's position in its array, which may have further axes in front.
-    at = piece.at
-    if piece.array is not None:
-        array_axis = axis + len(at) - len(box.shape)
-        at = _with(at, array_axis, at[array_axis] + start - box.offset[axis])
-    inside = Box(_with(box.offset, axis, start - run.start), _with(box.shape, axis, stop - start))
-    return replace(piece, key=run.key, box=inside, at=at)
 
 
 def _as_own_chunk(piece: Fragment[ArrayT]) -> Fragment[ArrayT]:

@@ -40,6 +40,7 @@ from core.catalog.catalog import (
     TargetCatalog,
     TargetFragment,
     TensorMeta,
+    clip_fragment,
 )
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel
 from core.catalog.optimizer_keys import MASTER, param_of, state_key, state_of, trained
@@ -299,20 +300,20 @@ def _stored_tensors(
             )
         master = state_key(MASTER, name)
         source = master if state is None and master in catalog.tensors else key
-        rows = cut.shape[0] // len(halves) if cut.shape else None
+        is_half = len(halves) > 1
+        n_rows = cut.shape[0] // 2 if is_half else 0
         for number, half in enumerate(halves):
             if state is None:
                 path: tuple[str, ...] = ("model", names.in_model(name) + half)
             else:
                 path = (OPTIMIZER, "state", names.in_optimizer(name) + half, state[0])
-            is_half = len(halves) > 1
             stored.append(
                 _StoredTensor(
                     path,
                     source,
-                    start=number * rows if is_half and rows is not None else 0,
-                    n_rows=rows if is_half else None,
-                    shape=cut.shape if rows is None else (rows, *cut.shape[1:]),
+                    start=number * n_rows,
+                    n_rows=n_rows if is_half else None,
+                    shape=(n_rows, *cut.shape[1:]) if is_half else cut.shape,
                 )
             )
     return stored
@@ -336,17 +337,10 @@ def _with_tensors(catalog: Catalog, tensors: Sequence[_StoredTensor]) -> Catalog
             return pieces
 
         # Of every piece, the rows that lie in the half.
-        start = stored.start
-        half = Box((start, *(0 for _ in stored.shape[1:])), stored.shape)
-        parts = []
-        for piece in pieces:
-            inside = piece.box.intersect(half)
-            if inside is None:
-                continue
-            n_skipped = inside.offset[0] - piece.box.offset[0]
-            box = Box((inside.offset[0] - start, *inside.offset[1:]), inside.shape)
-            parts.append(replace(piece, box=box, at=(piece.at[0] + n_skipped, *piece.at[1:])))
-        return parts
+        halves = (
+            clip_fragment(piece, key, start=stored.start, extent=stored.n_rows) for piece in pieces
+        )
+        return [half for half in halves if half is not None]
 
     return replace(catalog, tensors=metas, fragments_of=fragments_of)
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import pickle
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ from core.convert.run import run
 from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
 from core.validate.run import validate
-
-ARCHIVE = Path(__file__).parents[2] / "golden" / "quantized_states.tar.xz"
+from tests.support.archives import unpacked
 
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+    return unpacked("quantized_states", tmp_path)
 
 
 def converted(source: Path, target: Path, **options: Any) -> dict[str, Any]:

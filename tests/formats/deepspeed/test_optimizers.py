@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,15 @@ from core.convert.job import Job, Report
 from core.convert.run import run
 from core.opening.open import open_checkpoint
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero
+from tests.support.archives import unpacked
 
-ARCHIVE = Path(__file__).parents[2] / "golden" / "deepspeed_optimizers.tar.xz"
 MOMENTUM = ".momentum_buffer"
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepspeed_optimizers")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("deepspeed_optimizers", folder)
 
 
 def converted(source: Path, target: Path) -> tuple[Report, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +15,14 @@ from core.convert.run import run
 from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
+from tests.support.archives import unpacked
 from tests.support.rank_files import assert_same_bits
-
-ARCHIVE = Path(__file__).parents[2] / "golden" / "nemo2.tar.xz"
 
 
 @pytest.fixture
 def nemo(tmp_path: Path) -> Path:
     """A directory with the checkpoint ``llama``, and the model's parameters in ``truth``."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+    return unpacked("nemo2", tmp_path)
 
 
 def notes_of(path: Path) -> str:

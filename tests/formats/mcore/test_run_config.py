@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,21 @@ from safetensors.torch import load_file
 import core
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
-
-ARCHIVE = Path(__file__).parents[2] / "golden" / "megatron_bridge.tar.xz"
+from tests.support.archives import unpacked
 
 
 @pytest.fixture(scope="module")
 def bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with ``hf``, a model of transformers, and ``megatron``, Bridge's import of it."""
     folder = tmp_path_factory.mktemp("bridge")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("megatron_bridge", folder)
 
 
 @pytest.fixture(scope="module")
 def bridge_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of a model with experts, in the local specification."""
     folder = tmp_path_factory.mktemp("bridge_moe")
-    with tarfile.open(ARCHIVE.with_name("megatron_bridge_moe.tar.xz")) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("megatron_bridge_moe", folder)
 
 
 @pytest.fixture

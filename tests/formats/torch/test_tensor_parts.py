@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 
 from core.convert.run import Job, run
 from core.opening.open import open_checkpoint
+from tests.support.archives import unpacked
 from tests.support.real_readers import READERS, of_tensor
 
-ARCHIVE = Path(__file__).parents[2] / "golden" / "torchao.tar.xz"
 CASES = {
     "float8_row": "2 × Float8Tensor",
     "int8_row": "2 × Int8Tensor",
@@ -26,9 +25,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torchao")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("torchao", folder)
 
 
 @pytest.mark.parametrize("target", ["safetensors", "dcp"])

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.dtensor_golden import unpacked
+from tests.support.archives import unpacked
 
 
 @pytest.fixture(scope="session")
 def gold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked archive; to be read only."""
-    return unpacked(tmp_path_factory.mktemp("dtensor"))
+    return unpacked("dtensor", tmp_path_factory.mktemp("dtensor"))
 
 
 @pytest.fixture

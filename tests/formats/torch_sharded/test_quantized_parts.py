@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,13 @@ from core.convert.run import run
 from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
 from core.validate.run import validate
-
-ARCHIVE = Path(__file__).parents[2] / "golden" / "quantized_ranks.tar.xz"
+from tests.support.archives import unpacked
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized_ranks")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("quantized_ranks", folder)
 
 
 def converted(source: Path, target: Path, **options: Any) -> dict[str, Any]:

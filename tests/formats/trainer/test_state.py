@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from core.errors import CheckpointingException, CorruptError
 from core.opening.open import open_checkpoint
 from core.validate.run import validate
 from tests.formats.dcp.test_folders import assert_equal
+from tests.support.archives import unpacked
 
 TRAINER = ("llama", "llama_tied_bf16", "llama_adafactor", "gpt2", "bert")
 CHECKPOINT = "checkpoint-2"
@@ -229,9 +229,7 @@ def test_a_configuration_that_is_no_json_is_refused(frameworks: Path, tmp_path: 
 def test_states_of_8_bits_get_the_names_that_the_trainer_gave_them(
     optim: str, tmp_path: Path
 ) -> None:
-    archive_path = Path(__file__).parents[2] / "golden" / "quantized_states.tar.xz"
-    with tarfile.open(archive_path) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpacked("quantized_states", tmp_path)
     source = tmp_path / "trainer" / optim
     groups = json.loads((source / "names.json").read_text())
     run(Job(src=source, dst=tmp_path / "out.pt", to="torch", fsync=False))

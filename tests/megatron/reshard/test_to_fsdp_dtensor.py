@@ -79,6 +79,26 @@ def test_padding_rows_are_those_of_the_requested_tp(megatron_fsdp: Path, tmp_pat
         assert torch.equal(tensors[key][:33], before[key][:33])
 
 
+def test_both_halves_of_all_layers_may_be_in_one_array(megatron_fsdp: Path, tmp_path: Path) -> None:
+    convert(Job(src=megatron_fsdp / "dense_dp2", dst=tmp_path / "dist", to="torch_dist"))
+    stacked = tmp_path / "stacked.pt"
+    convert(
+        Job(src=tmp_path / "dist", dst=stacked, to="torch", names="megatron", stack_layers=True)
+    )
+    for source, target in ((tmp_path / "dist", "direct"), (stacked, "out")):
+        convert(Job(src=source, dst=tmp_path / target, to="fsdp_dtensor"))
+    direct = as_torch(tmp_path / "direct" / STEP, tmp_path / "direct.pt")
+    tensors = as_torch(tmp_path / "out" / STEP, tmp_path / "ours.pt")
+    assert tensors.keys() == direct.keys()
+    n_halves = 0
+    for key, tensor in direct.items():
+        # Rows of padding behind the 33 of the vocabulary follow from each source's own sizes.
+        n_rows = 33 if "word_embeddings" in key or "output_layer" in key else None
+        assert torch.equal(tensors[key][:n_rows], tensor[:n_rows]), key
+        n_halves += key.partition(".exp_avg")[0].endswith(("_w", "_v"))
+    assert n_halves == 2 * 2 * 3
+
+
 def test_without_the_optimizer_weights_keep_their_dtype(
     megatron_fsdp: Path, tmp_path: Path
 ) -> None:
