@@ -622,7 +622,7 @@ def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     """Return the job's destination, or propose one named after the source, in its directory.
 
     The proposed name is ``SRC-tp4-pp1`` (followed by ``-ep2`` and the like where given) for another
-    layout, else ``SRC.FORMAT``.
+    layout, ``SRC-hf`` for a Hugging Face model, which is a directory, and else ``SRC.FORMAT``.
     """
     if job.dst is not None:
         return job.dst
@@ -639,6 +639,8 @@ def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
             if (n := getattr(job.topology, size)) is not None
         )
         path = src.parent / (name if job.to is None else f"{name}.{format.name}")
+    elif job.to is not None and job.to.lower() in HF_ALIASES:
+        path = src.parent / f"{stem}-hf"
     else:
         path = src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
     return path if job.src.is_absolute() and not is_remote else Path(os.path.relpath(path))

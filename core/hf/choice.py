@@ -114,6 +114,13 @@ def _fit_of(family: Family, fields: Mapping[str, object], features: frozenset[st
 def _no_family(fits: list[_FamilyFit]) -> UnsupportedError:
     """Build the error for a model of no family; ``fits`` has the nearest family first."""
     nearest = fits[0]
+    alike = [fit.family.model_type for fit in fits if fit.misfits == nearest.misfits]
+    if len(alike) > 1:
+        return UnsupportedError(
+            f"no family of Hugging Face models fits: {', '.join(nearest.misfits)}",
+            hint=f"nearest families: {', '.join(alike[:_N_NEAREST])}; describe the family in a file "
+            "and give it with --family FILE.toml",
+        )
     others = [
         f"{fit.family.model_type} ({len(fit.misfits)} argument{'s' * (len(fit.misfits) > 1)})"
         for fit in fits[1:_N_NEAREST]

@@ -320,7 +320,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
             if "args" not in catalog.objects:
                 return _Unsharded(
                     None,
-                    "only models with Megatron's or Hugging Face's names have a parallel layout",
+                    "neither training arguments of Megatron nor a config.json (--config names one)",
                     config=config,
                 )
             catalog = loaded(catalog, store, load_object)

@@ -194,7 +194,10 @@ def load_next(
         # of a truncated pickle, any other error that of a malformed one.
         if isinstance(err, (IndexError, struct.error)) and machine.at >= len(data):
             raise TruncatedError(
-                "the pickle ends too early", file=label, span=(start, len(data))
+                "the pickle ends too early",
+                file=label,
+                span=(start, len(data)),
+                hint="copy the file again; the previous copy may have been interrupted",
             ) from err
         reason = f"{type(err).__name__}: {str(err)[:200]}"
         raise CorruptError(f"malformed pickle at byte {machine.at}: {reason}", file=label) from err

@@ -311,6 +311,18 @@ def test_the_proposed_name_stands_beside_the_source(golden: Path, tmp_path: Path
     assert Path(run(Job(src=src, to="dcp", fsync=False)).dst) == tmp_path / "run.dcp"
 
 
+def test_the_proposed_hugging_face_model_is_a_directory_with_its_config(
+    golden: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    src = tmp_path / "run"
+    shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp1", src)
+    report = run(Job(src=src, to="hf", fsync=False))
+    assert Path(report.dst) == tmp_path / "run-hf"
+    assert (tmp_path / "run-hf" / "config.json").is_file()
+
+
 def test_dcp_of_a_megatron_model_becomes_a_stacked_torch_dist(golden: Path, tmp_path: Path) -> None:
     convert(golden / _SOURCES["megatron"], tmp_path / "a", "dcp")
     convert(tmp_path / "a", tmp_path / "b", "torch_dist")
@@ -345,13 +357,28 @@ def test_a_vocabulary_size_that_was_given_is_written_into_the_arguments(
     golden: Path, tmp_path: Path
 ) -> None:
     src = golden / "mcore_legacy/dense_gqa/tp2_pp1"
-    convert(src, tmp_path / "a", "megatron", topology=TopologyChange(tp=4), vocab_size=200)
+    change = TopologyChange(tp=4)
+    dst = tmp_path / "a"
+    report = run(Job(src=src, dst=dst, to="megatron", topology=change, vocab_size=310, fsync=False))
+    assert any(
+        "rows 300 to 309 are kept as tokens (--vocab-size 310)" in note for note in report.notes
+    )
     convert(tmp_path / "a", tmp_path / "b", "megatron", topology=TopologyChange(tp=2))
     convert(tmp_path / "b", tmp_path / "c", "dcp")
-    assert dcp_tensors(tmp_path / "c")["model.embedding.word_embeddings.weight"].shape == (200, 64)
-    convert(src, tmp_path / "d", "megatron", topology=TopologyChange(tp=4), keep_padded_vocab=True)
+    assert dcp_tensors(tmp_path / "c")["model.embedding.word_embeddings.weight"].shape == (310, 64)
+    convert(src, tmp_path / "d", "megatron", topology=change, keep_padded_vocab=True)
     convert(tmp_path / "d", tmp_path / "e", "dcp")
     assert dcp_tensors(tmp_path / "e")["model.embedding.word_embeddings.weight"].shape == (384, 64)
+
+
+@pytest.mark.parametrize("name", ["mcore_legacy/dense_gqa/tp2_pp1", _SOURCES["torch_dist"]])
+def test_a_vocabulary_size_that_would_cut_off_tokens_is_refused(
+    golden: Path, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(UsageError, match=r"the rows of 100 tokens would be lost") as caught:
+        convert(golden / name, tmp_path / "a", "torch_dist", vocab_size=200)
+    assert "a number from 300 to 384" in (caught.value.hint or "")
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_root_that_is_a_list_becomes_a_dcp_that_torch_can_load(tmp_path: Path) -> None:

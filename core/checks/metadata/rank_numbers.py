@@ -1,39 +1,24 @@
 """CK507: check that every rank file is in the directory of the rank that wrote it.
 
-The arguments in each file hold the global number of the rank that wrote it (``args.rank``). However
-a run numbers its ranks, the numbers increase along each axis of the directory names while the other
-axes stay the same::
-
-    mp_rank_00_000  rank 0      mp_rank_00_001  rank 2      a step along TP, PP or EP:
-    mp_rank_01_000  rank 1      mp_rank_01_001  rank 3      a larger number
-
-So directories that were swapped, and files copied over those of another rank, are detected although
-every tensor has the right shape. Conversion tools leave the same number in all files, which proves
-nothing.
-
-Source: Megatron-LM d98e8a64 ``core/parallel_state.py`` ``RankGenerator`` (strides are positive);
-tests/golden.
+``core.megatron.model.rank_numbers`` says how the number of a file's rank proves it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 from core.catalog.facets import RankFacts
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.errors import CheckpointingException
-from core.megatron.model.args import fields_of
-from core.pickle.inert import as_mapping
+from core.megatron.model.rank_numbers import MISPLACED_HINT, describe_misplaced, find_misplaced
 
 SWAPPED = Code(
     "CK507",
     Severity.ERROR,
     "a rank directory holds the file of another rank",
-    "rename the directories correctly, or copy the checkpoint again",
+    MISPLACED_HINT,
     Level.HEADERS,
 )
 
@@ -46,80 +31,15 @@ def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
     facts = None if catalog is None else catalog.facet(RankFacts)
     if facts is None:
         return
-    # Without a number in every file, or with the same number in all, nothing can be concluded.
-    numbers = _read_numbers(facts.ranks.values())
-    counts = Counter(numbers.values())
-    if len(counts) < 2 or numbers.keys() != {folder for folder, _ in facts.ranks.values()}:
-        return
-    # A number that occurs twice: one of the files is a copy of the other rank's.
-    if max(counts.values()) > 1:
-        for folder, number in numbers.items():
-            if counts[number] > 1:
-                yield _swapped(folder, number, "a number of its own", "the number of another rank")
-        return
-    for folder, number in _expected_numbers(numbers).items():
-        yield _swapped(folder, numbers[folder], f"rank {number}", f"rank {numbers[folder]}")
-
-
-def _swapped(folder: str, number: int, expected: str, found: str) -> Finding:
-    """Build the finding for a directory with the wrong rank number."""
-    return SWAPPED.finding(
-        f"rank {number} wrote this file, according to its arguments",
-        rank=folder,
-        key="rank",
-        expected=expected,
-        found=found,
-    )
-
-
-def _read_numbers(ranks: Collection[tuple[str, object]]) -> dict[str, int]:
-    """Return rank directory → number of the rank that wrote its file, where it is recorded.
-
-    Args:
-        ranks: (rank directory, content of its file) of every rank.
-    """
-    numbers: dict[str, int] = {}
-    for folder, root in ranks:
-        try:
-            number = fields_of((as_mapping(root) or {}).get("args")).get("rank")
-        except CheckpointingException:
-            continue
-        if isinstance(number, int) and not isinstance(number, bool):
-            numbers[folder] = number
-    return numbers
-
-
-def _expected_numbers(numbers: Mapping[str, int]) -> dict[str, int]:
-    """Return the directories whose number is out of order along an axis, with the expected one.
-
-    Args:
-        numbers: rank directory → number of the rank that wrote its file.
-    """
-    expected: dict[str, int] = {}
-    for line in _lines_along_axes(numbers):
-        for folder, number in zip(line, sorted(numbers[name] for name in line), strict=True):
-            if number != numbers[folder]:
-                expected.setdefault(folder, number)
-    return expected
-
-
-def _lines_along_axes(folders: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the groups of directories whose names differ along one axis only, in its order.
-
-    ``mp_rank_01_002`` has the axes 01 and 002. Nothing is yielded if a name has another form.
-    """
-    # The key of a line is its axis and the coordinates along the other axes.
-    lines: dict[tuple[object, ...], list[tuple[int, str]]] = {}
-    for folder in folders:
-        parts = folder.split("_")[2:]
-        if not all(part.isdecimal() for part in parts):
-            return
-        for axis, part in enumerate(parts):
-            lines.setdefault((axis, *parts[:axis], None, *parts[axis + 1 :]), []).append(
-                (int(part), folder)
-            )
-    for line in lines.values():
-        yield [folder for _, folder in sorted(line)]
+    for misplaced in find_misplaced(facts.ranks.values()):
+        is_copy = misplaced.expected is None
+        yield SWAPPED.finding(
+            describe_misplaced(misplaced.number),
+            rank=misplaced.folder,
+            key="args.rank",
+            expected="a number of its own" if is_copy else f"rank {misplaced.expected}",
+            found="the number of another rank" if is_copy else f"rank {misplaced.number}",
+        )
 
 
 CHECKS = (Check(check_rank_numbers, Level.HEADERS, formats=("megatron",)),)

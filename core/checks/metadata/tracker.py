@@ -47,7 +47,7 @@ UNFINISHED_NAMED = Code(
     "CK512",
     Severity.ERROR,
     "the tracker names an unfinished checkpoint",
-    "write the number of an older iteration into it",
+    "copy that iteration again, or write the number of a complete one into the tracker",
 )
 NEWER = Code(
     "CK513", Severity.NOTE, "an iteration newer than the tracker's", "pass --iteration to check it"

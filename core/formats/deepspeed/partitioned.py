@@ -202,8 +202,10 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
                 # A parameter without elements has no run, but may be recorded.
                 if recorded != position and not (position is None and recorded[1] == 0):
                     raise rank_optim.state.corrupt(
-                        f"param_slice_mappings records (start, elements) {recorded}, but the "
-                        f"shapes of the parameters before it give {position}",
+                        f"param_slice_mappings records (start, elements) {recorded}, but by the "
+                        "shapes of the parameters before it, this rank has "
+                        f"{'no part of it' if position is None else position}; the file may be "
+                        "that of another rank",
                         key=name,
                     )
     # Positions that no file records are left over.

@@ -44,8 +44,8 @@ def find_true_rows(
         stored: number of rows, with padding, in each tensor with vocabulary rows.
 
     Raises:
-        UsageError: the user's number is not positive, above the stored rows, or given together with
-            ``keep_padded``.
+        UsageError: the user's number is not positive, above the stored rows, below the number that
+            the arguments have, or given together with ``keep_padded``.
         CorruptError: the arguments' number is above the stored rows.
     """
     if keep_padded:
@@ -68,13 +68,33 @@ def find_true_rows(
         raise UsageError(problem, hint="give the true vocabulary size, without padding")
 
     # The arguments' number counts only if padding explains the stored rows.
-    if given is None and not all(explains(facts, n_rows, rows) for rows in stored):
+    recorded = facts.vocab_size
+    is_explained = recorded is not None and all(explains(facts, recorded, rows) for rows in stored)
+    if given is None:
+        if is_explained:
+            return TrueRows(n_rows)
         note = (
             f"vocab_size {n_rows} of the arguments does not explain the {stored[0]} stored rows, "
             "so it is ignored"
         )
         return TrueRows(None, (note,))
-    return TrueRows(n_rows)
+
+    # A number below that of the arguments would cut off rows of real tokens. A tokenizer may add
+    # tokens to those of the arguments.
+    if recorded is not None and is_explained and stored:
+        if given < recorded:
+            raise UsageError(
+                f"--vocab-size {given} is below vocab_size {recorded} of the training arguments: "
+                f"the rows of {recorded - given} tokens would be lost",
+                hint=f"omit it, or give a number from {recorded} to {min(stored)}",
+            )
+        if given > recorded:
+            note = (
+                f"rows {recorded} to {given - 1} are kept as tokens (--vocab-size {given}); "
+                f"vocab_size of the training arguments is {recorded}"
+            )
+            return TrueRows(given, (note,))
+    return TrueRows(given)
 
 
 def explains(facts: ModelFacts, n_rows: int, stored: int) -> bool:

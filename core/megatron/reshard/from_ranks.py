@@ -68,6 +68,7 @@ from core.megatron.model.cut import check_head_gates
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.topology import Topology
+from core.megatron.model.rank_numbers import check_rank_numbers
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows
 from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
@@ -97,6 +98,7 @@ def unshard_ranks(
             hint="pass the directory that contains the rank directories",
         )
     ranks = ranks_of(catalog)
+    check_rank_numbers(ranks.values())
     check_head_gates(catalog.args, "megatron")
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
 

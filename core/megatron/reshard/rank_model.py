@@ -401,5 +401,12 @@ def _check_names(
     missing, extra = sorted(set(other_names) - set(names)), sorted(set(names) - set(other_names))
     for absent, holder, lacking in ((missing, other, rank), (extra, rank, other)):
         if absent:
-            problem = f"{listed(absent)} is in {holder}, but not here"
-            report(MissingShardError(problem, rank=lacking, rule="layout.names"))
+            verb = "is" if len(absent) == 1 else "are"
+            report(
+                MissingShardError(
+                    f"{listed(absent)} {verb} in {holder}, but not here",
+                    rank=lacking,
+                    hint="copy the checkpoint again; rank directories may have been exchanged",
+                    rule="layout.names",
+                )
+            )
