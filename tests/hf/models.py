@@ -288,6 +288,11 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", PADDED),
     "seed_oss": ("seed_oss", {**PADDED, "head_dim": 12}),
     "arcee": ("arcee", {**PADDED, "bos_token_id": 1, "eos_token_id": 2}),
+    "jais2": ("jais2", {**PADDED, "bos_token_id": 1, "eos_token_id": 2}),
+    "cwm": (
+        "cwm",
+        {"head_dim": 8, "sliding_window": 5, "layer_types": ["full_attention", *WINDOWS[:2]]},
+    ),
     "starcoder2": ("starcoder2", {**PADDED, "bos_token_id": 1, "eos_token_id": 2}),
     "starcoder2_window": (
         "starcoder2",
