@@ -213,5 +213,7 @@ def _mismatch_error(
         file=copy.file,
         key=item.key,
         hint="the ranks disagree: the checkpoint is damaged or was saved by diverged ranks; "
-        "--on-replica-mismatch first takes the copy of the first rank",
+        "--on-replica-mismatch first takes the copy of the first rank. Of two tensors of a model "
+        "that are one in Megatron, such as heads of multi-token prediction, leave one out with "
+        "--exclude",
     )

@@ -73,7 +73,8 @@ def detect_family(
     # Models whose layers Megatron's own script cannot build, or computes differently, are too
     # special to be guessed.
     fitting = [item.family for item in differences if not item.keys]
-    plain = [family for family in fitting if family.builder is None and family.differs is None]
+    built = [family for family in fitting if family.builder is None and family.differs is None]
+    plain = [family for family in built if _ignored_window(config, family) is None]
     if plain:
         note = (
             f"model type {text!r} is unknown; its tensors are exactly those of a "
@@ -81,6 +82,14 @@ def detect_family(
             "check that it computes the same"
         )
         return plain[0], note
+    if built:
+        raise UnsupportedError(
+            f"models of type {text!r} are not supported: their tensors are those of a "
+            f"{built[0].model_type} model, whose layers have no windows, but "
+            f"{_ignored_window(config, built[0])} is set",
+            file=CONFIG,
+            hint="describe the family in a file and give it with --family FILE.toml",
+        )
     raise UnsupportedError(
         f"models of type {text!r} are not supported, and their tensors are not those of a "
         "supported family",
@@ -95,13 +104,28 @@ def detect_family(
 
 @cache
 def refused_types() -> Mapping[str, str]:
-    """Return the model types that Megatron cannot represent, each with the reason."""
+    """Return the model types that are refused by name, each with the reason."""
     text = files("core.hf").joinpath("refused.toml").read_text(encoding="utf-8")
     return {
         model_type: reason
         for reason, model_types in tomllib.loads(text)["reasons"].items()
         for model_type in model_types
     }
+
+
+def _ignored_window(config: Mapping[str, object], family: Family) -> str | None:
+    """Return the setting that gives layers a window where models of a family have none.
+
+    Returns:
+        None if there is no window, or the family has it.
+    """
+    names = {setting.name for setting in family.settings.values()}
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        is_set = set(map(str, types)) != {"full_attention"}
+        return "layer_types" if is_set and "layer_types" not in names else None
+    is_off = config.get("sliding_window") is None or config.get("use_sliding_window") is False
+    return None if is_off or "sliding_window" in names else "sliding_window"
 
 
 def _remoteness(family: Family, config: Mapping[str, object]) -> tuple[bool | int, ...]:

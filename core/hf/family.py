@@ -115,11 +115,13 @@ class PredictionNames:
         module: beginning of the names beside a layer; ``{layer}`` stands for the number of the
             layer if it is counted on from the decoder's, ``{number}`` for its own.
         layer: beginning of the names within a layer.
+        dense: True if its layers have no experts, even where the decoder's last one has.
     """
 
     count: str = "num_nextn_predict_layers"
     module: str = "model.layers.{layer}."
     layer: str = "model.layers.{layer}."
+    dense: bool = False
 
     def count_layers(self, keys: Collection[str], *, n_layers: int) -> int:
         """Return how many layers have tensors among ``keys``, after ``n_layers`` of the decoder."""

@@ -224,8 +224,9 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             yield make_pair(row, (start,), first)
         for position, (_, hf) in enumerate(inner):
             bodies: tuple[str, ...] = _MTP_BODIES
-            kinds = model.kinds_of(model.n_layers - 1)
-            if model.prediction is not None:
+            if model.prediction is None:
+                kinds = model.prediction_kinds_of(number, is_dense=family.mtp_names.dense)
+            else:
                 bodies = (f"mtp_model_layer.layers.{position}.",)
                 kinds = frozenset((model.prediction[position],))
             yield from layer_pairs(kinds, tuple(start + body for body in bodies), hf)

@@ -187,6 +187,10 @@ def _windows(setting: Setting, config: Mapping[str, object], n_layers: int) -> l
         CorruptError: ``layer_types`` is not a list of the types of all layers.
         UnsupportedError: a layer has another type.
     """
+    if config.get("layer_types") is None and config.get("max_window_layers") is not None:
+        # So many layers at the beginning have no window.
+        n_full = count_of(config, "max_window_layers", least=0)
+        return [int(layer >= n_full) for layer in range(n_layers)]
     if config.get("layer_types") is None:
         # Older configurations state that every n-th layer has no window.
         every = config.get("sliding_window_pattern", setting.every)

@@ -46,7 +46,7 @@ from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
 from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
 from core.hf.towers.to_megatron import separate_model
-from core.hf.traits import model_of
+from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG, count_of
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
@@ -197,7 +197,7 @@ def to_megatron(
     notes = [
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
-        *_building_notes(family, config),
+        *_building_notes(family, config, model),
         *(() if note is None else (note,)),
         *(() if restored is None else restored.notes),
     ]
@@ -268,11 +268,17 @@ def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:
         yield f"{shifted[0]}{more}: {SHIFT_NOTE}"
 
 
-def _building_notes(family: Family, config: Mapping[str, object]) -> Iterator[str]:
+def _building_notes(family: Family, config: Mapping[str, object], model: Model) -> Iterator[str]:
     """Yield notes about what a Megatron run needs besides the arguments to be the same model."""
     if family.builder is not None:
         yield (
             f"Megatron's training script cannot build {family.model_type} models: {family.builder}"
+        )
+    elif model.n_mtp and family.mtp_names.dense and "moe" in model.kinds_of(model.n_layers - 1):
+        yield (
+            "Megatron's training script gives the layers of multi-token prediction experts, as the "
+            f"decoder's last layer has them, and those of {family.model_type} models have none: "
+            "Megatron-Bridge builds them"
         )
     yield from family.notes()
     unsaid = unsaid_rope(config, family)

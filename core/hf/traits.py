@@ -90,8 +90,8 @@ class Model:
         n_groups: number of query groups.
         dense: numbers of the layers without experts; None if no layer has experts.
         linear: numbers of the layers with linear attention; None if no layer has it.
-        window: numbers of the layers with a window that have heads of their own; None if no layer
-            has them.
+        window: numbers of the layers with a window that have heads of their own, those of
+            multi-token prediction counted on from the decoder's; None if no layer has them.
         sizes: extents by name, see the module's table.
         features: names of ``FEATURES`` that the model has; they distinguish families.
         traits: conditions under which tensors exist, except the kinds of layers (``kinds_of``).
@@ -127,6 +127,23 @@ class Model:
             return frozenset((mlp, "linear"))
         has_window = self.window is not None and layer in self.window
         return frozenset((mlp, "window" if has_window else "full"))
+
+    def prediction_kinds_of(self, number: int, *, is_dense: bool) -> frozenset[str]:
+        """Return the kinds of a layer of multi-token prediction: those of the decoder's last one.
+
+        A layer whose attention depends on its number is counted on from the decoder's.
+
+        Args:
+            number: number of the layer among those of multi-token prediction.
+            is_dense: it has no experts, even where the decoder's last layer has.
+        """
+        kinds = self.kinds_of(self.n_layers - 1)
+        if is_dense:
+            kinds = kinds - {"moe"} | {"dense"}
+        if self.window is not None:
+            has_window = self.n_layers + number in self.window
+            kinds = kinds - {"window", "full"} | {"window" if has_window else "full"}
+        return kinds
 
 
 def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Model:

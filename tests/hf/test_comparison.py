@@ -214,6 +214,8 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name:
         sizes["head_dim"] = 10
     if name == "mamba2":
         sizes["num_heads"] = 40
+    if name == "dots1":
+        sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
     if name == "helium":  # its output projection is square
         sizes["hidden_size"] = 128 * 128
     with torch.device("meta"):

@@ -159,6 +159,21 @@ def test_a_family_that_megatron_computes_differently_is_converted_with_a_warning
         assert "computes ernie4_5_moe models differently: its router adds the bias" in note
 
 
+def test_a_model_with_windows_is_not_taken_for_one_without(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model")
+    _, source, config = _renamed(folder, model_type="starship", sliding_window=8)
+    fields = arguments(to_megatron(source, config))  # a Mistral, whose layers all have one
+    assert fields["window_size"] == (7, 0)
+    config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    fields = arguments(to_megatron(source, config))
+    assert fields["window_attn_skip_freq"] == [1, 0, 1]
+    folder = saved("qwen2", tmp_path / "qwen2")
+    _, source, config = _renamed(folder, model_type="starship", use_sliding_window=None)
+    config |= {"sliding_window": 8, "layer_types": None}
+    with pytest.raises(UnsupportedError, match="have no windows, but sliding_window is set"):
+        to_megatron(source, config)
+
+
 def test_a_familys_values_are_checked_even_if_its_tensors_fit(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model")
     _, source, config = _renamed(folder, model_type="starship", hidden_act="gelu")

@@ -515,12 +515,15 @@ def built(args, family):
         if args["openai_gelu"]
         else quick_gelu
         if args["quick_geglu"]
+        else torch.nn.functional.gelu
+        if args.get("bias_gelu_fusion")
         else torch.nn.functional.silu,
         "num_moe_experts": args["num_experts"],
         "use_cpu_initialization": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "bias_activation_fusion": False,
+        # Its GELU is the one by tanh.
+        "bias_activation_fusion": args.get("bias_gelu_fusion", False),
         "deterministic_mode": bool(args.get("experimental_attention_variant")),
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,

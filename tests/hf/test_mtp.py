@@ -219,6 +219,36 @@ def test_the_prediction_of_hy3_has_no_copies_and_another_name_of_its_last_norm(
     assert (back / "config.json").read_bytes() == (made / "config.json").read_bytes()
 
 
+def test_the_prediction_of_k_exaone_has_no_experts(tmp_path: Path) -> None:
+    # As published; transformers neither reads nor writes it.
+    made = saved("exaone_moe", tmp_path / "model")
+    weights = load_file(made / "model.safetensors")
+    torch.manual_seed(1)
+    extra = {
+        f"mtp.layers.0.{key.removeprefix('model.layers.0.')}": torch.randn_like(value)
+        for key, value in weights.items()
+        if key.startswith("model.layers.0.")
+    }
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        extra[f"mtp.{name}.weight"] = torch.randn(32).bfloat16()
+    extra["mtp.fc.weight"] = torch.randn(32, 64).bfloat16()
+    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(made) | {"num_nextn_predict_layers": 1}
+    (made / "config.json").write_text(json.dumps(config))
+    middle = to_megatron(catalog_of(made)[1], config)
+    names = [name for name in middle.tensors if name.startswith("mtp.")]
+    assert "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight" in names
+    assert not any("experts" in name or "router" in name for name in names)
+    assert any("Megatron-Bridge builds them" in note for note in middle.notes)
+    for to, ranks in (("megatron", tmp_path / "ranks"), ("torch_dist", tmp_path / "dist")):
+        back = tmp_path / f"back {to}"
+        topology = TopologyChange(tp=2, pp=3, ep=2)
+        run(Job(src=made, dst=ranks, to=to, topology=topology, fsync=False))
+        run(Job(src=ranks, dst=back, to="hf", fsync=False))
+        assert_same(tensors(back), tensors(made))
+        assert (back / "config.json").read_bytes() == (made / "config.json").read_bytes()
+
+
 def test_several_layers_that_would_share_tensors_are_refused(qwen: Path) -> None:
     _, source = catalog_of(qwen)
     second = {

@@ -134,6 +134,16 @@ def test_ling_becomes_the_megatron_model_that_the_same_glm_becomes(
     assert_same(contents(back, store), tensors(ling))
 
 
+def test_sarvam_has_the_names_and_the_configuration_of_ling(ling: Path) -> None:
+    store, source = catalog_of(ling)
+    config = config_of(ling) | {"model_type": "sarvam_moe"}
+    ours = to_megatron(source, config)
+    assert_same(contents(ours, store), contents(to_megatron(source, config_of(ling)), store))
+    back = to_hf(ours)
+    assert json.loads(back.documents["config.json"])["model_type"] == "sarvam_moe"
+    assert_same(contents(back, store), tensors(ling))
+
+
 def test_ling_comes_back_from_files_of_several_ranks(ling: Path, tmp_path: Path) -> None:
     ranks, back = tmp_path / "ranks", tmp_path / "back"
     run(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 
 from ckpt_cli.app import main
-from core.errors import CorruptError, UnknownTensorError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError
 from core.formats.mcore.run_config import arguments_of as arguments_of_run_config
 from core.hf import to_hf, to_megatron
 from core.hf.config_json.experts import expert_arguments
@@ -273,7 +273,7 @@ def test_the_text_model_that_transformers_writes_of_step_3_7_is_the_same(
     for name in ("sliding_attention_setting", "moe_layer_freq", "num_query_groups", "num_experts"):
         assert arguments(theirs)[name] == arguments(ours)[name]
     for name in ("rotary_base_per_layer", "rotary_percents", "layer_types", "swiglu_limits"):
-        assert arguments(theirs)[name] == arguments(ours)[name][:4]  # type: ignore[index]
+        assert arguments(theirs)[name][:4] == arguments(ours)[name][:4]  # type: ignore[index]
 
 
 def test_arguments_are_those_of_megatron_bridge_and_tell_the_configuration(folder: Path) -> None:
@@ -353,18 +353,94 @@ def test_rank_files_and_other_heads_are_refused_before_anything_is_written(
             to_megatron(source, {**CONFIG, **changed})
 
 
-def test_multi_token_prediction_can_be_left_out(folder: Path, tmp_path: Path) -> None:
-    source = tmp_path / "mtp"
-    source.mkdir()
+@pytest.fixture(scope="module")
+def predicting(folder: Path) -> Path:
+    """The model with two layers of multi-token prediction, as the published files have them: dense,
+    the first with a window and the second without.
+    """
+    found = folder.parent / "mtp"
+    found.mkdir()
     weights = load_file(folder / "model.safetensors")
-    weights["model.layers.4.enorm.weight"] = torch.ones(32, dtype=torch.bfloat16)
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    (source / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(UnknownTensorError, match="--exclude|does not contain"):
-        to_megatron(catalog_of(source)[1], CONFIG)
-    convert(source, tmp_path / "dist", "--to", "torch_dist", "--exclude", "model.layers.4.*")
+    extra = {}
+    for number, attention in enumerate((1, 0)):
+        start = f"model.layers.{4 + number}."
+        names = [
+            *(name for name in weights if name.startswith(f"model.layers.{attention}.self_attn.")),
+            *(name for name in weights if name.startswith("model.layers.0.mlp.")),
+            *(
+                name
+                for name in weights
+                if name.startswith("model.layers.0.") and "layernorm" in name
+            ),
+        ]
+        torch.manual_seed(number)
+        extra |= {start + name.split(".", 3)[3]: torch.randn_like(weights[name]) for name in names}
+        for name in ("enorm", "hnorm", "transformer.shared_head.norm"):
+            extra[f"{start}{name}.weight"] = torch.randn(32).bfloat16()
+        extra[f"{start}eh_proj.weight"] = torch.randn(32, 64).bfloat16()
+        extra[f"{start}transformer.shared_head.output.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights | extra, found / "model.safetensors", metadata={"format": "pt"})
+    two = {"layer_types": [*CONFIG["layer_types"], "full_attention"]}
+    for name in ("rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared"):
+        two[name] = [*CONFIG[name], CONFIG[name][0]]
+    config = {**CONFIG, **two, "num_nextn_predict_layers": 2}
+    (found / "config.json").write_text(json.dumps(config, indent=1))
+    return found
+
+
+def test_layers_of_multi_token_prediction_come_back(predicting: Path, tmp_path: Path) -> None:
+    middle = to_megatron(catalog_of(predicting)[1], config_of(predicting))
+    assert arguments(middle)["mtp_num_layers"] == 2
+    for number, rows in ((0, 6), (1, 4)):
+        start = f"mtp.layers.{number}.transformer_layer."
+        gate = middle.tensors[f"{start}self_attention.linear_qkv.weight._gate"]
+        assert gate.shape == (rows, 32)
+        assert middle.tensors[f"{start}mlp.linear_fc1.weight"].shape == (96, 32)
+    assert f"{start}mlp.router.weight" not in middle.tensors
+    convert(predicting, tmp_path / "dist", "--to", "torch_dist", "--tp-new", "2")
+    convert(tmp_path / "dist", tmp_path / "back", "--to", "hf")
+    assert_same(tensors(tmp_path / "back"), tensors(predicting))
+    assert main(["validate", str(tmp_path / "back"), "--quiet"]) == 0
+    # Arguments alone list these layers as well.
+    alone = {name: value for name, value in arguments(middle).items() if name != ARGUMENT}
+    made = to_hf(replace(middle, args=make_namespace(alone)))
+    config = json.loads(made.documents["config.json"])
+    assert config["layer_types"] == config_of(predicting)["layer_types"]
+    assert sorted(made.tensors) == sorted(tensors(predicting))
+    # transformers 5 lists them apart.
+    apart = {"layer_types": TYPES, "mtp_layer_types": config["layer_types"][4:]}
+    again = to_megatron(catalog_of(predicting)[1], config_of(predicting) | apart)
+    assert arguments(again)["layer_types"] == config["layer_types"]
+    with pytest.raises(CorruptError, match="mtp_layer_types"):
+        to_megatron(catalog_of(predicting)[1], {**CONFIG, **apart, "mtp_layer_types": ["x"]})
+
+
+def test_layers_of_multi_token_prediction_can_be_left_out(
+    folder: Path, predicting: Path, tmp_path: Path
+) -> None:
+    left_out = ("--exclude", "model.layers.4.*", "--exclude", "model.layers.5.*")
+    convert(predicting, tmp_path / "dist", "--to", "torch_dist", *left_out)
     convert(tmp_path / "dist", tmp_path / "back", "--to", "hf")
     assert_same(tensors(tmp_path / "back"), tensors(folder))
+
+
+def test_a_head_of_its_own_is_refused_with_the_option_that_leaves_it_out(
+    predicting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "heads"
+    source.mkdir()
+    weights = load_file(predicting / "model.safetensors")
+    weights["model.layers.4.transformer.shared_head.output.weight"] += 1
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_bytes((predicting / "config.json").read_bytes())
+    target = tmp_path / "dist"
+    assert main(["convert", str(source), str(target), "--to", "torch_dist"]) != 0
+    message = " ".join(capsys.readouterr().err.split())
+    assert "heads of multi-token prediction, leave one out with --exclude" in message
+    assert not target.exists()
+    convert(source, target, "--to", "torch_dist", "--exclude", "*.shared_head.output.weight")
+    convert(target, tmp_path / "back", "--to", "hf")
+    assert_same(tensors(tmp_path / "back"), tensors(predicting))
 
 
 def test_scaling_that_megatron_does_not_apply_is_noted(folder: Path) -> None:

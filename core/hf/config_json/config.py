@@ -6,8 +6,8 @@ training (batch sizes, learning rates, dropout, loss coefficients) are not set: 
 apply.
 
 A configuration derived from arguments contains the values that transformers 4 and 5 need to load
-the model. Values that the arguments do not contain are null (``bos_token_id``, ``eos_token_id``) or
-missing, so that transformers' defaults apply.
+the model. Values that the arguments do not contain are null (``eos_token_id``, and ``bos_token_id``
+unless transformers requires one) or missing, so that transformers' defaults apply.
 
 Not supported: values that the other side cannot express; each is refused by name.
 
@@ -278,7 +278,7 @@ def config_of(
     config: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "bos_token_id": None,
+        "bos_token_id": family.defaults.get("bos_token_id"),
         "eos_token_id": None,
         "dtype": dtype,
         "torch_dtype": dtype,

@@ -15,8 +15,9 @@ Step-3.5's layers have windows, heads, rotary embeddings and limits of their own
 transformers 5 writes the same otherwise (``Step3p7TextConfig``), which is read: ``rope_parameters``
 with a section for each type of layer, and ``num_sliding_attention_heads``.
 
-Lists may go on with the layers of multi-token prediction; they keep these entries in arguments and
-lose them in a ``config.json`` that is created from arguments.
+Lists may go on with the layers of multi-token prediction; they keep these entries in arguments. A
+``config.json`` that is created from arguments has them if the model has such layers. transformers 5
+writes them as ``mtp_layer_types``.
 
 A window of transformers counts the query's own key, Megatron's counts those before it.
 Megatron-Bridge 067f987d takes the number of the one for the other (``window_size`` [512, 0]): a
@@ -69,6 +70,15 @@ def per_layer_arguments(config: Mapping[str, object]) -> dict[str, object]:
             file=CONFIG,
         )
 
+    predicted = config.get("mtp_layer_types")
+    if len(types) == n_layers and predicted is not None:
+        if not isinstance(predicted, list) or not set(map(str, predicted)) <= {*_TYPES}:
+            raise CorruptError(
+                f"mtp_layer_types is {repr(predicted)[:80]}, not a list of {' or '.join(_TYPES)}",
+                file=CONFIG,
+            )
+        types = [*types, *predicted]
+
     # One base for all layers, or a list with one for each.
     config = {**config, **_rotation_of_types(config, types)}
     bases = config.get("rope_theta", 10000.0)
@@ -96,16 +106,17 @@ def per_layer_config(fields: Mapping[str, object]) -> dict[str, object]:
         CorruptError: an argument is malformed.
     """
     n_layers = count_of(fields, "num_layers")
+    n_listed = n_layers + count_of(fields, "mtp_num_layers", default=0, least=0)
     types = fields.get("layer_types")
     bases = _numbers(fields, "rotary_base_per_layer", n_layers)
     base = float(rope_number(fields, "rotary_base", default=10000))
     config: dict[str, object] = {
-        "layer_types": types[:n_layers] if isinstance(types, list) else types,
-        "rope_theta": base if bases is None else bases[:n_layers],
+        "layer_types": types[:n_listed] if isinstance(types, list) else types,
+        "rope_theta": base if bases is None else bases[:n_listed],
     }
     for name, key in _LISTS.items():
         values = _numbers(fields, name, n_layers)
-        config[key] = None if values is None else values[:n_layers]
+        config[key] = None if values is None else values[:n_listed]
     window = window_layers_of(fields)
     if window is not None:
         config["sliding_window"] = window.n_keys

@@ -267,7 +267,8 @@ def _derive_model(
     }
     # Traits decide which tensors exist; some features bring sizes of their own.
     traits = set(family.requires) | {"tied" if is_tied(config, family) else "untied"}
-    traits |= {name for name in ("attention_bias", "mlp_bias") if config.get(name)}
+    has_bias = "linear_bias" in family.requires
+    traits |= {name for name in ("attention_bias", "mlp_bias") if has_bias or config.get(name)}
     traits |= {
         feature for feature, arg in FEATURES.items() if config.get(family.switches.get(arg, ""))
     }

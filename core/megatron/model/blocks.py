@@ -146,7 +146,7 @@ class WindowLayers:
     """The layers with a window in a model where these have attention heads of their own.
 
     Args:
-        layers: their numbers.
+        layers: their numbers, those of multi-token prediction counted on from the decoder's.
         n_keys: number of keys that a query sees, its own among them.
         n_heads, n_groups, head_dim: number of their heads, of groups that share keys and values,
             and of channels of one head.
@@ -182,7 +182,7 @@ def window_layers_of(fields: Mapping[str, object]) -> WindowLayers | None:
     _, n_heads, n_groups, head_dim = numbers
     if n_heads % n_groups:
         raise CorruptError(f"argument {_WINDOWS} has {n_groups} query groups for {n_heads} heads")
-    layers = frozenset(n for n in range(n_layers) if types[n] == "sliding_attention")
+    layers = frozenset(n for n, kind in enumerate(types) if kind == "sliding_attention")
     return WindowLayers(layers, keys_before + 1, n_heads, n_groups, head_dim)
 
 
