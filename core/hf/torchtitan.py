@@ -33,8 +33,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.arrays.box import Box
+from core.arrays.box import Box, c_strides
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.stored import StoredArray, part_of
 from core.changes.rename import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.hf.tensors.fuse import take_from_stack
@@ -224,7 +225,7 @@ def _parts_of(
 
 
 def _halves_of_heads(key: str, fragments: Sequence[Fragment], head_dim: int) -> Iterator[Fragment]:
-    """Yield the rows of a matrix in the order of halves, one fragment for each.
+    """Yield the rows of a matrix in the order of halves, a few fragments for each head.
 
     Args:
         key: name of the result.
@@ -232,14 +233,58 @@ def _halves_of_heads(key: str, fragments: Sequence[Fragment], head_dim: int) -> 
         head_dim: rows of a head, an even number.
     """
     for fragment in fragments:
-        box, at = fragment.box, fragment.at
-        # An array and its fragment are aligned at the last axis.
-        row_axis = len(at) - box.rank
-        for n_skipped in range(box.shape[0]):
-            head, row = divmod(box.offset[0] + n_skipped, head_dim)
-            to = head * head_dim + row % 2 * (head_dim // 2) + row // 2
-            row_at = at
-            if n_skipped and row_axis >= 0:
-                row_at = (*at[:row_axis], at[row_axis] + n_skipped, *at[row_axis + 1 :])
-            row_box = Box((to, *box.offset[1:]), (1, *box.shape[1:]))
-            yield Fragment(key, row_box, fragment.array, row_at)
+        box = fragment.box
+        first, stop = box.offset[0], box.end[0]
+        pairs = _in_pairs(fragment, skipped=first % 2)
+        start = first
+        while start < stop:
+            # Complete pairs of rows of one head; a single row where a fragment cuts a pair.
+            head, row = divmod(start, head_dim)
+            n_pairs = (min(stop, (head + 1) * head_dim) - start) // 2
+            if pairs is None or row % 2 or n_pairs == 0:
+                to = head * head_dim + row % 2 * (head_dim // 2) + row // 2
+                yield _moved(fragment, key, start - first, to, 1)
+                start += 1
+                continue
+            for half in (0, 1):
+                to = head * head_dim + half * (head_dim // 2) + row // 2
+                n_columns = pairs.shape[1] // 2
+                half_box = Box((to, *box.offset[1:]), (n_pairs, *box.shape[1:]))
+                at = ((start - first) // 2, half * n_columns + fragment.at[1])
+                yield Fragment(key, half_box, pairs, at)
+            start += 2 * n_pairs
+
+
+def _moved(fragment: Fragment, key: str, n_skipped: int, to: int, n_rows: int) -> Fragment:
+    """Return some rows of a fragment at another place of a tensor."""
+    box, at = fragment.box, fragment.at
+    # An array and its fragment are aligned at the last axis.
+    row_axis = len(at) - box.rank
+    if n_skipped and row_axis >= 0:
+        at = (*at[:row_axis], at[row_axis] + n_skipped, *at[row_axis + 1 :])
+    row_box = Box((to, *box.offset[1:]), (n_rows, *box.shape[1:]))
+    return Fragment(key, row_box, fragment.array, at)
+
+
+def _in_pairs(fragment: Fragment, *, skipped: int) -> StoredArray | None:
+    """Return the array of a fragment with two rows of it side by side in each row.
+
+    Args:
+        fragment: a part of a matrix.
+        skipped: rows of the fragment before the first pair.
+
+    Returns:
+        The array, whose first pair is that of the fragment; None if the array is not a dense
+        matrix, or there is no pair.
+    """
+    array = fragment.array
+    if array is None or len(array.shape) != 2 or len(fragment.box.shape) != 2:
+        return None
+    extent = array.extent
+    is_dense = extent.strides in (None, c_strides(array.shape))
+    n_pairs = (fragment.box.shape[0] - skipped) // 2
+    if extent.encoding is not None or extent.axes is not None or not is_dense or n_pairs == 0:
+        return None
+    n_columns = array.shape[1]
+    start = (fragment.at[0] + skipped) * n_columns
+    return part_of(array, start, (n_pairs, 2 * n_columns))
