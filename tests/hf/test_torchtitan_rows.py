@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ HEADS, HEAD_DIM, COLUMNS = 3, 6, 5
 CONFIG = {"model_type": "llama", "num_attention_heads": HEADS}
 
 
-def shards(cuts: Sequence[int], folder: Path, *, column: int) -> tuple[Catalog, np.ndarray]:
+def shards(cuts: Sequence[int], folder: Path, *, column: int) -> tuple[Catalog, Any]:
     """A query weight in a file for each part, with other elements around the parts."""
     rows = HEADS * HEAD_DIM
-    weight = np.arange(rows * COLUMNS, dtype="<f4").reshape(rows, COLUMNS)
+    weight: Any = np.arange(rows * COLUMNS, dtype="<f4").reshape(rows, COLUMNS)
     fragments = []
     for number, (first, stop) in enumerate(zip((0, *cuts), (*cuts, rows), strict=True)):
-        stored = np.full((stop - first + 2, COLUMNS + column), -1, "<f4")
+        stored: Any = np.full((stop - first + 2, COLUMNS + column), -1, "<f4")
         stored[1:-1, column:] = weight[first:stop]
         (folder / str(number)).write_bytes(stored.tobytes())
         array = StoredArray(str(number), "float32", stored.shape, Extent(str(number), 0))
