@@ -13,7 +13,7 @@ from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import LocalStore
-from core.hf.torchtitan import from_torchtitan
+from core.hf.torchtitan.to_hf import from_torchtitan
 from tests.support.materialize import tensor_bytes
 
 KEY = "layers.0.attention.wq.weight"
