@@ -82,6 +82,7 @@ FRAMEWORKS_ARCHIVE = GOLDEN_ARCHIVE.with_name("frameworks.tar.xz")
 LIGHTNING_ARCHIVE = GOLDEN_ARCHIVE.with_name("lightning.tar.xz")
 DEEPSPEED_ARCHIVE = GOLDEN_ARCHIVE.with_name("deepspeed_parallel.tar.xz")
 TORCHTITAN_ARCHIVE = GOLDEN_ARCHIVE.with_name("torchtitan.tar.xz")
+TORCHTITAN_RUN_ARCHIVE = GOLDEN_ARCHIVE.with_name("torchtitan_run.tar.xz")
 TWO_MODELS_ARCHIVE = GOLDEN_ARCHIVE.with_name("two_models.tar.xz")
 DIFFUSERS_ARCHIVE = GOLDEN_ARCHIVE.with_name("diffusers.tar.xz")
 LLAMA_RUNS_ARCHIVE = GOLDEN_ARCHIVE.with_name("llama_runs.tar.xz")
@@ -127,6 +128,12 @@ def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the models of torchtitan, and of what its adapters make of them."""
     return _unpacked(TORCHTITAN_ARCHIVE, "torchtitan", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def torchtitan_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run of a Llama with torchtitan, as ``golden``."""
+    return _unpacked(TORCHTITAN_RUN_ARCHIVE, "torchtitan_run", tmp_path_factory) / "run"
 
 
 @pytest.fixture(scope="session")

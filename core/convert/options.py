@@ -58,6 +58,17 @@ def writes_fsdp_dtensor(job: Job) -> bool:
     return job.to is not None and job.to.lower().replace("-", "_") == FSDP_DTENSOR
 
 
+def cuts_experts(job: Job, format: Format) -> bool:
+    """Return True if a job gives an expert parallel size to a format that has no other layout."""
+    change = job.topology
+    return (
+        format.cut_experts is not None
+        and change is not None
+        and set(change.sizes) == {"ep"}
+        and change.pipeline is None
+    )
+
+
 def has_model_form(job: Job, format: Format) -> bool:
     """Return True if what a job writes is built from Megatron's global form by a layout."""
     return is_cut(format) or writes_fsdp_dtensor(job)
@@ -77,7 +88,12 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
     # Without --to, tensors with other names get a better message later: no rule knows them.
     if writes_fsdp_dtensor(job):
         _check_fsdp_dtensor(job)
-    elif changes_layout(job) and not is_cut(format) and (job.to is not None or is_named):
+    elif (
+        changes_layout(job)
+        and not is_cut(format)
+        and not cuts_experts(job, format)
+        and (job.to is not None or is_named)
+    ):
         _refuse_layout_change(job, format)
     is_one_file = (
         format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
@@ -104,8 +120,9 @@ def _refuse_layout_change(job: Job, format: Format) -> NoReturn:
     """Raise because checkpoints of a format have no layout that the job's options could change."""
     sizes = {} if job.topology is None else job.topology.sizes
     options = ", ".join(f"--{name}-new" for name in sizes) or "pipeline options"
+    ep = "; --ep-new is for experts of DeepSpeed" if format.cut_experts is not None else ""
     raise UsageError(
-        f"{options} cannot be used: {format.name} checkpoints have no parallel layout",
+        f"{options} cannot be used: {format.name} checkpoints have no parallel layout{ep}",
         hint="omit the sizes, or use --to megatron or --to torch_dist",
     )
 

@@ -17,7 +17,7 @@ from core.changes.rename import rename_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
 from core.convert.job import Job
-from core.convert.options import writes_fsdp_dtensor
+from core.convert.options import cuts_experts, writes_fsdp_dtensor
 from core.convert.report.dropped import parse_dropped
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
@@ -173,7 +173,11 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
         )
         source, target = source_and_target(form, format)
         return source, with_padding(target)
-    return source_and_target(_with_complete_names(catalog), format)
+    source, target = source_and_target(_with_complete_names(catalog), format)
+    if format.cut_experts is not None and cuts_experts(job, format):
+        assert job.topology is not None and job.topology.ep is not None, "it has an EP size"
+        source, target = format.cut_experts(source, target, ep=job.topology.ep)
+    return source, target
 
 
 def _with_complete_names(catalog: Catalog) -> Catalog:

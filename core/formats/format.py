@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from core.errors import Report
 
@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from core.catalog.catalog import Catalog, TargetCatalog
     from core.catalog.file_image import FileImage
     from core.files.store import ReadStore
+
+
+class CutExperts(Protocol):
+    """A function that changes source and target for an expert parallel size."""
+
+    def __call__(
+        self, source: Catalog, target: TargetCatalog, *, ep: int
+    ) -> tuple[Catalog, TargetCatalog]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,8 @@ class Format:
             stored, its states under the names of their parameters.
         adapt: converts a catalog of global tensors to the format's own names, before its tensors
             are split; None if the format has no names of its own.
+        cut_experts: changes source and target for an expert parallel size, in a format that
+            otherwise has no parallel layout; None if no size has an effect.
         notes_of: returns notes to the user on the result of ``lay_out``; None if the format never
             has such notes.
         check: raises the errors of ``lay_out`` without its work; None if nothing is faster than
@@ -82,6 +92,7 @@ class Format:
     splits_files: bool = False
     has_named_optimizer: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None
+    cut_experts: CutExperts | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
     notes_of: Callable[[TargetCatalog], Sequence[str]] | None = None
     check: Callable[[TargetCatalog], None] | None = None

@@ -55,6 +55,19 @@ def test_an_intact_checkpoint_has_no_findings(checkpoint: Path) -> None:
         assert validate(checkpoint, level=level).findings == ()
 
 
+def test_files_above_do_not_lack_those_of_a_universal_checkpoint(
+    golden: Path, tmp_path: Path
+) -> None:
+    # The manifest lies beside ``latest_universal``, whose directory is examined without folders.
+    source = golden / "deepspeed" / "zero1_dp2_bf16"
+    run(Job(src=source, dst=tmp_path / "ucp", to="ucp", fsync=False))
+    for level in Level:
+        assert codes(tmp_path / "ucp", level=level) == []
+    # Other files are compared as before.
+    (tmp_path / "ucp" / "latest_universal.bak").write_text("x")
+    assert sorted(codes(tmp_path / "ucp", level=Level.METADATA)) == ["CK804"]
+
+
 def test_a_missing_and_a_shortened_and_a_new_file_are_found_without_reading_data(
     checkpoint: Path,
 ) -> None:

@@ -1,5 +1,6 @@
 """Training goes on in real megatron-core where DeepSpeed's ZeRO or FSDP2 left a Llama of
-transformers: the states are theirs, and so are the losses of the steps that follow.
+transformers, or torchtitan its own: the states are theirs, and so are the losses of the steps that
+follow.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ CASES = {
     "zero1_to_tp2": ("zero1", FP32, Layout(tp=2), Form()),
     "zero3_to_dp2": ("zero3", DISTRIBUTED, Layout(dp=2), TORCH_DIST),
     "fsdp2_to_distributed_dp2": ("fsdp2", DISTRIBUTED, Layout(dp=2), TORCH_DIST),
+    "torchtitan_to_tp2": ("torchtitan", FP32, Layout(tp=2), Form()),
 }
 LONG = {
     "zero1_to_distributed_tp2": ("zero1", DISTRIBUTED, Layout(tp=2), TORCH_DIST),
@@ -30,6 +32,7 @@ LONG = {
     "zero3_to_tp2pp2": ("zero3", FLOAT16, Layout(tp=2, pp=2), Form()),
     "zero2_to_pp2": ("zero2", FLOAT16, Layout(pp=2), Form()),
     "fsdp2_to_tp2pp2": ("fsdp2", FP32, Layout(tp=2, pp=2), Form()),
+    "torchtitan_to_distributed_dp2": ("torchtitan", DISTRIBUTED, Layout(dp=2), TORCH_DIST),
 }
 
 
@@ -37,36 +40,37 @@ LONG = {
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 )
 def test_megatron_goes_on_where_another_trainer_stopped(
-    worker: Megatron, llama_runs: Path, tmp_path: Path, case: str
+    worker: Megatron, llama_runs: Path, torchtitan_run: Path, tmp_path: Path, case: str
 ) -> None:
     source, optimizer, layout, form = {**CASES, **LONG}[case]
-    is_dcp = source == "fsdp2"
+    run = torchtitan_run if source == "torchtitan" else llama_runs / source
+    is_dcp = source in ("fsdp2", "torchtitan")
     convert(
         Job(
-            src=llama_runs / source / ("step-3" if is_dcp else ""),
+            src=run / ("step-3" if is_dcp else ""),
             dst=tmp_path / "megatron",
             to="megatron" if form.name == "rank_files" else form.name,
             topology=change_to(layout, Layout()),
-            config=llama_runs / source / "config.json" if is_dcp else None,
+            config=run / "config.json" if is_dcp else None,
             dtype=((None, "bf16"),) if optimizer.is_bf16 else (),
             vocab_divisor=LLAMA.divisible_by,
             transformer_impl="local",
             fsync=False,
-            **(RENAMED if is_dcp else {}),  # type: ignore[arg-type]
+            **(RENAMED if source == "fsdp2" else {}),  # type: ignore[arg-type]
         )
     )
     training = Run(model=LLAMA, layout=layout, optimizer=optimizer)
     result = worker.load(training, form, tmp_path / "megatron", out=tmp_path / "out")
 
     # All values are those of the live engine, fused by hand.
-    truth = torch.load(llama_runs / source / "truth.pt")
+    truth = torch.load(run / "truth.pt")
     expected = fused_by_hand(truth["states"], is_bf16=optimizer.is_bf16)
     assert_equal(expected, result.before, rows=None)
 
     # Megatron's next two steps are those that the other trainer made, as precisely as bf16 can.
     assert len(result.losses) == 2 * BATCH
     losses = [sum(result.losses[i : i + BATCH]) / BATCH for i in (0, BATCH)]
-    is_exact = source in ("zero1", "fsdp2") and not optimizer.is_bf16
+    is_exact = source in ("zero1", "fsdp2", "torchtitan") and not optimizer.is_bf16
     assert losses == pytest.approx(truth["losses"], rel=1e-5 if is_exact else 5e-3)
 
 

@@ -67,7 +67,9 @@ def check_files(subject: Subject) -> Iterator[Finding]:
         return
     assert record.manifest is not None
     for file in record.manifest.files:
-        if not subject.is_covered_by_finding(file.path):
+        # Files in folders of a directory that is examined without them belong to another subject.
+        is_elsewhere = not subject.has_folders and "/" in file.path
+        if not is_elsewhere and not subject.is_covered_by_finding(file.path):
             yield from _check_listed_file(subject, file, record.name)
     listed = {file.path for file in record.manifest.files}
     for name in subject.files:

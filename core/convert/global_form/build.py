@@ -64,7 +64,7 @@ def global_form(
     """
     from core.hf import is_hf, read_family, text_model_of
     from core.hf.adapters.peft import is_peft
-    from core.hf.torchtitan import from_torchtitan, is_torchtitan
+    from core.hf.torchtitan.to_hf import from_torchtitan, is_torchtitan
 
     # Read the objects, the layout rules and the configuration that describes the model.
     without_state = without_training_state(source.catalog, job, format)

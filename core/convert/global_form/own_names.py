@@ -35,7 +35,11 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
         config = config_after(result.catalog, request.config)
         with blaming_options(result, "Hugging Face"):
             notes += check_model(
-                result.catalog, config, files=carried_of(before), is_strict=job.config is not None
+                result.catalog,
+                config,
+                files=carried_of(before),
+                is_strict=job.config is not None,
+                takes_optimizer=not format.carries_files,
             )
     if format.carries_files:
         notes += result.config_notes

@@ -18,6 +18,7 @@ from core.convert.global_form.request import FormRequest
 from core.convert.global_form.steps import GlobalStep, drop_optimizer, merge_if_requested
 from core.convert.options import (
     changes_layout,
+    cuts_experts,
     has_model_form,
     is_cut,
     refuse_layout_options,
@@ -102,7 +103,9 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
 def _needs_global_form(request: FormRequest, catalog: Catalog) -> bool:
     """Return True if the destination needs the source in Megatron's global form."""
     job, format = request.job, request.format
-    if catalog.is_rank_local or format.partition == "ranks" or changes_layout(job):
+    if catalog.is_rank_local or format.partition == "ranks":
+        return True
+    if changes_layout(job) and not cuts_experts(job, format):
         return True
     if not is_megatron(catalog, request.rules):
         return False

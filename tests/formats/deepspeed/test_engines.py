@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.job import Job
+from core.convert.job import Job, TopologyChange
 from core.convert.run import run as convert
 
 PYTHON = os.environ.get("CKPT_DEEPSPEED_PYTHON")
@@ -142,14 +142,17 @@ def test_model_parallel_engines_load_what_was_joined(
     assert {key for rank in ranks for key in rank["values"]} == set(expected)
 
 
-@pytest.mark.parametrize("case", ["moe_zero1", "moe_zero2_two_sizes"])
-def test_an_engine_without_expert_parallelism_loads_all_experts(
-    deepspeed_parallel: Path, tmp_path: Path, case: str
+@pytest.mark.parametrize(
+    ("case", "ep"), [("moe_zero1", 1), ("moe_zero2_two_sizes", 1), ("moe_zero1", 2)]
+)
+def test_an_engine_loads_its_experts(
+    deepspeed_parallel: Path, tmp_path: Path, case: str, ep: int
 ) -> None:
     folder = tmp_path / "universal"
-    convert(Job(src=deepspeed_parallel / case, dst=folder, to="ucp", fsync=False))
+    change = TopologyChange(ep=ep)
+    convert(Job(src=deepspeed_parallel / case, dst=folder, to="ucp", topology=change, fsync=False))
     stage = 2 if "zero2" in case else 1
-    ranks = loaded(case, folder, tmp_path / "out", stage=stage, n_ranks=2)
+    ranks = loaded(f"{case}:{ep}", folder, tmp_path / "out", stage=stage, n_ranks=2)
     truth = torch.load(deepspeed_parallel / case / "truth.pt", weights_only=True)
     expected = {
         name if state == "fp32" else f"{name}/{state}": tensor
@@ -157,8 +160,10 @@ def test_an_engine_without_expert_parallelism_loads_all_experts(
         for state, tensor in states.items()
     }
     for rank in ranks:
-        assert set(rank["values"]) == set(expected)
+        assert ep > 1 or set(rank["values"]) == set(expected)
         for key, tensor in rank["values"].items():
             assert torch.equal(tensor, expected[key]), key
         assert set(rank["steps"]) == {2.0} and rank["global_steps"] == 2
-        assert 0 < rank["loss"] < 100
+        assert {name for name in rank["names"] if name.startswith("ep")} == {f"ep_size_{ep}"}
+        assert all(0 < loss < 100 for loss in rank["losses"])
+    assert {key for rank in ranks for key in rank["values"]} == set(expected)

@@ -4,9 +4,10 @@
 
 KIND is the model: ``transformers`` (of CONFIG, a config.json), ``autotp`` (the same with two
 tensor-parallel ranks), ``pipeline`` and ``pipeline_tp2`` (that of deepspeed_pipeline.py), or
-``moe_…`` (a case of deepspeed_moe.py, every rank with all experts). STAGE is that of ZeRO. OUT
-gets, for each rank, a file with the fp32 weights, the moments, the steps and the settings of the
-groups, and the loss of a step of training after loading.
+``moe_…:EP`` (a case of deepspeed_moe.py, with that expert parallel size). STAGE is that of ZeRO.
+OUT gets, for each rank, a file with the fp32 weights, the moments, the steps and the settings of
+the groups, and the losses of training after loading. A FOLDER that is not universal is loaded as
+the engine's own. Parameters of experts get their global numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(kind: str, stage: str, folder: str, out: str, config: str | None = None
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": int(stage), "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
-        "checkpoint": {"load_universal": True},
+        "checkpoint": {"load_universal": Path(folder, "latest_universal").exists()},
     }
     if kind.startswith("pipeline"):
         from deepspeed_pipeline import pipeline  # which takes the TP size from argv
@@ -44,7 +45,8 @@ def main(kind: str, stage: str, folder: str, out: str, config: str | None = None
     elif kind.startswith("moe"):
         from deepspeed_moe import CASES, ExpertNet
 
-        layers = [(size, n, 1, residual) for size, n, _, residual in CASES[kind][1]]
+        kind, _, ep = kind.partition(":")
+        layers = [(size, n, int(ep), residual) for size, n, _, residual in CASES[kind][1]]
         net = ExpertNet(layers)
     else:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,9 +73,17 @@ def main(kind: str, stage: str, folder: str, out: str, config: str | None = None
     path, client = engine.load_checkpoint(folder)
     assert path is not None, "nothing was loaded"
 
+    if not settings["checkpoint"]["load_universal"]:
+        # The states that were loaded are linked to the parameters only by a step.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     # What the engine holds, of each parameter of this rank.
     values: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
+        if kind.startswith("moe"):
+            from deepspeed_moe import global_name
+
+            name = global_name(net, name)
         values[name] = safe_get_full_fp32_param(parameter).detach().clone()
         for state in STATES:
             value = safe_get_full_optimizer_state(parameter, state)
@@ -81,20 +91,25 @@ def main(kind: str, stage: str, folder: str, out: str, config: str | None = None
     inner = engine.optimizer.optimizer
     steps = [float(state["step"]) for state in inner.state.values() if "step" in state]
     decay = [group["weight_decay"] for group in inner.param_groups]
-
+    names = [group.get("name") for group in inner.param_groups]
     global_steps = engine.global_steps
 
     # Training goes on.
+    losses: list[float] = []
     torch.manual_seed(7)
     if kind.startswith("pipeline"):
         tokens = torch.randint(0, 11, (4, 5))
         loss = engine.train_batch(iter([(tokens, tokens)] * 2))
     elif kind.startswith("moe"):
-        tokens = torch.randint(0, 11, (2, 7))
-        logits = engine(tokens).float().flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, tokens.flatten())
-        engine.backward(loss)
-        engine.step()
+        for step in range(4):
+            torch.manual_seed(70 + step * 10 + dist.get_rank())
+            tokens = torch.randint(0, 11, (16, 7))
+            logits = engine(tokens).float().flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, tokens.flatten())
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        engine.save_checkpoint(f"{out}/saved")
     else:
         tokens = torch.randint(0, engine.module.config.vocab_size, (2, 7))
         loss = engine(input_ids=tokens, labels=tokens).loss
@@ -105,9 +120,11 @@ def main(kind: str, stage: str, folder: str, out: str, config: str | None = None
         "values": values,
         "steps": steps,
         "decay": decay,
+        "names": names,
         "global_steps": global_steps,
         "client": sorted(client),
         "loss": float(loss),
+        "losses": losses,
     }
     torch.save(content, f"{out}/rank{dist.get_rank()}.pt")
     dist.barrier()

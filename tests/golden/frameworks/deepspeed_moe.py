@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -72,6 +73,17 @@ class ExpertNet(nn.Module):
         return logits
 
 
+def global_name(net: Any, name: str) -> str:
+    """Return the name of a parameter with the global number of its expert, if it has one."""
+    if EXPERTS not in name:
+        return name
+    layer = net.body[int(name.split(".")[1])]
+    head, tail = name.split(EXPERTS)
+    local, rest = tail.split(".", 1)
+    first = groups._get_expert_parallel_rank(layer.expert_group_name)
+    return f"{head}{EXPERTS}{first * layer.num_local_experts + int(local)}.{rest}"
+
+
 def main(case: str, folder: str) -> None:
     stage, layers, is_data_first = CASES[case]
     deepspeed.init_distributed("gloo")
@@ -114,14 +126,7 @@ def main(case: str, folder: str) -> None:
             entry = {"fp32": safe_get_full_fp32_param(parameter)}
             for state in ("exp_avg", "exp_avg_sq"):
                 entry[state] = safe_get_full_optimizer_state(parameter, state)
-        if EXPERTS in name:
-            layer = net.body[int(name.split(".")[1])]
-            head, tail = name.split(EXPERTS)
-            local, rest = tail.split(".", 1)
-            first = groups._get_expert_parallel_rank(layer.expert_group_name)
-            number = first * layer.num_local_experts + int(local)
-            name = f"{head}{EXPERTS}{number}.{rest}"
-        states[name] = {key: value.clone() for key, value in entry.items()}
+        states[global_name(net, name)] = {key: value.clone() for key, value in entry.items()}
     gathered: list[dict[str, dict[str, torch.Tensor]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, states)
     if dist.get_rank() == 0:

@@ -28,7 +28,8 @@ fails, as it reads bare tensors only). Objects: ``optimizer.param_groups…`` an
 ``optimizer.…`` go to ``optimizer_state.pt``, ``universal.…`` to the files of parameters, all others
 to ``mp_rank_00_model_states.pt``; objects of classes that the loader cannot import are put into a
 separate file (``core.formats.torch.weights_only``). Shared parameters are recorded, not repeated.
-16-bit weights are refused, as DeepSpeed would use them as master weights.
+16-bit weights are refused, as DeepSpeed would use them as master weights. Experts for a larger EP
+size: ``core.formats.deepspeed.universal.expert_parallel``.
 
 Not carried: facts about the partition of the run that saved (``group_paddings`` …), and the model
 file's 16-bit ``module``, which the loader ignores.
@@ -44,11 +45,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError
 from core.files.store import check_name
+from core.formats.deepspeed.experts import expert_of
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.model_states import (
     ModelStates,
@@ -68,6 +69,13 @@ from core.formats.deepspeed.tree import (
     assemble_catalog,
     group_trees,
     tree_of,
+)
+from core.formats.deepspeed.universal.expert_parallel import (
+    cut_experts,
+    directories,
+    expert_notes,
+    part_of_stack,
+    recorded_ep,
 )
 from core.formats.deepspeed.universal.names import (
     FP32,
@@ -92,7 +100,7 @@ from core.formats.torch.refused import aside_notes
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import Catalog, TargetCatalog
     from core.files.store import ReadStore
     from core.formats.deepspeed.partition import Shapes
 
@@ -263,7 +271,9 @@ def _parameters(
         MissingShardError: the model states list a parameter without a directory.
         CorruptError: files of a parameter are damaged, or contradict each other.
     """
-    names = dict.fromkeys(store.folders(folder + ZERO))
+    info = mapping_or_empty(model.state.root.get("universal_checkpoint_info"))
+    ep = recorded_ep(info, file=model.state.file)
+    names = directories(store.folders(folder + ZERO), ep=ep)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for name in shapes:
         if name not in names:
@@ -275,13 +285,20 @@ def _parameters(
             )
     # A shared parameter is an alias of its owner, also if it has a directory of its own.
     is_uncut = model.state.root.get("mp_world_size") == 1
-    return {
-        name: read_parameter(
-            store, f"{folder}{ZERO}/{name}", name, shapes.get(name), is_uncut=is_uncut
-        )
-        for name in {**dict.fromkeys(shapes), **names}
-        if model.shared.get(name) not in names or model.shared[name] in model.shared
-    }
+    parameters = {}
+    for name in {**dict.fromkeys(shapes), **names}:
+        if model.shared.get(name) in names and model.shared[name] not in model.shared:
+            continue
+        directory, ep_rank = names[name]
+        path, shape = f"{folder}{ZERO}/{directory}", shapes.get(name)
+        is_stack = ep > 1 and expert_of(name) is not None
+        if is_stack and shape:
+            shape = (ep * shape[0], *shape[1:])
+        parameter = read_parameter(store, path, name, shape, is_uncut=is_uncut)
+        if is_stack:
+            parameter = part_of_stack(parameter, ep_rank, ep=ep, folder=path)
+        parameters[name] = parameter
+    return parameters
 
 
 def _param_groups(optim: StateFile) -> list[Mapping[object, object]]:
@@ -321,6 +338,11 @@ def _states(
     return states
 
 
+def _notes_of(target: TargetCatalog) -> list[str]:
+    """Return notes on experts and on objects that are set aside."""
+    return [*expert_notes(target), *aside_notes(target, packages=PACKAGES)]
+
+
 FORMAT = Format(
     name="deepspeed_universal",
     title="DeepSpeed universal",
@@ -333,5 +355,6 @@ FORMAT = Format(
     adapt=for_universal,
     check=check,
     records_ties=True,
-    notes_of=partial(aside_notes, packages=PACKAGES),
+    cut_experts=cut_experts,
+    notes_of=_notes_of,
 )

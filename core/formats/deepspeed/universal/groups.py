@@ -6,10 +6,14 @@ the shorter one: their remaining groups keep the weights that they were initiali
 parameters, unless it is DeepSpeed's own and names every parameter.
 
 ZeRO-3 applies the settings of the first entry to all its groups.
+
+Groups of experts are named after their expert parallel size (``ep_size_2``); the engine replaces
+the names of its groups by these, and later looks up process groups by them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,9 +21,12 @@ from typing import TYPE_CHECKING
 from core.errors import UnsupportedError
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS
+from core.formats.deepspeed.universal.expert_parallel import expert_facts
 
 if TYPE_CHECKING:
     from core.catalog.catalog import TargetCatalog
+
+_EP_NAME = re.compile(r"ep_size_\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +86,38 @@ def param_groups(
             groups.append(
                 UniversalParamGroup(settings, [name for name in members if name in written])
             )
-        return groups
+        return _at_ep_size(groups, expert_facts(target).ep)
     # Values need not be hashable: compare the settings of parameters as text.
     by_settings: dict[str, tuple[dict[str, object], list[str]]] = {}
     for name in trained:
         settings = by_name.get(name, {})
         by_settings.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(name)
     return [UniversalParamGroup(settings, members) for settings, members in by_settings.values()]
+
+
+def _at_ep_size(groups: Sequence[UniversalParamGroup], ep: int) -> list[UniversalParamGroup]:
+    """Return the groups as an engine has them whose MoE layers all have the same ``ep_size``.
+
+    Groups of experts are named after the size, and there is one for each size that the layers have.
+    """
+    result: list[UniversalParamGroup] = []
+    previous: object = None
+    for group in groups:
+        name = group.settings.get("name")
+        if group.settings.get("moe") is not True or not (
+            isinstance(name, str) and _EP_NAME.fullmatch(name)
+        ):
+            result.append(group)
+            previous = None
+            continue
+        settings = {**group.settings, "name": f"ep_size_{ep}"}
+        # Groups that differ only in the size become one.
+        if previous not in (None, name) and dict(result[-1].settings) == settings:
+            result[-1] = UniversalParamGroup(settings, [*result[-1].names, *group.names])
+        else:
+            result.append(UniversalParamGroup(settings, group.names))
+        previous = name
+    return result
 
 
 def stored_groups(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.formats.deepspeed.experts import expert_of
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS
 from core.formats.deepspeed.universal.names import MASTER, STEP, STEP_COPY, state_of
 
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
 NO_STATE = (
     "there is no optimizer state: ZeRO-1 and 2 load the weights and keep their own moments, ZeRO-3 "
     "loads the weights with load_module_only=True"
-)
-
-EXPERTS = (
-    "experts have their global numbers, but DeepSpeed 0.19.8 looks for the number that an expert "
-    "has on its rank: load it with ep_size=1; a larger ep_size gives every rank the first experts"
 )
 
 
@@ -61,8 +55,6 @@ def for_universal(catalog: Catalog) -> Catalog:
         return [replace(fragment, key=key) for fragment in catalog.fragments(other)]
 
     notes = _notes(catalog, {state for _, state in state_of_key.values()})
-    if any(expert_of(key) is not None for key in tensors):
-        notes.append(EXPERTS)
     prepared = replace(
         catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None
     )

@@ -21,6 +21,7 @@ from core.errors import UnsafeError, UnsupportedError
 from core.files.store import check_name
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.tree import EXTRAS, OPTIMIZER, PARAM_GROUPS, STATE
+from core.formats.deepspeed.universal.expert_parallel import EP_SIZE, expert_facts
 from core.formats.deepspeed.universal.groups import UniversalParamGroup, param_groups, stored_groups
 from core.formats.deepspeed.universal.names import (
     CAT_DIM,
@@ -92,9 +93,11 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     folder = "universal" if number is None else f"global_step{number}_universal"
     aliases = _aliases(target)
     parameters = _parameters(target, aliases)
+    directory_of = expert_facts(target).directory_of
     images = [
         image
         for parameter in parameters.values()
+        if directory_of.get(parameter.name, parameter.name) == parameter.name
         for image in _parameter_images(target, parameter, f"{folder}/{ZERO}/{parameter.name}")
     ]
     # The optimizer's file contains groups and settings.
@@ -275,6 +278,7 @@ def _parameter_images(
     extras: dict[object, object] = {CAT_DIM: 0} if parameter.is_trained else {}
     if recorded is not None:
         extras = stored_extras(recorded)
+    extras |= expert_facts(target).entries(parameter.name, target.meta(parameter.name).shape)
     yield _image(target, f"{folder}/{FP32}.pt", {**extras, PARAM: TensorLeaf(parameter.name)})
     for state, key in parameter.states.items():
         leaf = TensorLeaf(key)
@@ -294,7 +298,11 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
 
     def array_of(key: str) -> PlannedArray:
         array = target.fragments(key)[0].array
-        if array is None or array.shape != target.meta(key).shape:
+        shape = target.meta(key).shape
+        name, state = state_of(key, target.tensors) or (key, None)
+        if state != STEP:
+            shape = expert_facts(target).stored_shape(name, shape)
+        if array is None or array.shape != shape:
             raise UnsupportedError(
                 "a universal checkpoint stores complete tensors, but this one is sharded", key=key
             )
@@ -369,6 +377,8 @@ def _model_root(
     # empty here are ones that the loader accesses; the parallel degrees are those of one rank.
     optimized = {*trained, *(name for group in groups for name in group.names)}
     facts = target.facet(ZeroFacts)
+    ep = expert_facts(target).ep
+    ep_entry = {EP_SIZE: ep} if ep > 1 else {}
     root: dict[object, object] = {
         "module": make_ordered_dict({}),
         "buffer_names": [name for name in parameters if name not in optimized],
@@ -388,7 +398,7 @@ def _model_root(
         "dp_world_size": 1 if facts is None or facts.dp is None else facts.dp,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        "universal_checkpoint_info": {"universal_checkpoint_version": UCP_VERSION},
+        "universal_checkpoint_info": {"universal_checkpoint_version": UCP_VERSION, **ep_entry},
     }
     # Client state replaces defaults, such as ``lr_scheduler``, but no entry that is derived.
     for key, item in target.objects.items():
