@@ -212,8 +212,9 @@ def _mismatch_error(
         f"{item.primary.file} and {copy.file}",
         file=copy.file,
         key=item.key,
-        hint="the ranks disagree: the checkpoint is damaged or was saved by diverged ranks; "
-        "--on-replica-mismatch first takes the copy of the first rank. Of two tensors of a model "
-        "that are one in Megatron, such as heads of multi-token prediction, leave one out with "
-        "--exclude",
+        hint="copies of different ranks: the checkpoint is damaged or was saved by diverged ranks; "
+        "--on-replica-mismatch first takes the copy of the first rank. Two tensors of a model that "
+        "are one in the destination (embeddings that are tied by tie_word_embeddings in "
+        "config.json, heads of multi-token prediction): correct config.json, or leave one of them "
+        "out with --exclude",
     )

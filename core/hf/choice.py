@@ -118,8 +118,8 @@ def _no_family(fits: list[_FamilyFit]) -> UnsupportedError:
     if len(alike) > 1:
         return UnsupportedError(
             f"no family of Hugging Face models fits: {', '.join(nearest.misfits)}",
-            hint=f"nearest families: {', '.join(alike[:_N_NEAREST])}; describe the family in a file "
-            "and give it with --family FILE.toml",
+            hint=f"nearest families: {', '.join(alike[:_N_NEAREST])}; describe the model's family "
+            "in a file and give it with --family FILE.toml",
         )
     others = [
         f"{fit.family.model_type} ({len(fit.misfits)} argument{'s' * (len(fit.misfits) > 1)})"

@@ -257,7 +257,7 @@ def _notes(
     copies = [key for tensor in tensors.values() for key in tensor.copies]
     if copies:
         names = f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}"
-        yield f"{names}: redundant copies, compared with the originals"
+        yield f"{names}: copies of other tensors, not stored twice"
 
 
 def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:

@@ -67,8 +67,8 @@ from core.megatron.model.checks import (
 from core.megatron.model.cut import check_head_gates
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
-from core.megatron.model.topology import Topology
 from core.megatron.model.rank_numbers import check_rank_numbers
+from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows
 from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
