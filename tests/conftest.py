@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import tarfile
@@ -12,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.made_once import made_once
 from tests.support.pairwise import covering_rows
 
 hypothesis.settings.register_profile(
@@ -189,23 +189,17 @@ def _made_or_unpacked(
 
 def _unpacked(archive_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Unpack an archive into a folder of this run, unless it is there."""
-    base_dir = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base_dir = base_dir.parent
-    golden_dir = base_dir / name
-    with (base_dir / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not golden_dir.exists():
-            unfinished_dir = base_dir / f"{name}.unfinished"
-            with tarfile.open(archive_path) as archive:
-                if hasattr(
-                    tarfile, "data_filter"
-                ):  # since Python 3.11.4; the archive is our own either way
-                    archive.extractall(unfinished_dir, filter="data")
-                else:
-                    archive.extractall(unfinished_dir)
-            unfinished_dir.rename(golden_dir)
-    return golden_dir
+
+    def unpack(folder: Path) -> None:
+        with tarfile.open(archive_path) as archive:
+            if hasattr(
+                tarfile, "data_filter"
+            ):  # since Python 3.11.4; the archive is our own either way
+                archive.extractall(folder, filter="data")
+            else:
+                archive.extractall(folder)
+
+    return made_once(name, unpack, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Shows that training goes on in another layout as if nothing had happened.
 
-    # --async-save, --format zarr: how to save
+    # --async-save, --format zarr: how to save; --layouts 2,1 1,2: fewer ranks
     $ .venv/bin/python docs/examples/kill_and_resume.py
     uninterrupted, tp 2, pp 2: 40 steps
     killed, tp 2, pp 2: after step 25
@@ -44,6 +44,14 @@ def main() -> None:
         "--format", choices=("torch_dist", "zarr"), default="torch_dist", help="of the checkpoints"
     )
     parser.add_argument("--async-save", action="store_true", help="save while training goes on")
+    parser.add_argument(
+        "--layouts",
+        nargs=2,
+        type=layout,
+        default=[(2, 2), (1, 4)],
+        metavar="TP,PP",
+        help="ranks before and after the kill (default: 2,2 1,4)",
+    )
     options = parser.parse_args()
     if options.async_save and options.format == "zarr":
         parser.error("--async-save is for torch_dist")
@@ -53,18 +61,20 @@ def main() -> None:
         f"--format={options.format}",
     ]
     given += ["--async-save"] if options.async_save else []
+    before, after = options.layouts
+    before_text, after_text = (f"tp {tp}, pp {pp}" for tp, pp in options.layouts)
     with tempfile.TemporaryDirectory() as folder:
         work_dir = Path(folder)
-        with Training(work_dir, "uninterrupted", (2, 2), given) as run:
+        with Training(work_dir, "uninterrupted", before, given) as run:
             n_steps = sum(line.startswith("step") for line in run.lines())
-        print(f"uninterrupted, tp 2, pp 2: {n_steps} steps", flush=True)
-        with Training(work_dir, "killed", (2, 2), [*given, "--pause=0.05"]) as run:
+        print(f"uninterrupted, {before_text}: {n_steps} steps", flush=True)
+        with Training(work_dir, "killed", before, [*given, "--pause=0.05"]) as run:
             run.kill_after(options.kill_after)
-        print(f"killed, tp 2, pp 2: after step {options.kill_after}", flush=True)
+        print(f"killed, {before_text}: after step {options.kill_after}", flush=True)
         (work_dir / "killed").rename(work_dir / "resumed")
-        with Training(work_dir, "resumed", (1, 4), given) as run:
+        with Training(work_dir, "resumed", after, given) as run:
             begin = [line for line in run.lines() if line.startswith("goes on")]
-        print(f"resumed, tp 1, pp 4: {begin[0] if begin else 'begins anew'}", flush=True)
+        print(f"resumed, {after_text}: {begin[0] if begin else 'begins anew'}", flush=True)
         expected, found = (
             losses(work_dir / f"{name}.jsonl") for name in ("uninterrupted", "resumed")
         )
@@ -72,6 +82,12 @@ def main() -> None:
     print(f"the losses of steps {min(found)} to {max(found)} differ by at most {difference:.2g}")
     if difference > TOLERANCE or max(found) != options.steps or min(found) == 1:
         sys.exit(1)
+
+
+def layout(text: str) -> tuple[int, int]:
+    """Parse ``2,1``: tensor- and pipeline-parallel ranks."""
+    tp, pp = text.split(",")
+    return int(tp), int(pp)
 
 
 class Training:

@@ -110,7 +110,13 @@ def _saved_twice(
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("world", "persistent", "is_shared_out"),
-    [(1, False, False), (2, False, True), (4, False, False), (1, True, False), (2, True, True)],
+    [
+        (1, False, False),
+        (2, False, True),
+        (4, False, False),
+        pytest.param(1, True, False, marks=pytest.mark.long),  # the last, with fewer ranks
+        (2, True, True),
+    ],
 )
 def test_an_asynchronous_save_makes_the_files_of_a_synchronous_one(
     tmp_path, world, persistent, is_shared_out

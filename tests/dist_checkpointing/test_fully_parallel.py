@@ -508,7 +508,13 @@ def _torch_dist(rank: int, world: int, folder: str, tp: int, is_async: bool) -> 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("world", "tp", "is_async"), [(1, 1, False), (2, 1, True), (4, 2, False), (8, 2, True)]
+    ("world", "tp", "is_async"),
+    [
+        (1, 1, False),
+        (2, 1, True),
+        (4, 2, False),
+        pytest.param(8, 2, True, marks=pytest.mark.long),  # more replicas of what the others show
+    ],
 )
 def test_torch_dist_files_are_of_about_one_size_and_load_bit_for_bit(tmp_path, world, tp, is_async):
     for name in ("first", "second"):

@@ -1,10 +1,14 @@
-"""``as_megatron`` with a small package in the place of megatron-core, in new processes."""
+"""``as_megatron`` with a small package in the place of megatron-core, in processes that have
+imported nothing of Megatron.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,17 +38,60 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(folder: Path, script: str) -> str:
+SERVER = """
+import json, os, sys
+import core.dist_checkpointing
+assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
+for line in sys.stdin:
+    folder, script, out, err = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        for name, number in ((out, 1), (err, 2)):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+        sys.path.insert(0, folder)
+        code = 1
+        try:
+            exec(script, {"__name__": "__main__"})
+            sys.stdout.flush()
+            code = 0
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+"""Runs scripts one by one, each in a fork of a process that has imported this project and torch,
+which takes seconds.
+"""
+Run = Callable[[Path, str], str]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
     """Run a script that finds the small package, and return what it prints."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+
+        def call(folder: Path, script: str) -> str:
+            out, err = folder / "out.txt", folder / "err.txt"
+            server.stdin.write(json.dumps([str(folder), script, str(out), str(err)]) + "\n")
+            server.stdin.flush()
+            assert server.stdout.readline() == "0\n", err.read_text()
+            return out.read_text()
+
+        yield call
+        server.stdin.close()
 
 
-def test_whatever_imports_megatrons_package_gets_ours(folder: Path) -> None:
-    _run(
+def test_whatever_imports_megatrons_package_gets_ours(folder: Path, run: Run) -> None:
+    run(
         folder,
         HOOK + "as_megatron()\n"
         "import core.dist_checkpointing.mapping as ours\n"
@@ -62,9 +109,9 @@ def test_whatever_imports_megatrons_package_gets_ours(folder: Path) -> None:
 
 
 def test_modules_are_imported_when_they_are_used_and_a_second_call_changes_nothing(
-    folder: Path,
+    folder: Path, run: Run
 ) -> None:
-    _run(
+    run(
         folder,
         "import sys\n" + HOOK + "as_megatron()\n"
         "n_finders = len(sys.meta_path)\n"
@@ -76,8 +123,8 @@ def test_modules_are_imported_when_they_are_used_and_a_second_call_changes_nothi
     )
 
 
-def test_a_module_that_only_megatron_has_is_not_found(folder: Path) -> None:
-    shown = _run(
+def test_a_module_that_only_megatron_has_is_not_found(folder: Path, run: Run) -> None:
+    shown = run(
         folder,
         HOOK + "as_megatron()\n"
         "try:\n"
@@ -88,8 +135,8 @@ def test_a_module_that_only_megatron_has_is_not_found(folder: Path) -> None:
     assert shown == "No module named 'megatron.core.dist_checkpointing.only_megatrons'\n"
 
 
-def test_it_is_too_late_once_megatrons_own_package_is_imported(folder: Path) -> None:
-    shown = _run(
+def test_it_is_too_late_once_megatrons_own_package_is_imported(folder: Path, run: Run) -> None:
+    shown = run(
         folder,
         "import megatron.core.layers\n" + HOOK + "from core.errors import UsageError\n"
         "try:\n"
@@ -103,8 +150,10 @@ def test_it_is_too_late_once_megatrons_own_package_is_imported(folder: Path) -> 
     )
 
 
-def test_a_save_replaces_an_older_one_as_megatrons_training_script_expects(folder: Path) -> None:
-    shown = _run(
+def test_a_save_replaces_an_older_one_as_megatrons_training_script_expects(
+    folder: Path, run: Run
+) -> None:
+    shown = run(
         folder,
         "import pathlib, torch.distributed as dist\n"
         "from core.dist_checkpointing import as_megatron, load_common_state_dict, save\n"

@@ -1,114 +1,158 @@
-"""Start-up: what the commands import, seen from outside by ``-X importtime``."""
+"""Start-up: what the commands import.
+
+The commands run one after the other in one fresh interpreter, which tells after each what is
+imported by then. That asks more than an interpreter for each of them, because what a command
+imports counts for those that follow, too; so those that may import least come first. Two are also
+seen from outside by ``-X importtime``.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 HEAVY = {"ml_dtypes", "numpy", "safetensors", "tensorstore", "torch", "zarr"}
 
+HELP = [
+    ["--help"],
+    ["--version"],
+    ["inspect", "--help"],
+    ["explore", "--help"],
+    ["convert", "--help"],
+    ["reshard", "--help"],
+    ["validate", "--help"],
+]
+LIST_CHECKS = ["validate", "--list-checks"]
+VALIDATED = [
+    "torch_dcp/fsdp2_dp2",
+    "mcore_legacy/dense_gqa/tp2_pp2",
+    "mcore_legacy/dense_gqa/tp2_pp1_optim",
+    "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
+    "mcore0121_zarr/dense_gqa/tp2_pp2",
+    "hf/llama/safetensors_sharded",
+    "hf/llama/torch_single/model_zip.pt",
+    "deepspeed/zero1_dp2_bf16",
+]
+REPORTS = [
+    ["validate", "torch_dcp/tp2_only", "--format", name]
+    for name in ("text", "json", "junit", "sarif", "github")
+]
+NEWEST = ["validate", "--newest-valid", "mcore_torch_dist/dense_gqa/tp2_pp2"]
+INSPECTED = [
+    ["inspect", "torch_dcp/fsdp2_dp2"],
+    ["inspect", "torch_dcp/fsdp2_dp2", "--json"],
+    ["inspect", "mcore_legacy/dense_gqa/tp2_pp1"],
+    ["inspect", "mcore_legacy/dense_gqa/tp1_pp1_optim", "--json"],
+    ["inspect", "mcore_torch_dist/dense_gqa/tp2_pp2_optim"],
+    ["inspect", "mcore0121_torch_dist/dense_gqa/tp2_pp2_optim"],
+    ["inspect", "hf/llama/torch_single/model_zip.pt"],
+    ["inspect", "hf/llama/safetensors_single"],
+    ["inspect", "mcore0121_zarr/dense_gqa/tp2_pp2_optim"],
+    ["inspect", "deepspeed/zero1_dp2_bf16"],
+    ["inspect", "orbax/ocdbt_zarr3"],
+]
+NO_SUCH_OPTION = ["inspect", "--no-such-option"]
 
-def imported_by(*arguments: str, repo_dir: Path, exit_code: int = 0) -> set[str]:
-    """Top-level names of the modules that ``python -m ckpt_cli`` imports with these arguments."""
+PROGRAM = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+def run(words):
+    with redirect_stdout(io.TextIOWrapper(io.BytesIO())), redirect_stderr(sys.stdout):
+        from ckpt_cli.app import main
+        code = main(words)
+        sys.stdout.seek(0)
+        return code, sys.stdout.read()
+for words in json.load(sys.stdin):
+    code, output = run(words)
+    names = sorted({name.partition(".")[0] for name in sys.modules})
+    print(json.dumps([words, code, output, names]))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(golden: Path, repo_dir: Path) -> Mapping[tuple[str, ...], set[str]]:
+    """Top-level names of the modules that are imported once a command has run, by its words."""
+    headers = [["validate", name, "--headers"] for name in VALIDATED]
+    commands = [*HELP, LIST_CHECKS, *headers, *REPORTS, NEWEST, *INSPECTED, NO_SUCH_OPTION]
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "ckpt_cli", *arguments],
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(commands),
         capture_output=True,
         text=True,
-        cwd=repo_dir,
+        cwd=golden,
+        env={"PYTHONPATH": str(repo_dir), "CKPT_PROGRESS": "none"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names = {}
+    for line in done.stdout.splitlines():
+        words, code, output, modules = json.loads(line)
+        assert code == (2 if words == NO_SUCH_OPTION else 0), output
+        names[tuple(words)] = set(modules)
+    assert list(names) == [tuple(words) for words in commands]
+    return names
+
+
+@pytest.mark.parametrize("words", [*HELP, LIST_CHECKS], ids=" ".join)
+def test_help_and_tables_import_nothing_heavy(
+    words: list[str], imported: Mapping[tuple[str, ...], set[str]]
+) -> None:
+    assert imported[tuple(words)] & (HEAVY | {"rich", "textual"}) == set()
+
+
+@pytest.mark.parametrize("name", VALIDATED)
+def test_validate_imports_nothing_heavy_unless_it_is_deep(
+    name: str, imported: Mapping[tuple[str, ...], set[str]]
+) -> None:
+    assert imported["validate", name, "--headers"] & (HEAVY | {"rich"}) == set()
+
+
+@pytest.mark.parametrize("words", REPORTS, ids=lambda words: words[-1])
+def test_no_report_imports_anything_heavy(
+    words: list[str], imported: Mapping[tuple[str, ...], set[str]]
+) -> None:
+    assert imported[tuple(words)] & (HEAVY | {"rich"}) == set()
+
+
+def test_a_newest_iteration_is_found_without_anything_heavy(
+    imported: Mapping[tuple[str, ...], set[str]],
+) -> None:
+    assert imported[tuple(NEWEST)] & (HEAVY | {"rich"}) == set()
+
+
+@pytest.mark.parametrize("words", INSPECTED, ids=lambda words: " ".join(words[1:]))
+def test_inspect_imports_nothing_heavy(
+    words: list[str], imported: Mapping[tuple[str, ...], set[str]]
+) -> None:
+    assert imported[tuple(words)] & HEAVY == set()
+
+
+def test_a_usage_error_imports_nothing_heavy(
+    imported: Mapping[tuple[str, ...], set[str]],
+) -> None:
+    assert imported[tuple(NO_SUCH_OPTION)] & HEAVY == set()
+
+
+@pytest.mark.parametrize("words", [HELP[0], INSPECTED[0]], ids=" ".join)
+def test_the_program_imports_nothing_heavy_before_or_after_its_command(
+    words: list[str], golden: Path, repo_dir: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ckpt_cli", *words],
+        capture_output=True,
+        text=True,
+        cwd=golden,
+        env={"PYTHONPATH": str(repo_dir), "CKPT_PROGRESS": "none"},
         check=False,
     )
     lines = done.stderr.splitlines()
     talk = "\n".join(line for line in lines if not line.startswith("import time:"))
-    assert done.returncode == exit_code, talk
+    assert done.returncode == 0, talk
     names = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     assert "ckpt_cli.app" in names
-    return {name.partition(".")[0] for name in names}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["inspect", "--help"],
-        ["explore", "--help"],
-        ["convert", "--help"],
-        ["reshard", "--help"],
-        ["validate", "--help"],
-    ],
-    ids=" ".join,
-)
-def test_help_imports_nothing_heavy(arguments: list[str], repo_dir: Path) -> None:
-    assert imported_by(*arguments, repo_dir=repo_dir) & (HEAVY | {"rich", "textual"}) == set()
-
-
-def test_a_usage_error_imports_nothing_heavy(repo_dir: Path) -> None:
-    assert (
-        imported_by("inspect", "--no-such-option", repo_dir=repo_dir, exit_code=2) & HEAVY == set()
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["torch_dcp/fsdp2_dp2"],
-        ["torch_dcp/fsdp2_dp2", "--json"],
-        ["mcore_legacy/dense_gqa/tp2_pp1"],
-        ["mcore_legacy/dense_gqa/tp1_pp1_optim", "--json"],
-        ["mcore_torch_dist/dense_gqa/tp2_pp2_optim"],
-        ["mcore0121_torch_dist/dense_gqa/tp2_pp2_optim"],
-        ["hf/llama/torch_single/model_zip.pt"],
-        ["hf/llama/safetensors_single"],
-        ["mcore0121_zarr/dense_gqa/tp2_pp2_optim"],
-        ["deepspeed/zero1_dp2_bf16"],
-        ["orbax/ocdbt_zarr3"],
-    ],
-    ids=" ".join,
-)
-def test_inspect_imports_nothing_heavy(arguments: list[str], golden: Path, repo_dir: Path) -> None:
-    name, *options = arguments
-    assert imported_by("inspect", str(golden / name), *options, repo_dir=repo_dir) & HEAVY == set()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "torch_dcp/fsdp2_dp2",
-        "mcore_legacy/dense_gqa/tp2_pp2",
-        "mcore_legacy/dense_gqa/tp2_pp1_optim",
-        "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
-        "mcore0121_zarr/dense_gqa/tp2_pp2",
-        "hf/llama/safetensors_sharded",
-        "hf/llama/torch_single/model_zip.pt",
-        "deepspeed/zero1_dp2_bf16",
-    ],
-)
-def test_validate_imports_nothing_heavy_unless_it_is_deep(
-    name: str, golden: Path, repo_dir: Path
-) -> None:
-    assert (
-        imported_by("validate", str(golden / name), "--headers", repo_dir=repo_dir)
-        & (HEAVY | {"rich"})
-        == set()
-    )
-
-
-@pytest.mark.parametrize("format", ["text", "json", "junit", "sarif", "github"])
-def test_no_report_imports_anything_heavy(format: str, golden: Path, repo_dir: Path) -> None:
-    arguments = ["validate", str(golden / "torch_dcp/tp2_only"), "--format", format]
-    assert imported_by(*arguments, repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
-
-
-def test_the_table_of_checks_imports_nothing_heavy(repo_dir: Path) -> None:
-    assert imported_by("validate", "--list-checks", repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
-
-
-def test_a_newest_iteration_is_found_without_anything_heavy(golden: Path, repo_dir: Path) -> None:
-    root = golden / "mcore_torch_dist/dense_gqa/tp2_pp2"
-    assert (
-        imported_by("validate", "--newest-valid", str(root), repo_dir=repo_dir) & (HEAVY | {"rich"})
-        == set()
-    )
+    assert {name.partition(".")[0] for name in names} & HEAVY == set()

@@ -21,8 +21,9 @@ collect_ignore_glob = ["test_*.py"] if importlib.util.find_spec("megatron") is N
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what starts processes."""
+    place = str(Path(__file__).parent) + os.sep
     for item in items:
-        if Path(__file__).parent not in item.path.parents:
+        if not str(item.path).startswith(place):
             continue
         item.add_marker(pytest.mark.dist)
         item.add_marker(pytest.mark.slow)

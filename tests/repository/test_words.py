@@ -26,14 +26,16 @@ VAGUE = frozenset(_VAGUE.split())
 PRONOUN_ONLY = re.compile(r"^ +(?:\w+, )*\w+: (?:it|they|them|one)\.$", re.MULTILINE)
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted([*(REPO / "core").rglob("*.py"), *(REPO / "ckpt_cli").rglob("*.py")]):
-        name = str(path.relative_to(REPO))
-        yield name, ast.parse(path.read_text("utf-8"))
-
-
-MODULES = list(modules())
-EACH_MODULE = [pytest.param(name, tree, id=name) for name, tree in MODULES]
+@pytest.fixture(scope="module")
+def modules() -> Iterator[list[tuple[str, ast.Module]]]:
+    """Every module of the program: (name, syntax tree). Parsed once, and not while tests are
+    collected, which every worker does; forgotten after the last test of this file.
+    """
+    paths = sorted([*(REPO / "core").rglob("*.py"), *(REPO / "ckpt_cli").rglob("*.py")])
+    trees = [(str(path.relative_to(REPO)), ast.parse(path.read_text("utf-8"))) for path in paths]
+    assert trees
+    yield trees
+    trees.clear()
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -47,46 +49,55 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return "property" in names or "cached_property" in names
 
 
-@pytest.mark.parametrize(("name", "tree"), EACH_MODULE)
-def test_docstrings_of_functions_begin_with_a_verb(name: str, tree: ast.Module) -> None:
+def test_docstrings_of_functions_begin_with_a_verb(modules: list[tuple[str, ast.Module]]) -> None:
     wrong = []
-    for function in functions(tree):
-        text = ast.get_docstring(function) or ""
-        first = text.split()[0].strip("`.,:;") if text.split() else ""
-        if not is_property(function) and (first in NOUN_CLAUSE or first.startswith("(")):
-            wrong.append(f"{name}:{function.lineno} {function.name}: {text.splitlines()[0]}")
-    assert wrong == []
+    for name, tree in modules:
+        for function in functions(tree):
+            text = ast.get_docstring(function) or ""
+            first = text.split()[0].strip("`.,:;") if text.split() else ""
+            if not is_property(function) and (first in NOUN_CLAUSE or first.startswith("(")):
+                wrong.append(f"{name}:{function.lineno} {function.name}: {text.splitlines()[0]}")
+    assert wrong == [], "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("name", "tree"), EACH_MODULE)
-def test_arguments_are_described_by_more_than_a_pronoun(name: str, tree: ast.Module) -> None:
-    texts = [
-        ast.get_docstring(node) or ""
+def test_arguments_are_described_by_more_than_a_pronoun(
+    modules: list[tuple[str, ast.Module]],
+) -> None:
+    wrong = [
+        f"{name}:{node.lineno} {node.name}: {match[0]}"
+        for name, tree in modules
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        for match in PRONOUN_ONLY.finditer(ast.get_docstring(node) or "")
     ]
-    assert [match.group(0) for text in texts for match in PRONOUN_ONLY.finditer(text)] == []
+    assert wrong == [], "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("name", "tree"), EACH_MODULE)
-def test_variables_are_named_after_their_role(name: str, tree: ast.Module) -> None:
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    fields = {
-        id(node.target)
-        for of_class in classes
-        for node in of_class.body
-        if isinstance(node, ast.AnnAssign)
-    }
-    names = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in fields
-    ]
-    stored = [node for node in names if isinstance(node.ctx, ast.Store)]
-    assert [f"{name}:{node.lineno} {node.id}" for node in stored if node.id in VAGUE] == []
+def test_variables_are_named_after_their_role(modules: list[tuple[str, ast.Module]]) -> None:
+    wrong = []
+    for name, tree in modules:
+        nodes = list(ast.walk(tree))
+        fields = {
+            id(node.target)
+            for of_class in nodes
+            if isinstance(of_class, ast.ClassDef)
+            for node in of_class.body
+            if isinstance(node, ast.AnnAssign)
+        }
+        wrong += [
+            f"{name}:{node.lineno} {node.id}"
+            for node in nodes
+            if isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Store)
+            and node.id in VAGUE
+            and id(node) not in fields
+        ]
+    assert wrong == [], "\n".join(wrong)
 
 
-def test_a_class_name_stands_for_one_class() -> None:
+def test_a_class_name_stands_for_one_class(modules: list[tuple[str, ast.Module]]) -> None:
     places: dict[str, list[str]] = {}
-    for name, tree in MODULES:
+    for name, tree in modules:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{name}:{node.lineno}")

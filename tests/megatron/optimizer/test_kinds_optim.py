@@ -15,7 +15,7 @@ import pytest
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from tests.megatron.support.kinds import KINDS, built, files
+from tests.megatron.support.kinds import KINDS, all_built, files
 from tests.megatron.support.numbered_files import Style, assert_same_optimizer, save
 
 if (
@@ -52,9 +52,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("kinds")
-    built(found, tuple(STYLES))
-    return found
+    return all_built(tmp_path_factory)
 
 
 def reshard(source: Path, target: Path, topology: Topology, **options: Any) -> None:

@@ -20,7 +20,7 @@ from core.pickle.inert import as_mapping
 from tests.megatron.support.kinds import (
     KINDS,
     PAIRS,
-    built,
+    all_built,
     catalog_of,
     dist_catalog,
     dist_tensors,
@@ -45,9 +45,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("kinds")
-    built(found)
-    return found
+    return all_built(tmp_path_factory)
 
 
 def source_of(folder: Path, name: str, sizes: Sizes) -> tuple[MemoryStore, Catalog]:

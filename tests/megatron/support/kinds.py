@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
@@ -21,6 +22,7 @@ from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.topology import Topology, rank_dir
 from core.pickle.inert import TensorLeaf, make_namespace, make_ordered_dict
 from tests.support.asked import told
+from tests.support.made_once import made_once
 
 Arrays = dict[str, np.ndarray]
 SCRIPT = Path(__file__).with_name("kinds_oracle.py")
@@ -163,6 +165,11 @@ def built(
     """Lets megatron-core build kinds in every layout."""
     cases = [kinds[name].case(name, sizes) for name in names for sizes in kinds[name].layouts]
     told(SCRIPT, folder, question=cases, timeout=600)
+
+
+def all_built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of all kinds in every layout; to be read only."""
+    return made_once("kinds", built, tmp_path_factory)
 
 
 def topology_of(sizes: tuple[int, int, int], name: str | None = None) -> Topology:

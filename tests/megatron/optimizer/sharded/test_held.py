@@ -19,7 +19,7 @@ from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import TensorLeaf, as_mapping
 from tests.megatron.support.kinds import (
     KINDS,
-    built,
+    all_built,
     dist_catalog,
     dist_tensors,
     files,
@@ -70,9 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         or importlib.util.find_spec("megatron.core") is None
     ):
         pytest.skip("megatron-core is not installed")
-    found = tmp_path_factory.mktemp("kinds")
-    built(found)
-    return found
+    return all_built(tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", KINDS)
