@@ -11,8 +11,8 @@ reads them::
 
 The weights of trained parameters are written as their masters, which Megatron-FSDP loads; without
 an optimizer they keep their dtype, and the loader casts them. Experts are numbered over the whole
-model. The TP size decides only the padding rows of the vocabulary, the EP size only whether experts
-are a param group of their own.
+model. The TP size decides only the padding rows of the vocabulary. The EP size is recorded in the
+arguments alone: Megatron-FSDP never gives experts param groups of their own.
 
 Versions: as for reading; GPT models of the local implementation and of Transformer Engine, with
     SequentialMLP and TEGroupedMLP, and the distributed optimizer with Adam.
@@ -21,8 +21,10 @@ Source: as for reading; megatron-core 0.16.1 loads the results on gloo and train
     not run: they need a GPU.
 
 Not supported, refused by name: models other than GPT, hybrid and heterogeneous models, multi-token
-prediction, multi-latent attention, towers, adapters, GroupedMLP, optimizers of fp32 runs (whose
-names have another prefix), optimizers other than Adam, and numbers of steps as tensors.
+prediction, multi-latent attention, towers, adapters, GroupedMLP, optimizers other than Adam (with
+which megatron-core's distributed optimizer does not start), those of fp32 runs with gated layers
+(``handle_swiglu_in_state_dict`` fails without the wrapper of bf16 runs), and numbers of steps as
+tensors.
 
 Not carried: random states, extra states, and entries of the optimizer such as ``grad_scaler``.
 """
@@ -56,6 +58,7 @@ from core.megatron.model.new_args import update_args
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
+from core.megatron.optimizer.groups import EXPERT
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
 from core.megatron.rules.experts import OPTION as EXPERTS
@@ -235,11 +238,12 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
             hint=_DROP_OPTIMIZER,
         )
     fields = fields_of(catalog.args)
-    if not (fields.get("bf16") or fields.get("fp16")):
+    is_half_precision = bool(fields.get("bf16") or fields.get("fp16"))
+    if facts.is_gated and fields.get("swiglu", True) is not False and not is_half_precision:
         raise UnsupportedError(
-            f"writing the optimizer of an fp32 run as {FORMAT} is not supported: without --bf16 or "
-            "--fp16, Megatron-FSDP has other names for its states",
-            hint=_DROP_OPTIMIZER,
+            f"an fp32 run with --swiglu cannot go on from {FORMAT}: without --bf16 or --fp16 "
+            "Megatron-FSDP does not find the gated layers that it divides",
+            hint=f"{_DROP_OPTIMIZER}, and start with --bf16",
         )
     if isinstance(optimizer.step, TensorLeaf):
         raise UnsupportedError(
@@ -259,6 +263,9 @@ class _FsdpNames:
         self._expert_names = model.expert_names or facts.expert_names or "sequential"
         # Only --swiglu divides gated layers; a configuration without that argument means it, too.
         self._splits = facts.is_gated and fields.get("swiglu", True) is not False
+        # One module around the model: the wrapper of bf16 and fp16 runs.
+        is_wrapped = bool(fields.get("bf16") or fields.get("fp16"))
+        self._prefix = "module.module.module." if is_wrapped else "module.module."
 
     def halves(self, name: str) -> tuple[str, ...]:
         """Return the suffixes of the halves in which a parameter is stored; ("",) for a whole."""
@@ -267,14 +274,18 @@ class _FsdpNames:
 
     def in_model(self, name: str) -> str:
         """Return the name of a parameter below ``model``."""
-        expert = self._rules.expert_of(name)
-        if expert is not None and expert.number is not None:
-            name = self._rules.expert_name(expert, names=self._expert_names, number=expert.number)
-        return f"module.{name}"
+        return f"module.{self._of_module(name)}"
 
     def in_optimizer(self, name: str) -> str:
         """Return the name of a parameter below ``optimizer.state``."""
-        return f"module.module.{self.in_model(name)}"
+        return f"{self._prefix}{self._of_module(name)}"
+
+    def _of_module(self, name: str) -> str:
+        """Return the name of a parameter in the bare model."""
+        expert = self._rules.expert_of(name)
+        if expert is None or expert.number is None:
+            return name
+        return self._rules.expert_name(expert, names=self._expert_names, number=expert.number)
 
 
 def _stored_tensors(
@@ -361,20 +372,24 @@ def _group_settings(
     """
     optimizer = catalog.optimizer
     assert optimizer is not None, "the checkpoint has an optimizer"
+    # Megatron-FSDP's own parameters do not tell whether they are parallel over experts, so it has
+    # them in the groups of the dense ones and is_expert_parallel is False, whatever EP is.
     target = ReshardTarget(
         catalog=catalog,
         optimizer=optimizer,
-        topology=topology,
+        topology=replace(topology, ep=1, etp=topology.tp),
         facts=facts,
         rules=rules,
         cuts=cuts,
     )
     groups = target_groups(target, trained(catalog.tensors))
     step = {} if optimizer.step is None else {"step": optimizer.step}
+    has_experts = any(EXPERT in settings for settings in groups.settings)
+    unsplit = {EXPERT: False} if has_experts else {}
     return {
         (OPTIMIZER, "param_to_group_meta", names.in_optimizer(name), setting): value
         for name, number in groups.group_of.items()
-        for setting, value in {**step, **groups.settings[number]}.items()
+        for setting, value in {**step, **groups.settings[number], **unsplit}.items()
     }
 
 
