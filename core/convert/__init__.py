@@ -6,8 +6,8 @@ a third party's format.
 Imports: arrays, calibration, catalog, changes, convert.global_form, convert.report,
 convert.stored_plan, copy, core, device, errors, files, fingerprint, formats, formats.dcp,
 formats.huggingface, formats.torch, hf, manifest, megatron.extras, megatron.model,
-megatron.optimizer, megatron.placement, megatron.reshard, megatron.rules, merge, opening, pickle,
-plan, quantize, stage, stage.bucket, team.
+megatron.optimizer, megatron.placement, megatron.reshard, megatron.reshard.fsdp, megatron.rules,
+merge, opening, pickle, plan, quantize, stage, stage.bucket, team.
 """
 
 from core.verb_module import make_callable
