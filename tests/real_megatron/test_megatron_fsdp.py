@@ -144,4 +144,5 @@ def test_it_goes_on_with_a_run_without_fsdp(tmp_path: Path, name: str) -> None:
     for key, tensor in after["before"].items():
         n = source.model.vocab if "embed" in key or "output_layer" in key else None
         assert torch.equal(place_in(live, key)[:n], tensor[:n]), key
-    assert by_sample(after["losses"]) == pytest.approx(before.losses, rel=5e-3)
+    losses = after["losses"][:: source.to.tp]  # those of TP ranks are the same
+    assert by_sample(losses) == pytest.approx(before.losses, rel=5e-3)
