@@ -23,7 +23,6 @@ from tests.megatron.placement.test_fsdp_dtensor import (
     BF16,
     DENSE,
     EXPERTS,
-    FP32,
     RUNS,
     STEP,
     place_in,
@@ -76,7 +75,6 @@ def by_sample(losses: list[list[float]]) -> list[float]:
         ("experts_ep2", Layout(dp=2)),
         ("tied_tp2", Layout(dp=2)),
         ("tied_tp2", Layout(tp=2)),
-        ("fp32_dp2", Layout(dp=2)),
     ],
 )
 def test_it_goes_on_as_from_its_own_checkpoint(
@@ -121,7 +119,6 @@ SOURCES = {
     "experts": Source(EXPERTS, Layout(ep=2, dp=2), TORCH_DIST, BF16, Layout(ep=2, dp=2)),
     "experts_of_rank_files": Source(EXPERTS, Layout(ep=2, dp=2), Form(), BF16, Layout(dp=2)),
     "tied": Source(TIED, Layout(tp=2, pp=2), Form(), Optimizer(), Layout(tp=2)),
-    "fp32": Source(RUNS["fp32_dp2"].model, Layout(tp=2), Form(), FP32, Layout(dp=2)),
 }
 
 

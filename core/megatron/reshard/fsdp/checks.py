@@ -58,11 +58,10 @@ def check_model(catalog: Catalog, facts: ModelFacts) -> None:
             hint=_DROP_OPTIMIZER,
         )
     fields = fields_of(catalog.args)
-    is_half_precision = bool(fields.get("bf16") or fields.get("fp16"))
-    if facts.is_gated and fields.get("swiglu", True) is not False and not is_half_precision:
+    if not (fields.get("bf16") or fields.get("fp16")):
         raise UnsupportedError(
-            f"an fp32 run with --swiglu cannot go on from {FORMAT}: without --bf16 or --fp16 "
-            "Megatron-FSDP does not find the gated layers that it divides",
+            f"an fp32 run cannot go on from {FORMAT}: without --bf16 or --fp16, Megatron-FSDP "
+            "saves such checkpoints and does not load them",
             hint=f"{_DROP_OPTIMIZER}, and start with --bf16",
         )
     if isinstance(optimizer.step, TensorLeaf):

@@ -21,9 +21,6 @@ class FsdpNames:
         self._expert_names = model.expert_names or facts.expert_names or "sequential"
         # Only --swiglu divides gated layers; a configuration without that argument means it, too.
         self._splits = facts.is_gated and fields.get("swiglu", True) is not False
-        # One module around the model: the wrapper of bf16 and fp16 runs.
-        is_wrapped = bool(fields.get("bf16") or fields.get("fp16"))
-        self._prefix = "module.module.module." if is_wrapped else "module.module."
 
     def halves(self, name: str) -> tuple[str, ...]:
         """Return the suffixes of the halves in which a parameter is stored; ("",) for a whole."""
@@ -32,15 +29,11 @@ class FsdpNames:
 
     def in_model(self, name: str) -> str:
         """Return the name of a parameter below ``model``."""
-        return f"module.{self._of_module(name)}"
+        expert = self._rules.expert_of(name)
+        if expert is not None and expert.number is not None:
+            name = self._rules.expert_name(expert, names=self._expert_names, number=expert.number)
+        return f"module.{name}"
 
     def in_optimizer(self, name: str) -> str:
         """Return the name of a parameter below ``optimizer.state``."""
-        return f"{self._prefix}{self._of_module(name)}"
-
-    def _of_module(self, name: str) -> str:
-        """Return the name of a parameter in the bare model."""
-        expert = self._rules.expert_of(name)
-        if expert is None or expert.number is None:
-            return name
-        return self._rules.expert_name(expert, names=self._expert_names, number=expert.number)
+        return f"module.module.{self.in_model(name)}"

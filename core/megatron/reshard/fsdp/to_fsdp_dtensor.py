@@ -22,9 +22,9 @@ Source: as for reading; megatron-core 0.16.1 loads the results on gloo and train
 
 Not supported, refused by name: models other than GPT, hybrid and heterogeneous models, multi-token
 prediction, multi-latent attention, towers, adapters, GroupedMLP, optimizers other than Adam (with
-which megatron-core's distributed optimizer does not start), those of fp32 runs with gated layers
-(``handle_swiglu_in_state_dict`` fails without the wrapper of bf16 runs), and numbers of steps as
-tensors.
+which megatron-core's distributed optimizer does not start), those of fp32 runs (which
+Megatron-FSDP saves, but ``load_state_dict`` of its adapter counts on the wrapper of bf16 runs), and
+numbers of steps as tensors.
 
 Not carried: random states, extra states, and entries of the optimizer such as ``grad_scaler``.
 """
