@@ -32,7 +32,8 @@ from core.catalog.mapping_attributes import attributes_of, without_tensors_of
 from core.changes.optimizer_states import dequantize_states
 from core.changes.quantize import dequantize, is_float8, quantize
 from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
-from core.changes.restack import stack_layers, unstack_layers
+from core.changes.restack.stack import stack_layers
+from core.changes.restack.unstack import unstack_layers
 from core.changes.select import cast_of, select
 from core.changes.tie import INPUT, OUTPUT, tie, untie
 from core.convert.job import Job

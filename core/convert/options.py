@@ -138,8 +138,8 @@ def _check_fsdp_dtensor(job: Job) -> None:
         raise UsageError(
             f"pipeline options have no effect on {FSDP_DTENSOR}: Megatron-FSDP numbers layers over "
             "the whole model",
-            hint="omit them; --tp-new sets the padding of the vocabulary, and --ep-new the "
-            "experts' param groups",
+            hint="omit them; --tp-new sets the padding of the vocabulary, and --ep-new the size in "
+            "the training arguments",
         )
     if job.stacking is not None:
         raise UsageError(

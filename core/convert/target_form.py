@@ -26,8 +26,9 @@ from core.formats.format import Format
 from core.formats.torch.format import load_object
 from core.formats.torch.refused import names_importable
 from core.megatron.placement.adapter_rows import to_stored_order
+from core.megatron.reshard.fsdp.tensors import with_padding
+from core.megatron.reshard.fsdp.to_fsdp_dtensor import to_fsdp_dtensor
 from core.megatron.reshard.reshard import load_rules, shard, stack
-from core.megatron.reshard.to_fsdp_dtensor import to_fsdp_dtensor, with_padding
 from core.megatron.rules.experts import transposed
 from core.opening.objects import check_safety, loaded, refuse_hidden
 from core.opening.open import Checkpoint

@@ -64,6 +64,7 @@ from core.files.source_store import SourceStore
 from core.files.url import find_location
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_writer import DCP_VERSION
+from core.formats.dcp.writing.key_paths import paths_of
 from core.live.tensors import Chunk
 from core.opening.objects import state_dict
 from core.opening.open import open_checkpoint
@@ -352,7 +353,7 @@ def _names_for_torch(
     # Name every entry, without the root and with the prefix.
     keys: dict[str, str] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for key, path in dcp.paths_of(catalog).items():
+    for key, path in paths_of(catalog).items():
         name = key
         if root:
             if not key.startswith(f"{root}."):

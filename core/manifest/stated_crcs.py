@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.files.source_store import SourceStore, open_store
-from core.formats.dcp import format as dcp
+from core.formats.dcp.reading.stored_metadata import metadata_of
 from core.formats.torch.other_pickles import damaged_member, is_checkpoint_file, is_torch_zip
 from core.formats.torch.zip.container import LOCAL_SIGNATURE, read_archive
 from core.scan.windows import StatedCrc
@@ -98,7 +98,7 @@ class StatedCrcReader:
 def _read_item_positions(store: ReadStore) -> Mapping[str, Iterable[tuple[int, int]]]:
     """Return file → (offset, length) of its items; {} if the metadata cannot be read."""
     try:
-        metadata = dcp.metadata_of(store)
+        metadata = metadata_of(store)
     except CheckpointingException:
         return {}
     positions: dict[str, list[tuple[int, int]]] = {name: [] for name in metadata.files}

@@ -12,7 +12,9 @@ from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.stored import Extent, StoredArray
-from core.changes.restack import MAX_LAYERS, stack_layers, unstack_layers
+from core.changes.restack.layer_keys import MAX_LAYERS
+from core.changes.restack.stack import stack_layers
+from core.changes.restack.unstack import unstack_layers
 from core.errors import UsageError
 from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf

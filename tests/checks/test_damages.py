@@ -25,8 +25,8 @@ from core.checks.subject import Subject
 from core.errors import StorageError
 from core.files.store import LocalStore
 from core.formats.dcp.columns import DcpItem
-from core.formats.dcp.format import stated_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
+from core.formats.dcp.reading.stored_metadata import stated_metadata
 from core.formats.zarr import format3 as zarr3
 from core.megatron.reshard.reshard import load_rules
 from core.opening.open import locate_checkpoint

@@ -30,7 +30,7 @@ from core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 from core.files.store import LocalStore
-from core.formats.dcp.format import metadata_of
+from core.formats.dcp.reading.stored_metadata import metadata_of
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_torch_strategy import differences, on_ranks, state_of
 from tests.support.real_readers import Tensors, of_tensor, read_dcp

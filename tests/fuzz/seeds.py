@@ -17,8 +17,8 @@ from pathlib import Path
 
 from core.errors import CheckpointingException
 from core.files.store import LocalStore
-from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.formats.dcp.reading.stored_metadata import metadata_of
 from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, UnfoldBudget, unwrap
 from tests.fuzz.targets import TARGETS
 
@@ -80,7 +80,7 @@ def _items(golden: Path) -> Iterator[bytes]:
     for path in sorted(golden.glob("torch_dcp/*/.metadata"))[:4]:
         store = LocalStore(path.parent)
         try:
-            metadata = dcp.metadata_of(store)
+            metadata = metadata_of(store)
             for key in list(metadata.tensors)[:8]:
                 for _, item in metadata.chunks(key):
                     if item.n_bytes <= MAX_BYTES:

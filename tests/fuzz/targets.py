@@ -22,8 +22,8 @@ from core.catalog.decoded import DecodedStore
 from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object
 from core.files.store import MemoryStore
-from core.formats.dcp import format as dcp
 from core.formats.dcp import metadata as dcp_metadata
+from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.format import Format
 from core.formats.huggingface.index import read_index
 from core.formats.mcore.metadata_json import config_of
@@ -132,7 +132,7 @@ def _item(data: bytes) -> None:
 def _metadata(data: bytes) -> None:
     found = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
     files = dict.fromkeys(found.files[:_MOST], b"")
-    catalog = dcp.catalog_of(found, format="dcp")
+    catalog = catalog_of(found, format="dcp")
     _explored(catalog, MemoryStore(files))
 
 

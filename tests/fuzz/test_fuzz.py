@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from core.errors import CheckpointingException
 from core.files.store import MemoryStore
-from core.formats.dcp import format as dcp
 from core.formats.dcp import metadata as dcp_metadata
 from core.formats.dcp.metadata import ChunkRow, TensorRow, write_metadata
+from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.torch.zip.container import read_archive
 from tests.fuzz.seeds import seeds_of
 from tests.fuzz.targets import TARGETS, survives
@@ -162,7 +162,7 @@ def test_any_geometry_of_dcp_gives_a_catalog_or_the_projects_error(rows: list[Te
         found = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
     except CheckpointingException:
         return
-    catalog = dcp.catalog_of(found, format="dcp")
+    catalog = catalog_of(found, format="dcp")
     for key, meta in catalog.tensors.items():
         for piece in catalog.fragments(key):
             assert all(

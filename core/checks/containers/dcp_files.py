@@ -31,7 +31,8 @@ from core.errors import (
     UnsafeError,
 )
 from core.formats.dcp.columns import DcpItem, DcpMetadata
-from core.formats.dcp.format import METADATA, check_files, metadata_files, salvaged, stated_metadata
+from core.formats.dcp.reading.data_files import METADATA, check_files
+from core.formats.dcp.reading.stored_metadata import metadata_files, salvaged, stated_metadata
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.torch.zip.container import Archive, check_kind
 

@@ -2,7 +2,7 @@
 
 Start at ``geometry`` and ``layout``; ``unsafe`` finds pickles that would run code when loaded.
 Imports: arrays, catalog, changes, checks, checks.containers, errors, files, formats.dcp,
-formats.huggingface, formats.mcore, formats.safetensors, formats.torch, formats.zarr, hf.proof,
-megatron.extras, megatron.model, megatron.optimizer, megatron.optimizer.sharded, megatron.reshard,
-opening, pickle.
+formats.dcp.reading, formats.huggingface, formats.mcore, formats.safetensors, formats.torch,
+formats.zarr, hf.proof, megatron.extras, megatron.model, megatron.optimizer,
+megatron.optimizer.sharded, megatron.reshard, opening, pickle.
 """

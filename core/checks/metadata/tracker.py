@@ -26,8 +26,9 @@ from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import SourceStore, open_store
-from core.formats.dcp.format import METADATA, metadata_files
 from core.formats.dcp.rank_metadata import RANK_METADATA
+from core.formats.dcp.reading.data_files import METADATA
+from core.formats.dcp.reading.stored_metadata import metadata_files
 from core.formats.mcore.common_state import COMMON_FILE
 from core.formats.mcore.metadata_json import CONFIG, config_of
 from core.formats.mcore.objects import COMMON_OBJECT

@@ -36,7 +36,7 @@ from core.files.object_listing import delete_objects, forget_listings, is_listed
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
 from core.files.store import list_files_below
-from core.formats.dcp.format import METADATA
+from core.formats.dcp.reading.data_files import METADATA
 from core.live.upload import put_object
 from core.manifest.file import FileSum, manifest_lines, manifest_name
 from core.manifest.partial_sums import combine_sums

@@ -18,8 +18,9 @@ from core.errors import UnsupportedError, UsageError
 from core.files.folders import sync_folder
 from core.files.store import LocalStore, translate_os_errors
 from core.formats.dcp.columns import DcpMetadata
-from core.formats.dcp.format import METADATA, metadata_of
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.formats.dcp.reading.data_files import METADATA
+from core.formats.dcp.reading.stored_metadata import metadata_of
 from core.manifest.of_copy import MANIFEST
 
 logger = logging.getLogger(__name__)

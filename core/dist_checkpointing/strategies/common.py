@@ -48,7 +48,7 @@ from core.errors import CorruptError, MissingShardError, UsageError
 from core.files.source_store import open_store
 from core.files.store import ReadStore
 from core.files.url import find_location
-from core.formats.dcp.format import METADATA
+from core.formats.dcp.reading.data_files import METADATA
 from core.formats.mcore.common_state import COMMON_FILE
 from core.formats.mcore.objects import parts_of_sharded_object
 

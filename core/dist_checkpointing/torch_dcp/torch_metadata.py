@@ -35,8 +35,9 @@ from core.dist_checkpointing._engine.torch_dtypes import torch_dtype
 from core.files.source_store import open_store
 from core.files.url import find_location
 from core.formats.dcp.columns import DcpMetadata
-from core.formats.dcp.format import METADATA, metadata_of
 from core.formats.dcp.plans import PlanRow, read_plans
+from core.formats.dcp.reading.data_files import METADATA
+from core.formats.dcp.reading.stored_metadata import metadata_of
 
 
 def read_torch_metadata(checkpoint_dir: str | Path) -> Metadata:

@@ -56,6 +56,10 @@ from core.errors import (
 from core.formats.dcp import format as dcp
 from core.formats.dcp.items import ItemLayout, lay_out_items
 from core.formats.dcp.plans import PlanRow, TensorData
+from core.formats.dcp.reading.catalog import catalog_of
+from core.formats.dcp.reading.data_files import METADATA
+from core.formats.dcp.reading.stored_metadata import metadata_of
+from core.formats.dcp.writing.metadata_image import metadata_image
 from core.formats.format import Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
@@ -101,7 +105,7 @@ def sniff(store: ReadStore) -> bool:
     except CorruptError:
         has_backend = True
     return (has_backend and dcp.sniff(store)) or (
-        store.exists(COMMON_FILE) and store.exists(dcp.METADATA)
+        store.exists(COMMON_FILE) and store.exists(METADATA)
     )
 
 
@@ -117,10 +121,10 @@ def read(store: ReadStore) -> Catalog:
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
     check_version(store, backend=_BACKEND)
-    store.expect_headers(name for name in (dcp.METADATA, COMMON_FILE) if store.exists(name))
-    metadata = dcp.metadata_of(store)
+    store.expect_headers(name for name in (METADATA, COMMON_FILE) if store.exists(name))
+    metadata = metadata_of(store)
     has_object = COMMON_OBJECT in metadata.objects
-    catalog = dcp.catalog_of(metadata, format="torch_dist")
+    catalog = catalog_of(metadata, format="torch_dist")
     # The common state is a file or, in the newest dialect, an object, which is no entry then.
     if store.exists(COMMON_FILE):
         value, arrays = read_common_file(store)
@@ -129,7 +133,7 @@ def read(store: ReadStore) -> Catalog:
         dialect = "common_pt" if metadata.mcore_data is None else "0.12"
     elif has_object:
         value, arrays = _common_of_object(store, catalog)
-        catalog = dcp.catalog_of(metadata, format="torch_dist", without=(COMMON_OBJECT,))
+        catalog = catalog_of(metadata, format="torch_dist", without=(COMMON_OBJECT,))
         dialect = "common_object"
     else:
         raise MissingShardError(
@@ -234,7 +238,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         *layout.files,
         config_image(backend=_BACKEND, has_common_file=bool(common_files)),
         *common_files,
-        dcp.metadata_image(
+        metadata_image(
             target,
             layout,
             planner_data=None,
@@ -261,7 +265,7 @@ def _plans_of_ranks(target: TargetCatalog, layout: ItemLayout) -> list[list[Plan
 def _own_folders(store: ReadStore) -> Sequence[str]:
     """Return the subdirectories that belong to the checkpoint; none if ``.metadata`` exists."""
     # Without it another backend may have written the checkpoint, with a directory per tensor.
-    return () if store.exists(dcp.METADATA) else store.folders()
+    return () if store.exists(METADATA) else store.folders()
 
 
 FORMAT = Format(

@@ -34,7 +34,7 @@ The extra states of modules are not stored. Those of the local implementation ar
 anew; those of Transformer Engine (float8 scales) begin anew.
 
 Not supported: numbers of steps as a tensor of each parameter (torch's Adam in place of Apex's or
-Transformer Engine's). ``core.megatron.reshard.to_fsdp_dtensor`` writes this form.
+Transformer Engine's). ``core.megatron.reshard.fsdp`` writes this form.
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ def _rank(rank: int, run_file: Path, folder: Path, out: Path, meeting: str, opti
     from tests.real_megatron import training
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp, expert_model_parallel_size=layout.ep
+        tensor_model_parallel_size=layout.tp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or layout.tp,
     )
     torch.manual_seed(1)
     config = training._config(run)

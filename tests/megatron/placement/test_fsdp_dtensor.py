@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,22 @@ from core.errors import MissingShardError, UnsupportedError
 from tests.real_megatron.megatron import Form, megatron
 from tests.real_megatron.setting import ITERATION, Layout, Model, Optimizer, Run
 
-CASES = ("dense_dp2", "experts")
 STEP = f"iter_{ITERATION:07d}"
-MODELS = {
-    "dense_dp2": Model(layers=2, hidden=16, ffn=24, vocab=60, divisible_by=16),
-    "experts": Model(
-        layers=2, hidden=16, ffn=24, vocab=60, divisible_by=16, experts=4, first_dense=1
+DENSE = Model(layers=2, hidden=16, ffn=24, vocab=60, divisible_by=16)
+EXPERTS = replace(DENSE, experts=4, first_dense=1)
+BF16, FP32 = Optimizer(kind="distributed"), Optimizer(kind="fp32")
+RUNS = {
+    "dense_dp2": Run(model=DENSE, layout=Layout(dp=2), optimizer=BF16),
+    "experts": Run(model=EXPERTS, optimizer=BF16),
+    "experts_ep2": Run(model=EXPERTS, layout=Layout(ep=2, dp=2), optimizer=BF16),
+    "tied_tp2": Run(model=replace(DENSE, is_tied=True), layout=Layout(tp=2), optimizer=BF16),
+    "fp32_dp2": Run(
+        model=replace(DENSE, is_gated=False, has_bias=True, normalization="LayerNorm"),
+        layout=Layout(dp=2),
+        optimizer=FP32,
     ),
 }
+"""The runs in the archive, as tests/golden/frameworks/megatron_fsdp.py names them."""
 
 
 def truth(folder: Path) -> dict[str, torch.Tensor]:
@@ -66,7 +75,7 @@ def place_in(stored: dict[str, torch.Tensor], key: str) -> torch.Tensor:
     return stored[match[1] + match[3]][int(match[2])]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RUNS)
 def test_torch_dist_has_the_masters_and_moments_of_the_run(
     megatron_fsdp: Path, tmp_path: Path, case: str
 ) -> None:
@@ -76,12 +85,18 @@ def test_torch_dist_has_the_masters_and_moments_of_the_run(
         state, _, name = key.partition(".")
         assert torch.equal(place_in(stored, f"optimizer.state.{state}.{name}"), tensor), key
         if state == "fp32_param":
-            assert torch.equal(place_in(stored, name), tensor.to(torch.bfloat16)), key
+            dtype = torch.bfloat16 if RUNS[case].optimizer.is_bf16 else torch.float32
+            assert torch.equal(place_in(stored, name), tensor.to(dtype)), key
 
 
 @pytest.mark.parametrize(
     ("case", "change"),
-    [("dense_dp2", TopologyChange(tp=2, pp=1)), ("experts", TopologyChange(tp=1, pp=2, ep=2))],
+    [
+        ("dense_dp2", TopologyChange(tp=2, pp=1)),
+        ("experts", TopologyChange(tp=1, pp=2, ep=2)),
+        ("experts_ep2", TopologyChange(tp=2, ep=1)),
+        ("tied_tp2", TopologyChange(tp=1, pp=2)),
+    ],
 )
 def test_rank_files_are_those_made_of_torch_dist(
     megatron_fsdp: Path, tmp_path: Path, case: str, change: TopologyChange
@@ -166,12 +181,14 @@ def test_an_unknown_state_is_refused_by_name(megatron_fsdp: Path, tmp_path: Path
         ("dense_dp2", Layout(pp=2), Form("torch_dist", "fully_reshardable")),
         ("experts", Layout(ep=2, dp=2), Form()),
         ("experts", Layout(tp=2), Form("torch_dist", "fully_reshardable")),
+        ("experts_ep2", Layout(pp=2), Form("torch_dist", "fully_reshardable")),
+        ("tied_tp2", Layout(pp=2), Form()),
     ],
 )
 def test_megatron_goes_on_without_fsdp(
     megatron_fsdp: Path, tmp_path: Path, case: str, layout: Layout, form: Form
 ) -> None:
-    run = Run(model=MODELS[case], layout=layout, optimizer=Optimizer(kind="distributed"))
+    run = RUNS[case].at(layout)
     change = TopologyChange(
         tp=layout.tp, pp=layout.pp, ep=layout.ep if run.model.experts is not None else None
     )
@@ -185,5 +202,5 @@ def test_megatron_goes_on_without_fsdp(
     }
     for key, tensor in truth(megatron_fsdp / case).items():
         # The padding rows of the vocabulary are as many as the layout needs.
-        held = place_in(live, key)
-        assert torch.equal(held[: MODELS[case].vocab], tensor[: MODELS[case].vocab]), key
+        n_rows = run.model.vocab
+        assert torch.equal(place_in(live, key)[:n_rows], tensor[:n_rows]), key

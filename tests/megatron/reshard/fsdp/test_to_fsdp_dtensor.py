@@ -14,7 +14,7 @@ from core.convert.job import Job, TopologyChange
 from core.convert.prepare import prepare
 from core.convert.run import run as convert
 from core.errors import CheckpointingException, UnsupportedError, UsageError
-from tests.megatron.placement.test_fsdp_dtensor import CASES, STEP, as_torch
+from tests.megatron.placement.test_fsdp_dtensor import RUNS, STEP, as_torch
 
 SETTINGS = "optimizer.param_to_group_meta."
 
@@ -36,7 +36,7 @@ def objects(folder: Path) -> dict[str, object]:
     return state
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [name for name, run in RUNS.items() if run.optimizer.is_bf16])
 @pytest.mark.parametrize("to", ["torch_dist", "megatron"])
 def test_the_way_back_gives_what_megatron_fsdp_wrote(
     megatron_fsdp: Path, tmp_path: Path, case: str, to: str
@@ -44,7 +44,8 @@ def test_the_way_back_gives_what_megatron_fsdp_wrote(
     src = megatron_fsdp / case
     change = TopologyChange(tp=2, pp=2) if to == "megatron" else None
     convert(Job(src=src, dst=tmp_path / "other", to=to, topology=change))
-    back = TopologyChange(tp=1, ep=1 if case == "experts" else None)
+    layout, has_experts = RUNS[case].layout, RUNS[case].model.experts is not None
+    back = TopologyChange(tp=layout.tp, ep=layout.ep if has_experts else None)
     convert(Job(src=tmp_path / "other", dst=tmp_path / "out", to="fsdp_dtensor", topology=back))
 
     # Every key, shape and path of the nested state dict, and no other; all bytes; all settings.
@@ -168,3 +169,18 @@ def test_optimizers_that_it_would_not_load_are_refused(
     with pytest.raises(UnsupportedError, match=words) as caught, prepare(job):
         pass
     assert "--no-optim" in str(caught.value.hint)
+
+
+def test_the_optimizer_of_an_fp32_run_is_refused(megatron_fsdp: Path, tmp_path: Path) -> None:
+    src = megatron_fsdp / "fp32_dp2"
+    convert(Job(src=src, dst=tmp_path / "dist", to="torch_dist"))
+    job = Job(src=tmp_path / "dist", dst=tmp_path / "out", to="fsdp_dtensor")
+    with pytest.raises(UnsupportedError, match="an fp32 run cannot go on") as caught, prepare(job):
+        pass
+    assert "--no-optim" in str(caught.value.hint)
+
+    # The weights go without it.
+    convert(replace(job, optim="drop"))
+    weights = as_torch(src / STEP, tmp_path / "original.pt")
+    for key, tensor in as_torch(tmp_path / "out" / STEP, tmp_path / "ours.pt").items():
+        assert torch.equal(tensor[:60], weights[key][:60]), key

@@ -1,221 +1,32 @@
-"""Stack the layers' tensors along a new axis, or unstack them.
-
-::
-
-    model.layers.0.mlp.up_proj.weight (rows, cols) ┐
-    model.layers.1.mlp.up_proj.weight (rows, cols) ├─ stack ─▶   model.layers.mlp.up_proj.weight
-    model.layers.2.mlp.up_proj.weight (rows, cols) ┘ ◀─ unstack  (3, rows, cols)
-
-The number that is removed or added is the one after the first name of ``LAYERS`` in the key. So
-numbers of experts remain, and the optimizer's entries
-(``optimizer.state.model.layers.0.….exp_avg``) follow their parameters. A scalar (the optimizer's
-step) becomes one number per layer.
-
-The axis of the layers is the first, or the one that the caller names: programs in JAX that scan
-over layers (MaxText: ``param_scan_axis``) stack along axis 1, ``(rows, 3, cols)``. Tensors of one
-number per layer have only one axis.
-
-Only fragments change: the layers of a stacked tensor refer to the same arrays as before, through
-views with another order of axes unless the axis is the first. What a quantized optimizer state has
-beside its codes follows other rules: ``stacked_blocks``.
-"""
+"""Split stacked tensors into the layers' tensors; ``core.changes.restack.stack`` describes both."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
-from core.arrays.box import Box, Shape
+from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
-from core.catalog.facets import MegatronModel, TorchDistFacts
-from core.catalog.key_patterns import LIST_THEM, matcher, ranges, some_of
+from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.stored import with_axes
 from core.changes.factor_states import check_factors
-from core.changes.rename import is_optimizer_key, move_leaves, nest_again, with_parameters
+from core.changes.rename import nest_again, with_parameters
+from core.changes.restack.layer_keys import (
+    ALL_LAYERS,
+    LAYERS,
+    MAX_LAYERS,
+    ONE_LAYER,
+    USUAL_STACK,
+    RestackedCatalog,
+    numbered_state_notes,
+    without_axis,
+    without_replaced,
+)
 from core.changes.stacked_blocks import StateBlocks, blocks_of_states, with_their_codes
-from core.changes.tie import aliases_among
 from core.errors import UsageError
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import entries, join_path
-
-LAYERS = ("layers", "layer", "h", "blocks", "block")
-"""Names that come before the number of a model's layer."""
-
-_NAMES = "|".join(LAYERS)
-_ONE = re.compile(
-    rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<number>0|[1-9]\d{{0,8}})\.(?P<tail>.+)", re.DOTALL
-)
-_ALL = re.compile(rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<tail>(?!\d+\.).+)", re.DOTALL)
-_USUAL = re.compile(rf"(?:.*?\.)??{LAYERS[0]}\.(?!\d+\.).+", re.DOTALL)
-_NUMBERED = re.compile(r"(^|\.)state\.\d+\.[^.]+$")
-MAX_LAYERS = 10_000
-"""Maximum length of an axis of layers."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestackedCatalog:
-    """A catalog with its layers stacked or unstacked.
-
-    Args:
-        catalog: the changed catalog.
-        n_groups: number of stacked tensors that were created or split.
-        notes: layers that are unchanged, and why.
-    """
-
-    catalog: Catalog
-    n_groups: int
-    notes: tuple[str, ...] = ()
-
-
-def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
-    """Stack the tensors that every layer has, in one dtype and shape.
-
-    The highest number after the same first names (``model.layers``) gives the number of layers.
-    Tensors that some layers lack, or have in another shape (as in the first layers of many
-    mixture-of-experts models), remain one per layer, and so do tensors with too few axes.
-
-    Args:
-        axis: number of the new axis, from 0. Scalars are stacked along axis 0 in any case.
-
-    Raises:
-        UsageError: no tensor's key has a layer's number, or a stacked key exists already.
-        UnsupportedError: the optimizer is SOAP or Shampoo.
-    """
-    check_factors(catalog.tensors, option="--stack-layers")
-    # Group the tensors by their keys without the number of the layer.
-    groups: dict[tuple[str, str], dict[int, TensorMeta]] = {}
-    n_layers: dict[str, int] = {}
-    for key, meta in catalog.tensors.items():
-        match = _ONE.fullmatch(key)
-        if match is not None:
-            number = int(match["number"])
-            groups.setdefault((match["head"], match["tail"]), {})[number] = meta
-            n_layers[match["head"]] = max(n_layers.get(match["head"], 0), number + 1)
-    if not groups:
-        raise UsageError(
-            "--stack-layers: no key has a layer number",
-            hint=f"the number must follow one of the names {', '.join(LAYERS)}",
-        )
-
-    # Choose the groups with the same tensor in every layer; note why the others cannot be stacked.
-    blocks = blocks_of_states(catalog, option="--stack-layers", axis=axis)
-    parts: dict[str, list[str]] = {}
-    unstacked: dict[str, list[str]] = {}
-    for (head, tail), members in groups.items():
-        if len(members) != n_layers[head]:
-            reason = f"not all of the {n_layers[head]} layers have them"
-        elif len({(meta.dtype, meta.shape) for meta in members.values()}) > 1:
-            reason = "their shapes or dtypes differ between layers"
-        elif 0 < len(members[0].shape) < axis:
-            reason = f"they have too few axes for layers along axis {axis}"
-        else:
-            parts[f"{head}.{tail}"] = [members[number].key for number in range(n_layers[head])]
-            continue
-        unstacked.setdefault(reason, []).append(f"{head}.[{ranges(members)}].{tail}")
-    taken = next((key for key in parts if key in catalog.tensors or key in catalog.objects), None)
-    if taken is not None:
-        raise UsageError("--stack-layers: an entry with this name exists already", key=taken)
-    # The scales of states follow their codes.
-    layers_of_codes = {keys[0]: set(keys) for keys in parts.values() if keys[0] not in blocks}
-    for new, keys in list(parts.items()):
-        if keys[0] in blocks:
-            codes = [blocks[key].codes for key in keys]
-            if set(codes) != layers_of_codes.get(codes[0]):
-                reason = "their codes remain one tensor per layer"
-                unstacked.setdefault(reason, []).append(new)
-                del parts[new]
-                continue
-            for key in keys:
-                blocks[key].check_cut(blocks[key].n_states, option="--stack-layers")
-    notes = [
-        f"{some_of(keys)} remain one tensor per layer: {reason}"
-        for reason, keys in unstacked.items()
-    ]
-    return RestackedCatalog(
-        _replace_by_stacks(catalog, parts, blocks, axis=axis),
-        len(parts),
-        (*notes, *_numbered_state_notes(catalog)),
-    )
-
-
-def _numbered_state_notes(catalog: Catalog) -> list[str]:
-    """Return a note if the optimizer refers to parameters by number, as their numbers changed."""
-    if not any(_NUMBERED.search(key) and is_optimizer_key(key) for key in catalog.tensors):
-        return []
-    note = (
-        "the optimizer state refers to parameters by number and is unchanged, "
-        "so it no longer matches the model"
-    )
-    return [note]
-
-
-def _replace_by_stacks(
-    catalog: Catalog,
-    parts: Mapping[str, Sequence[str]],
-    blocks: Mapping[str, StateBlocks],
-    *,
-    axis: int,
-) -> Catalog:
-    """Replace groups of tensors by stacked tensors.
-
-    Args:
-        parts: key of each stacked tensor → keys of its layers in order.
-        blocks: scales and tables of optimizer states, by key.
-        axis: number of the new axis.
-    """
-    # A stacked tensor takes the position of its first layer.
-    new_of = {key: new for new, keys in parts.items() for key in keys}
-    tensors: dict[str, TensorMeta] = {}
-    for key, meta in catalog.tensors.items():
-        new = new_of.get(key, key)
-        if new == key:
-            tensors[key] = meta
-        elif new not in tensors:
-            n_layers = len(parts[new])
-            shape = _with(meta.shape, axis, n_layers)
-            if key in blocks:
-                shape = blocks[key].stacked_shape(n_layers)
-            tensors[new] = replace(meta, key=new, shape=shape)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in parts:
-            return catalog.fragments(key)
-        if parts[key][0] in blocks:
-            return [
-                replace(blocks[layer].in_stack(fragment, number), key=key)
-                for number, layer in enumerate(parts[key])
-                for fragment in catalog.fragments(layer)
-            ]
-        return [
-            _place_layer(fragment, key, number, axis=axis)
-            for number, layer in enumerate(parts[key])
-            for fragment in catalog.fragments(layer)
-        ]
-
-    skeleton = catalog.skeleton
-    new_keys = {key: (new,) for key, new in new_of.items()}
-    return replace(
-        _without_replaced(with_parameters(catalog, new_keys), new_keys),
-        tensors=tensors,
-        fragments_of=fragments_of,
-        skeleton=None if skeleton is None else move_leaves(skeleton, new_of),
-    )
-
-
-def _place_layer(fragment: Fragment, key: str, number: int, *, axis: int) -> Fragment:
-    """Place a fragment of a layer in the stacked tensor."""
-    box, array, at = fragment.box, fragment.array, fragment.at
-    axis = min(axis, box.rank)
-    # Axes that an array lacks are those in front. So a new axis behind others needs a view, in
-    # which the array has it too.
-    n_before = len(at) - (box.rank - axis)
-    if array is not None and axis and n_before > 0:
-        n_axes = len(at)
-        array = with_axes(array, (*range(n_before), None, *range(n_before, n_axes)))
-        at = _with(at, n_before, 0)
-    return Fragment(key, Box(_with(box.offset, axis, number), _with(box.shape, axis, 1)), array, at)
 
 
 def unstack_layers(
@@ -241,7 +52,7 @@ def unstack_layers(
     halves: dict[str, tuple[str, str]] = {}
     keys = with_their_codes(_stacked_keys(catalog, patterns), blocks, order=list(catalog.tensors))
     for key in keys:
-        match = _ALL.fullmatch(key)
+        match = ALL_LAYERS.fullmatch(key)
         if match is None:
             raise UsageError(
                 "--unstack-layers: the key has no position for a layer number",
@@ -270,7 +81,7 @@ def unstack_layers(
             raise UsageError("--unstack-layers: an entry with this name exists already", key=taken)
     head_of = {key: head for key, (head, _) in halves.items()}
     result = _replace_by_layers(catalog, parts, head_of, blocks, axis=axis)
-    return RestackedCatalog(result, len(parts), tuple(_numbered_state_notes(catalog)))
+    return RestackedCatalog(result, len(parts), tuple(numbered_state_notes(catalog)))
 
 
 def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
@@ -283,9 +94,9 @@ def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
         UsageError: a pattern matches no stacked tensor.
     """
     # A key that has a number already is a layer, not a stack.
-    candidates = [key for key in catalog.tensors if _ONE.fullmatch(key) is None]
+    candidates = [key for key in catalog.tensors if ONE_LAYER.fullmatch(key) is None]
     if not patterns:
-        keys = [key for key in candidates if _USUAL.fullmatch(key) is not None]
+        keys = [key for key in candidates if USUAL_STACK.fullmatch(key) is not None]
         if not keys:
             raise UsageError(
                 "--unstack-layers: no key looks like a stack of layers",
@@ -373,7 +184,7 @@ def _replace_by_layers(
                     shape = (
                         blocks[sibling].layer_shape(len(parts[key]))
                         if sibling in blocks
-                        else _without(stacked.shape, _axis_of(stacked, axis))
+                        else without_axis(stacked.shape, _axis_of(stacked, axis))
                     )
                     tensors[new] = replace(stacked, key=new, shape=shape)
 
@@ -409,7 +220,7 @@ def _replace_by_layers(
 
     skeleton = catalog.skeleton
     return replace(
-        _without_replaced(with_parameters(catalog, parts), parts),
+        without_replaced(with_parameters(catalog, parts), parts),
         tensors=tensors,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else _split_leaves(skeleton, parts),
@@ -426,13 +237,13 @@ def _cut_layers(
         axis: number of the tensor's axis of layers.
     """
     box, array, at = fragment.box, fragment.array, fragment.at
-    inside = Box(_without(box.offset, axis), _without(box.shape, axis))
+    inside = Box(without_axis(box.offset, axis), without_axis(box.shape, axis))
     # Axes of the array are counted from the last; it may lack the axis of layers.
     position = len(at) - box.rank + axis
     # Further axes of an array are those in front, so the axis of layers becomes the first.
     if array is not None and axis and position > 0:
-        array = with_axes(array, (position, *_without(tuple(range(len(at))), position)))
-        at = (at[position], *_without(at, position))
+        array = with_axes(array, (position, *without_axis(tuple(range(len(at))), position)))
+        at = (at[position], *without_axis(at, position))
         position = 0
     first = box.offset[axis]
     for number in range(first, min(first + box.shape[axis], len(keys))):
@@ -440,16 +251,6 @@ def _cut_layers(
         if array is not None and position >= 0:
             start = (*at[:position], at[position] + number - first, *at[position + 1 :])
         yield number, Fragment(keys[number], inside, array, start)
-
-
-def _with(extents: Shape, axis: int, extent: int) -> Shape:
-    """Return a shape or an offset with one more axis."""
-    return (*extents[:axis], extent, *extents[axis:])
-
-
-def _without(extents: Shape, axis: int) -> Shape:
-    """Return a shape or an offset without one axis."""
-    return (*extents[:axis], *extents[axis + 1 :])
 
 
 def _split_leaves(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object:
@@ -460,7 +261,7 @@ def _split_leaves(skeleton: object, parts: Mapping[str, Sequence[str]]) -> objec
             leaves[entry.path] = entry.leaf
             continue
         for new in parts[entry.key]:
-            match = _ONE.fullmatch(new)
+            match = ONE_LAYER.fullmatch(new)
             assert match is not None, "the key was built with a number"
             leaves[_layer_path(entry.path, match["head"], match["number"])] = replace(
                 entry.leaf, key=new
@@ -483,22 +284,3 @@ def _layer_path(path: tuple[object, ...], head: str, number: str) -> tuple[objec
             return (*path[:depth], f"{inner}.{number}{str(name)[len(inner) :]}", *path[depth + 1 :])
         so_far += f"{name}."
     return path
-
-
-def _without_replaced(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:
-    """Remove replaced tensors from the aliases, the order and the torch_dist facts of a catalog."""
-    model, torch_dist = catalog.facet(MegatronModel), catalog.facet(TorchDistFacts)
-    if model is not None and model.order is not None:
-        order = tuple(dict.fromkeys(new for key in model.order for new in new_of.get(key, (key,))))
-        catalog = catalog.with_facet(replace(model, order=order))
-    if torch_dist is not None and torch_dist.mcore_data is not None:
-        mcore_data = {
-            key: facts for key, facts in torch_dist.mcore_data.items() if key not in new_of
-        }
-        catalog = catalog.with_facet(replace(torch_dist, mcore_data=mcore_data))
-    return replace(
-        catalog,
-        aliases=aliases_among(
-            catalog.aliases, [key for key in catalog.tensors if key not in new_of]
-        ),
-    )

@@ -1,0 +1,168 @@
+"""The catalog of a DCP directory: tensors by chunks, objects as hidden streams, the nesting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    StoredObject,
+    TensorMeta,
+    metas_of,
+    whole_fragment,
+)
+from core.catalog.facets import DcpFacts, TorchDistFacts
+from core.catalog.stored import Extent, StoredArray, array_name
+from core.errors import (
+    CorruptError,
+    UnsupportedError,
+)
+from core.formats.dcp.metadata import DcpItem, DcpMetadata
+from core.formats.dcp.reading.data_files import METADATA
+from core.formats.dcp.zstd_streams import StreamItem, read_inflated_object
+from core.formats.torch.format import item_location
+from core.pickle.inert import ObjectLeaf, TensorLeaf
+from core.pickle.nesting import ListIndex, Path, nest_leaves
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+
+def catalog_of(
+    metadata: DcpMetadata,
+    *,
+    format: str,
+    without: Sequence[str] = (),
+    store: ReadStore | None = None,
+) -> Catalog:
+    """Build the catalog of checked metadata.
+
+    Args:
+        metadata: metadata with tensors and objects.
+        format: ``dcp`` or ``torch_dist``.
+        without: keys of objects to skip.
+        store: the checkpoint. Objects inside zstd frames are read at once, as their length is only
+            known after inflating; without a store they are refused.
+
+    Raises:
+        UnsupportedError, CorruptError, UnsafeError: such an object cannot be read.
+    """
+    tensors = {
+        key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()
+    }
+    # Read the objects inside zstd frames. The tensors inside them are hidden.
+    objects, packed_arrays = _read_packed_objects(metadata, without, store)
+    hidden: dict[str, TensorMeta] = {}
+
+    # All other objects become hidden streams, to be read when they are needed.
+    stream_items: dict[str, DcpItem] = {}
+    for key, item in metadata.objects.items():
+        if key in without or key in objects:
+            continue
+        raw_key = f"raw:{key}"
+        while raw_key in tensors:
+            raw_key = f"raw:{raw_key}"
+        stream_items[raw_key] = item
+        hidden[raw_key] = TensorMeta(raw_key, "uint8", (item.n_bytes,))
+        objects[key] = StoredObject(key, raw_key=raw_key)
+    hidden |= metas_of(packed_arrays)
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        if key in tensors:
+            return _chunks(metadata, key)
+        array = packed_arrays.get(key)
+        if array is None:
+            item = stream_items[key]
+            array = StoredArray(key, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
+        return (whole_fragment(key, array),)
+
+    # Entries keep the order of the file.
+    catalog = Catalog(
+        format=format,
+        version=metadata.version,
+        tensors=tensors,
+        fragments_of=fragments_of,
+        objects={key: objects[key] for key in metadata.objects if key in objects},
+        hidden=hidden,
+        skeleton=_skeleton(metadata, objects),
+        bind=item_location,
+    ).with_facet(DcpFacts(item_files=tuple(metadata.files), orphans=metadata.orphans))
+    if metadata.mcore_data is None:
+        return catalog
+    return catalog.with_facet(TorchDistFacts(mcore_data=metadata.mcore_data))
+
+
+def _read_packed_objects(
+    metadata: DcpMetadata, without: Sequence[str], store: ReadStore | None
+) -> tuple[dict[str, StoredObject], dict[str, StoredArray]]:
+    """Read the values of compressed objects, and the tensors inside them.
+
+    Args:
+        without, store: the arguments of ``catalog_of``.
+    """
+    objects: dict[str, StoredObject] = {}
+    arrays_inside: dict[str, StoredArray] = {}
+    for key, transforms in metadata.object_descriptors.items():
+        item = metadata.objects.get(key)
+        if item is None or key in without:
+            continue
+        if store is None:
+            raise UnsupportedError(
+                "compressed objects are not supported in this format",
+                file=item.file,
+                key=key,
+            )
+        value, arrays = read_inflated_object(store, item, transforms, key=key)
+        objects[key] = StoredObject(key, value=value)
+        arrays_inside |= arrays
+    return objects, arrays_inside
+
+
+def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
+    """Return the chunks of a tensor as fragments."""
+    tensor = metadata.tensors[key]
+    origin = (0,) * len(tensor.shape)
+    fragments = []
+    for row, (box, item) in enumerate(metadata.chunks(key), tensor.first):
+        transforms = metadata.descriptors.get(row)
+        if transforms:
+            n_bytes = prod(box.shape) * itemsize(tensor.dtype)
+            extent = Extent(
+                item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, n_bytes)
+            )
+        elif metadata.raw_files and metadata.file_index[row] in metadata.raw_files:
+            # Elements in a safetensors file: their position is final.
+            extent = Extent(item.file, item.offset)
+        else:
+            # A torch zip: `item_location` finds the elements in it later.
+            extent = Extent(item.file, item.offset, item_bytes=item.n_bytes)
+        array = StoredArray(array_name(key, box), tensor.dtype, box.shape, extent)
+        fragments.append(Fragment(key, box, array, origin))
+    return fragments
+
+
+def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> object:
+    """Build the nesting that planner_data describes; None without planner_data.
+
+    Raises:
+        CorruptError: two entries have the same path, or a path is empty.
+    """
+    if metadata.planner_data is None:
+        return None
+    # The order of planner_data is that of the state dict. Entries without a path are at the root.
+    keys = {**metadata.tensors, **objects}.keys()
+    ordered_keys = dict.fromkeys((*(key for key in metadata.planner_data if key in keys), *keys))
+    leaves: dict[Path, object] = {}
+    for key in ordered_keys:
+        path = metadata.planner_data.get(key, (key,))
+        full_path: Path = tuple(ListIndex(part) if isinstance(part, int) else part for part in path)
+        if full_path in leaves or not full_path:
+            raise CorruptError(
+                f"planner_data has the path {path} for two entries", file=METADATA, key=key
+            )
+        leaves[full_path] = ObjectLeaf(key) if key in objects else TensorLeaf(key)
+    return nest_leaves(leaves)

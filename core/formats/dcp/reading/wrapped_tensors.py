@@ -1,0 +1,125 @@
+"""Tensors of torchao's classes in DCP items, which become their parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.arrays.dtypes import dtype_of, itemsize
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    StoredObject,
+    TensorMeta,
+)
+from core.formats.dcp.columns import DcpTensor
+from core.formats.dcp.metadata import DcpMetadata
+from core.formats.torch.joined_parts import JoinedParts, joined_parts
+from core.formats.torch.tree import parse
+from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping
+from core.pickle.nesting import LeafEntry, map_leaves
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+
+def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Catalog:
+    """Replace tensors of torchao's classes by their parts.
+
+    Raises:
+        CorruptError, TruncatedError, UnsafeError: such an item is damaged or hostile.
+    """
+    parts_of: dict[str, JoinedParts] = {}
+    unsupported: dict[str, str] = {}
+    for key, tensor in _possible_wrappers(metadata).items():
+        parts = _parts_of(metadata, key, tensor, store)
+        if isinstance(parts, JoinedParts):
+            parts_of[key] = parts
+        elif parts is not None:
+            unsupported[key] = parts
+    if not parts_of and not unsupported:
+        return catalog
+
+    # The parts take the place of their tensors; a tensor that cannot be read is an object.
+    fragments = {key: part for item in parts_of.values() for key, part in item.fragments.items()}
+    tensors: dict[str, TensorMeta] = {}
+    for key, meta in catalog.tensors.items():
+        if key in parts_of:
+            tensors |= parts_of[key].tensors
+        elif key not in unsupported:
+            tensors[key] = meta
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        return fragments[key] if key in fragments else catalog.fragments(key)
+
+    def leaf_of(entry: LeafEntry) -> object:
+        if entry.key in parts_of and isinstance(entry.leaf, TensorLeaf):
+            return parts_of[entry.key].skeleton
+        return ObjectLeaf(entry.key) if entry.key in unsupported else entry.leaf
+
+    objects = {key: StoredObject(key) for key in unsupported}
+    objects |= {key: item for joined in parts_of.values() for key, item in joined.objects.items()}
+    classes = Counter(str(item.objects[f"{key}.class"].value) for key, item in parts_of.items())
+    listed = ", ".join(f"{n} × {name}" for name, n in classes.items())
+    note = (
+        f"tensors of torchao are taken apart ({listed}): numbers, scales and settings are entries"
+    )
+    result = replace(
+        catalog,
+        tensors=tensors,
+        fragments_of=fragments_of,
+        objects={**catalog.objects, **objects},
+        unsupported={**catalog.unsupported, **unsupported},
+        skeleton=None if catalog.skeleton is None else map_leaves(catalog.skeleton, leaf_of),
+    )
+    return result.noted([note]) if parts_of else result
+
+
+def _possible_wrappers(metadata: DcpMetadata) -> dict[str, DcpTensor]:
+    """Return the tensors that may be of torchao's classes; {} if none of the checkpoint is.
+
+    ``.metadata`` does not tell the class of a tensor. If an item is smaller than the elements of
+    its chunk, its tensor is no plain one; then any tensor of floats may be of these classes.
+    """
+    raw_files = metadata.raw_files or ()
+    tensors = {
+        key: tensor
+        for key, tensor in metadata.tensors.items()
+        if dtype_of(tensor.dtype).kind == "float"
+        and tensor.shape
+        # Items without a zip hold plain tensors only.
+        and not any(
+            row in metadata.descriptors or metadata.file_index[row] in raw_files
+            for row in range(tensor.first, tensor.first + tensor.n_chunks)
+        )
+    }
+    # By the columns, as there may be millions of chunks.
+    has_wrappers = any(
+        metadata.item_bytes[tensor.first + number] < prod(metadata.sizes[at : at + rank]) * width
+        for tensor in tensors.values()
+        for rank, width in ((len(tensor.shape), itemsize(tensor.dtype)),)
+        for number, at in enumerate(
+            range(tensor.start, tensor.start + tensor.n_chunks * rank, rank)
+        )
+    )
+    return tensors if has_wrappers else {}
+
+
+def _parts_of(
+    metadata: DcpMetadata, key: str, tensor: DcpTensor, store: ReadStore
+) -> JoinedParts | str | None:
+    """Read the parts of a tensor of torchao's classes.
+
+    Returns:
+        The parts, the reason if they cannot be joined, or None for a plain tensor.
+    """
+    chunks = []
+    for box, item in metadata.chunks(key):
+        tree = parse(store, item.file, start=item.offset, n_bytes=item.n_bytes, prefix=f"{key}.")
+        if as_mapping(tree.value) is None:
+            return None
+        chunks.append((box, tree))
+    return joined_parts(key, tensor.shape, chunks) if chunks else None

@@ -1,0 +1,225 @@
+"""Write the global per-layer form as Megatron-FSDP's ``--ckpt-format fsdp_dtensor``.
+
+A PyTorch DCP in a training root. ``core.megatron.placement.fsdp_dtensor`` shows the names, and
+reads them::
+
+    model.module.decoder.layers.0.mlp.linear_fc1.weight_w       gate rows: the fp32 master weights
+    model.module.decoder.layers.0.self_attention.linear_qkv.weight
+    optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.exp_avg
+    optimizer.param_to_group_meta.module.module.module.decoder.….linear_fc1.weight.lr   an object
+    opt_param_scheduler.max_lr, args, iteration …                                       objects
+
+The weights of trained parameters are written as their masters, which Megatron-FSDP loads; without
+an optimizer they keep their dtype, and the loader casts them. Experts are numbered over the whole
+model. The TP size decides only the padding rows of the vocabulary. The EP size is recorded in the
+arguments alone: Megatron-FSDP never gives experts param groups of their own.
+
+Versions: as for reading; GPT models of the local implementation and of Transformer Engine, with
+    SequentialMLP and TEGroupedMLP, and the distributed optimizer with Adam.
+Source: as for reading; megatron-core 0.16.1 loads the results on gloo and trains on with equal
+    losses (scripts/framework-tests). Transformer Engine's modules, TEGroupedMLP among them, were
+    not run: they need a GPU.
+
+Not supported, refused by name: models other than GPT, hybrid and heterogeneous models, multi-token
+prediction, multi-latent attention, towers, adapters, GroupedMLP, optimizers other than Adam (with
+which megatron-core's distributed optimizer does not start), those of fp32 runs (which
+Megatron-FSDP saves, but ``load_state_dict`` of its adapter counts on the wrapper of bf16 runs), and
+numbers of steps as tensors.
+
+Not carried: random states, extra states, and entries of the optimizer such as ``grad_scaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.facets import FsdpDtensorFacts, MegatronModel
+from core.catalog.optimizer_keys import param_of, trained
+from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OPTIMIZER, RERUN, RNG
+from core.megatron.extras.random_states import WITHOUT
+from core.megatron.model.args import facts_of, replaced
+from core.megatron.model.checks import with_gate
+from core.megatron.model.cut import Cut, check_target, cuts_of
+from core.megatron.model.facts import ModelFacts
+from core.megatron.model.new_args import update_args
+from core.megatron.model.pipeline import Pipeline
+from core.megatron.model.topology import Topology
+from core.megatron.model.vocabulary import rows_of
+from core.megatron.optimizer.groups import EXPERT
+from core.megatron.optimizer.reshard_target import ReshardTarget
+from core.megatron.optimizer.target_groups import target_groups
+from core.megatron.reshard.fsdp.checks import check_model
+from core.megatron.reshard.fsdp.names import FORMAT, FsdpNames
+from core.megatron.reshard.fsdp.tensors import fsdp_tensors, with_tensors
+from core.megatron.rules.rules import Rules
+from core.pickle.inert import ObjectLeaf, TensorLeaf, walk
+
+
+def to_fsdp_dtensor(
+    catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None
+) -> Catalog:
+    """Return the source of an ``fsdp_dtensor`` checkpoint: its keys, objects and containers.
+
+    The vocabulary has the source's rows; ``FsdpDtensorFacts`` names those of the destination, to
+    which ``with_padding`` brings the target.
+
+    Args:
+        catalog: the global per-layer form, its objects loaded.
+        topology: sizes of the run that is to load the checkpoint.
+        rules: the layout's rules.
+        vocab_size: rows of the vocabulary without padding; None takes the number that ``unshard``
+            found.
+
+    Raises:
+        UnsupportedError: Megatron-FSDP has no such model or optimizer, or a size does not divide.
+        CorruptError: shapes and arguments contradict each other.
+    """
+    # Megatron-FSDP has no pipeline stages: layers are numbered over the whole model.
+    topology = replace(topology, pp=1, vpp=1, pipeline=None)
+    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = with_gate(facts, {key: meta.shape for key, meta in catalog.tensors.items()})
+    check_target(topology, facts)
+    check_model(catalog, facts)
+    cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
+
+    # Name the tensors and the settings of the optimizer, and then the entries beside them.
+    names = FsdpNames(catalog, facts, rules)
+    tensors = fsdp_tensors(catalog, cuts, names)
+    padded = next(
+        (cut.shape[0] for key, cut in cuts.items() if rules.rule_of(param_of(key)).kind == "vocab"),
+        None,
+    )
+    values: dict[tuple[str, ...], object] = {
+        ("args",): _arguments(catalog, topology, facts, padded=padded)
+    }
+    omitted = ("args", OPTIMIZER, RERUN, CONTENT)
+    common = {n: value for n, value in (catalog.common or {}).items() if n not in omitted}
+    values |= _paths_of(common, ())
+    if catalog.optimizer is not None:
+        values |= _group_settings(catalog, topology, facts, rules, cuts=cuts, names=names)
+
+    # Nest everything as the state dict that Megatron saves.
+    skeleton: dict[object, object] = {}
+    leaves: dict[tuple[str, ...], object] = {
+        path: ObjectLeaf(".".join(path)) for path in values
+    } | {stored.path: TensorLeaf(".".join(stored.path)) for stored in tensors}
+    for path, leaf in leaves.items():
+        node = skeleton
+        for part in path[:-1]:
+            node = node.setdefault(part, {})  # type: ignore[assignment]  # containers are dicts
+        node[path[-1]] = leaf
+    hidden = [leaf.key for leaf in walk(list(values.values())) if isinstance(leaf, TensorLeaf)]
+    objects = {
+        ".".join(path): StoredObject(".".join(path), value=value) for path, value in values.items()
+    }
+    result = with_tensors(catalog, tensors)
+    return replace(
+        result,
+        objects=objects,
+        hidden={key: catalog.meta(key) for key in hidden},
+        skeleton=skeleton,
+        args=objects["args"].value,
+        common=None,
+        optimizer=None,
+        dropped=(*catalog.dropped, *_dropped(catalog)),
+        facets={
+            Topology: topology,
+            FsdpDtensorFacts: FsdpDtensorFacts(
+                {".".join(stored.path): stored.shape for stored in tensors}
+            ),
+        },
+    )
+
+
+def _group_settings(
+    catalog: Catalog,
+    topology: Topology,
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    cuts: Mapping[str, Cut],
+    names: FsdpNames,
+) -> dict[tuple[str, ...], object]:
+    """Return every setting of every trained parameter, by its path in the state dict.
+
+    Raises:
+        CorruptError, UnsupportedError: as for ``target_groups``.
+    """
+    optimizer = catalog.optimizer
+    assert optimizer is not None, "the checkpoint has an optimizer"
+    # Megatron-FSDP's own parameters do not tell whether they are parallel over experts, so it has
+    # them in the groups of the dense ones and is_expert_parallel is False, whatever EP is.
+    target = ReshardTarget(
+        catalog=catalog,
+        optimizer=optimizer,
+        topology=replace(topology, ep=1, etp=topology.tp),
+        facts=facts,
+        rules=rules,
+        cuts=cuts,
+    )
+    groups = target_groups(target, trained(catalog.tensors))
+    step = {} if optimizer.step is None else {"step": optimizer.step}
+    has_experts = any(EXPERT in settings for settings in groups.settings)
+    unsplit = {EXPERT: False} if has_experts else {}
+    return {
+        (OPTIMIZER, "param_to_group_meta", names.in_optimizer(name), setting): value
+        for name, number in groups.group_of.items()
+        for setting, value in {**step, **groups.settings[number], **unsplit}.items()
+    }
+
+
+def _arguments(
+    catalog: Catalog, topology: Topology, facts: ModelFacts, *, padded: int | None
+) -> object:
+    """Return the training arguments of a run with Megatron-FSDP at the destination's sizes."""
+    stack = facts.kind.stacks[0]
+    args = update_args(
+        catalog.args,
+        topology=topology,
+        pipeline=Pipeline(),
+        counts=[facts.stages(1, 1).count(stack, 0, 0)],
+        padded_vocab_size=padded,
+    )
+    changes = {"ckpt_format": FORMAT, "use_dist_ckpt": True, "use_distributed_optimizer": True}
+    return replaced(args, changes, added={"use_megatron_fsdp": True})
+
+
+def _paths_of(
+    entries: Mapping[object, object], path: tuple[str, ...]
+) -> dict[tuple[str, ...], object]:
+    """Return the values in nested dicts by path, as PyTorch flattens a state dict."""
+    values: dict[tuple[str, ...], object] = {}
+    for name, value in entries.items():
+        inner = (*path, str(name))
+        if isinstance(value, dict) and value:
+            values |= _paths_of(value, inner)
+        else:
+            values[inner] = value
+    return values
+
+
+def _dropped(catalog: Catalog) -> list[str]:
+    """Return the entries that an fsdp_dtensor checkpoint does not have, with the reasons."""
+    model = catalog.facet(MegatronModel) or MegatronModel()
+    dropped = []
+    if model.rng_states or any(key.partition("/")[0] == RNG for key in catalog.objects):
+        dropped.append(f"{RNG} ({WITHOUT})")
+    if RERUN in (catalog.common or {}):
+        dropped.append(f"{RERUN} (belongs to the ranks that saved it; Megatron starts without it)")
+    dropped += [
+        f"{key} (Megatron-FSDP stores no extra states)"
+        for key, item in catalog.objects.items()
+        if key.endswith(EXTRA_STATE) and item.value is not None
+    ]
+    dropped += [
+        f"{key} (Megatron-FSDP stores no extra states)"
+        for key, meta in catalog.tensors.items()
+        if key.endswith(EXTRA_STATE) and meta.n_elements
+    ]
+    if catalog.optimizer is not None:
+        dropped += [
+            f"optimizer.{name} ({FORMAT} has no place for it)" for name in catalog.optimizer.entries
+        ]
+    return dropped
