@@ -42,6 +42,7 @@ from core.opening.open import Checkpoint
 from core.opening.target import retyped
 from core.pickle.inert import Inert, walk
 from core.pickle.reader import gc_paused, judge
+from core.plan.match import OVERLAPS_RULE
 from core.plan.plan import make_plan
 
 MANY = 32
@@ -315,6 +316,9 @@ class _Trials:
                 make_plan(catalog, target, images)
                 self._is_covered = True
         except CheckpointingException as err:
+            # Nothing helps against the overlaps, and finding them takes seconds.
+            if err.rule == OVERLAPS_RULE:
+                self._failure = err
             return err
         return None
 

@@ -245,6 +245,8 @@ def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
 
 # A hostile metadata file of 5,000 chunks can have millions of overlaps.
 _MOST_OVERLAPS = 250_000
+OVERLAPS_RULE = "plan.overlaps"
+"""Rule of the error about implausibly many overlaps, which no destination avoids."""
 
 
 def _split_primaries(
@@ -291,7 +293,9 @@ def _subtract_earlier(
             n_overlaps += 1
             if n_overlaps > _MOST_OVERLAPS:
                 raise CorruptError(
-                    f"more than {_MOST_OVERLAPS:,} pairs of its shards overlap", key=fragment.key
+                    f"more than {_MOST_OVERLAPS:,} pairs of its shards overlap",
+                    key=fragment.key,
+                    rule=OVERLAPS_RULE,
                 )
             copies += [
                 (part, fragment, fragments[earlier])
