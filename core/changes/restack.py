@@ -81,7 +81,7 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
 
     Raises:
         UsageError: no tensor's key has a layer's number, or a stacked key exists already.
-        UnsupportedError: the optimizer is SOAP or Shampoo.
+        UnsupportedError: the optimizer is SOAP, Shampoo or Adam-mini.
     """
     check_factors(catalog.tensors, option="--stack-layers")
     # Group the tensors by their keys without the number of the layer.
@@ -232,7 +232,7 @@ def unstack_layers(
         UsageError: a pattern matches nothing, a key has no position for a number, the numbers of
             layers of tensors after the same names differ, a tensor does not have the axis, or a
             layer's key exists already.
-        UnsupportedError: the optimizer is SOAP or Shampoo.
+        UnsupportedError: the optimizer is SOAP, Shampoo or Adam-mini.
     """
     check_factors(catalog.tensors, option="--unstack-layers")
     # Find the position of the layer's number in each key. The scales of states follow their codes.
