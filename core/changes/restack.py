@@ -194,10 +194,11 @@ def _replace_by_stacks(
             for fragment in catalog.fragments(layer)
         ]
 
-    skeleton = catalog.skeleton
     new_keys = {key: (new,) for key, new in new_of.items()}
+    renamed = with_parameters(catalog, new_keys)
+    skeleton = renamed.skeleton
     return replace(
-        _without_replaced(with_parameters(catalog, new_keys), new_keys),
+        _without_replaced(renamed, new_keys),
         tensors=tensors,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else move_leaves(skeleton, new_of),
@@ -407,9 +408,10 @@ def _replace_by_layers(
         stacked, number = stack_of[key]
         return layers_of(stacked)[number]
 
-    skeleton = catalog.skeleton
+    renamed = with_parameters(catalog, parts)
+    skeleton = renamed.skeleton
     return replace(
-        _without_replaced(with_parameters(catalog, parts), parts),
+        _without_replaced(renamed, parts),
         tensors=tensors,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else _split_leaves(skeleton, parts),
