@@ -46,13 +46,15 @@ FACTORS: Mapping[str, str] = {
     "exp_avg_sq_row": "Adafactor",
     "exp_avg_sq_col": "Adafactor",
     "moment2_buffer": "adaptive Muon",
+    "vmean": "Adam-mini",
     **dict.fromkeys(("L", "R", "Q_L", "Q_R", "eigvals_L", "eigvals_R", "GG", "Q"), "SOAP"),
 }
 """Names of states that may have another shape than their parameter → the optimizer that has them.
 
 Source: transformers 5.23 ``optimization.py`` (Adafactor); Emerging-Optimizers 0.4
 ``orthogonalized_optimizers/adaptive_muon.py``, ``legacy_soap/soap.py``; SOAP's reference
-implementation (``GG``, ``Q``).
+implementation (``GG``, ``Q``); adam-mini 1.1.1 ``adam_mini.py`` (a mean for each head, row or
+parameter).
 """
 BITSANDBYTES = "__bnb_optimizer_quant_state__"
 """Key of the mapping in which bitsandbytes has a parameter's states, except ``step``."""

@@ -1,4 +1,4 @@
-"""Find optimizer states that are computed from the complete matrix of a parameter: SOAP, Shampoo.
+"""Find states that belong to the complete matrix of a parameter: SOAP, Shampoo, Adam-mini.
 
 ::
 
@@ -7,12 +7,19 @@
     PARAM.pre_cond_0, inv_pre_cond_0, pre_cond_1 …                 Shampoo of pytorch-optimizer
     PARAM.block_0.shampoo.factor_matrices.0, inv_factor_matrices.0 Distributed Shampoo; with FSDP
     PARAM.rank_0-block_0.shampoo.factor_matrices.0                 the blocks of each rank's shard
+    PARAM.m, vmean, head_per_gpu           Adam-mini: the first moment of a query or key weight in
+                                           the shape (heads, elements of a head), and a mean of
+                                           squares for each head
+    PARAM.m, vmean, neuron_per_gpu         of other matrices: a mean for each row, (rows, 1)
+    PARAM.m, vmean, block_numel            of norms: one mean
 
-Factors of a matrix say nothing about those of its parts, or of a stack that contains it. So they
-are copied as they are, and refused where a change gives parameters other shapes.
+Factors of a matrix say nothing about those of its parts, or of a stack that contains it; nor do
+means of rows, which Adam-mini takes along the second axis whatever the shape. So they are copied as
+they are, and refused where a change gives parameters other shapes.
 
 Source: pytorch-optimizer 4.1.0 and facebookresearch/optimizers of 2026-08, whose states torch 2.13
-saved in DCP; Emerging-Optimizers 0.4 ``legacy_soap/soap.py``.
+saved in DCP; Emerging-Optimizers 0.4 ``legacy_soap/soap.py``; adam-mini 1.1.1, whose states are in
+tests/golden/adam_mini.tar.xz.
 """
 
 from __future__ import annotations
@@ -25,11 +32,12 @@ from core.errors import UnsupportedError
 
 _SOAP = re.compile(r"\.(?:(?:GG|Q)\.\d+|Q_[LR]|eigvals_[LR])$")
 _SHAMPOO = re.compile(r"\.(?:(?:inv_)?pre_cond_\d+|(?:inv_)?factor_matrices(?:_\w+)?\.\d+)$")
+_MEAN = re.compile(r"\.vmean$")
 _NUMBERED = re.compile(r"(^|\.)state\.\d+\.")
 
 
 def check_factors(keys: Iterable[str], *, option: str) -> None:
-    """Raise if an optimizer has factors of parameters, by their names.
+    """Raise if an optimizer has factors or block means of parameters, by their names.
 
     States of numbered parameters do not follow changes of the model, and are not looked at.
 
@@ -38,16 +46,23 @@ def check_factors(keys: Iterable[str], *, option: str) -> None:
         option: the option that gives parameters other shapes.
 
     Raises:
-        UnsupportedError: a state is a factor.
+        UnsupportedError: a state is a factor, or a mean over a block.
     """
     for key in keys:
         if not is_optimizer_key(key) or _NUMBERED.search(key):
             continue
-        owner = "SOAP" if _SOAP.search(key) else "Shampoo" if _SHAMPOO.search(key) else None
-        if owner is not None:
+        problem = None
+        if _MEAN.search(key):
+            problem = "Adam-mini, whose second moments are means over the heads or rows of a matrix"
+        elif _SOAP.search(key) or _SHAMPOO.search(key):
+            owner = "SOAP" if _SOAP.search(key) else "Shampoo"
+            problem = (
+                f"{owner}, whose factors are those of a parameter's complete matrix and do not "
+                "follow from factors of other shapes"
+            )
+        if problem is not None:
             raise UnsupportedError(
-                f"{option}: the optimizer is {owner}, whose factors are those of a parameter's "
-                "complete matrix and do not follow from factors of other shapes",
+                f"{option}: the optimizer is {problem}",
                 key=key,
                 hint="drop the optimizer with --no-optim; the weights are exact, and training "
                 "starts with a fresh optimizer",

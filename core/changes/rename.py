@@ -236,7 +236,13 @@ def owned_entries(catalog: Catalog) -> dict[str, OwnedEntry]:
 def _with_states(catalog: Catalog, new_of: Mapping[str, str]) -> dict[str, str]:
     """Add new keys for the optimizer's entries of the parameters that get a new one."""
     result = dict(new_of)
-    for key, entry in owned_entries(catalog).items():
+    owned = owned_entries(catalog)
+    # Without its container, a key is what the optimizer calls it, although that may begin like the
+    # container (``model.model.w``).
+    contained = [entry for entry in owned.values() if entry.tensor != entry.parameter]
+    if contained and all(new_of[entry.tensor] == entry.parameter for entry in contained):
+        owned = {key: entry for key, entry in owned.items() if entry.tensor == entry.parameter}
+    for key, entry in owned.items():
         if new_of[key] == key and new_of[entry.tensor] != entry.tensor:
             result[key] = entry.of(new_of[entry.tensor])
     return result

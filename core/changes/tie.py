@@ -76,7 +76,7 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
     followed = with_parameters(
         catalog, dict.fromkeys([alias, *(entry.parameter for entry in owned.values())], ())
     )
-    skeleton = catalog.skeleton
+    skeleton = followed.skeleton
     if skeleton is not None:
         skeleton = map_leaves(
             skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
@@ -157,7 +157,7 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
         tensors={**catalog.tensors, **tensors},
         objects={**followed.objects, **objects},
         fragments_of=fragments_of,
-        skeleton=None if catalog.skeleton is None else _copy_leaves(catalog.skeleton, old_of),
+        skeleton=None if followed.skeleton is None else _copy_leaves(followed.skeleton, old_of),
     )
 
 

@@ -15,6 +15,7 @@ _ALGORITHMS = (
     ({"exp_avg", "exp_avg_sq"}, "Adam"),
     ({"exp_avg", "exp_inf"}, "Adamax"),
     ({"momentum_buffer"}, "SGD with momentum, or Muon"),
+    ({"m", "vmean"}, "Adam-mini"),
 )
 """States that an algorithm has, and its name; the first row whose states all exist decides."""
 
@@ -63,8 +64,8 @@ def states_of(
             name = next((part for part in reversed(parts) if not part.isdigit()), key)
         sums = bytes_of.get(role, bytes_of["other"])
         sums[name] = sums.get(name, 0) + meta.n_bytes
-    moments = bytes_of["moments"].keys()
-    algorithm = next((name for states, name in _ALGORITHMS if states <= moments), None)
+    names = bytes_of["moments"].keys() | bytes_of["other"].keys()
+    algorithm = next((name for states, name in _ALGORITHMS if states <= names), None)
     return OptimizerStates(
         algorithm, {name: size for sums in bytes_of.values() for name, size in sums.items()}
     )

@@ -195,6 +195,33 @@ def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> Non
     assert [fragment.key for fragment in made.fragments("a.weight")] == ["a.weight"]
 
 
+def test_a_container_that_goes_leaves_the_optimizer_its_names() -> None:
+    """A causal model of transformers has a module ``model``, in torch's container ``model``."""
+    keys = [
+        "model.model.w",
+        "model.lm_head",
+        *(f"optim.state.{n}.m" for n in ("model.w", "lm_head")),
+    ]
+    catalog = catalog_of_arrays(
+        format="torch",
+        arrays={key: StoredArray(key, "float32", (1,), Extent("f", 0)) for key in keys},
+        objects={
+            "optim.param_groups.0.params": StoredObject(
+                "optim.param_groups.0.params", value=["model.w", "lm_head"]
+            )
+        },
+    )
+    for changed in (
+        strip_prefix(catalog, ["model."]).catalog,
+        rename(catalog, [(r"^model\.", "")]).catalog,
+    ):
+        assert list(changed.tensors) == ["model.w", "lm_head", *keys[2:]]
+        assert changed.objects["optim.param_groups.0.params"].value == ["model.w", "lm_head"]
+    # A module's new name within the container is its name in the optimizer.
+    changed = rename(catalog, [(r"^model\.model\.", "model.body.")]).catalog
+    assert list(changed.tensors)[2] == "optim.state.body.w.m"
+
+
 def test_a_prefix_comes_before_the_models_keys_only() -> None:
     result = add_prefix(_prefixed(), "net.")
     made, changed = result.catalog, list(result.renamed)

@@ -55,7 +55,7 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
 
     Raises:
         UsageError: no tensor's key has a layer's number, or a stacked key exists already.
-        UnsupportedError: the optimizer is SOAP or Shampoo.
+        UnsupportedError: the optimizer is SOAP, Shampoo or Adam-mini.
     """
     check_factors(catalog.tensors, option="--stack-layers")
     # Group the tensors by their keys without the number of the layer.
@@ -157,10 +157,11 @@ def _replace_by_stacks(
             for fragment in catalog.fragments(layer)
         ]
 
-    skeleton = catalog.skeleton
     new_keys = {key: (new,) for key, new in new_of.items()}
+    renamed = with_parameters(catalog, new_keys)
+    skeleton = renamed.skeleton
     return replace(
-        without_replaced(with_parameters(catalog, new_keys), new_keys),
+        without_replaced(renamed, new_keys),
         tensors=tensors,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else move_leaves(skeleton, new_of),

@@ -43,7 +43,7 @@ def unstack_layers(
         UsageError: a pattern matches nothing, a key has no position for a number, the numbers of
             layers of tensors after the same names differ, a tensor does not have the axis, or a
             layer's key exists already.
-        UnsupportedError: the optimizer is SOAP or Shampoo.
+        UnsupportedError: the optimizer is SOAP, Shampoo or Adam-mini.
     """
     check_factors(catalog.tensors, option="--unstack-layers")
     # Find the position of the layer's number in each key. The scales of states follow their codes.
@@ -218,9 +218,10 @@ def _replace_by_layers(
         stacked, number = stack_of[key]
         return layers_of(stacked)[number]
 
-    skeleton = catalog.skeleton
+    renamed = with_parameters(catalog, parts)
+    skeleton = renamed.skeleton
     return replace(
-        without_replaced(with_parameters(catalog, parts), parts),
+        without_replaced(renamed, parts),
         tensors=tensors,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else _split_leaves(skeleton, parts),

@@ -10,16 +10,18 @@
 
 This is the form of ``torch.distributed.checkpoint.state_dict``, whose ``set_optimizer_state_dict``
 loads it, and in which FSDP saves optimizers. ``parameter_order`` finds the names, unless the groups
-record them (``param_names``, of optimizers that got ``named_parameters``).
+record them: in ``param_names``, if the optimizer got ``named_parameters``, or Adam-mini's in
+``name``, in lower case, as each of its groups has one parameter.
 
 Source: torch 2.13 ``torch/optim/optimizer.py`` (``state_dict``),
-``torch/distributed/checkpoint/state_dict.py``.
+``torch/distributed/checkpoint/state_dict.py``; adam-mini 1.1.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from core.arrays.box import Shape
 from core.catalog.optimizer_keys import BITSANDBYTES, MOMENTS
@@ -119,7 +121,9 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
         for number, shape in zip(group, group_shapes, strict=True)
     )
     result = None
-    if is_shown and states and weights.problem is None:
+    if weights.problem is None:
+        result = _recorded_by_adam_mini(groups, numbers, states, shape_of, weights)
+    if result is None and is_shown and states and weights.problem is None:
         result = _recorded(recorded, shapes, weights) or named_numbers(
             weights.shapes, shapes, is_ordered=weights.is_ordered, model_type=weights.model_type
         )
@@ -215,6 +219,36 @@ def _recorded(
                 return None
         groups.append(tuple(map(str, names)))
     return NamedNumbers(tuple(groups), "param_names, which the file records")
+
+
+def _recorded_by_adam_mini(
+    groups: Sequence[Mapping[object, object]],
+    numbers: Sequence[Sequence[object]],
+    states: Mapping[object, object],
+    shape_of: Mapping[str, Shape],
+    weights: Weights,
+) -> NamedNumbers | None:
+    """Return the names that Adam-mini's groups record, if the model has one parameter of each name.
+
+    The first moment of a query or key weight has its elements in another shape.
+    """
+    of_lower_case: dict[object, list[str]] = {}
+    for name in weights.shapes:
+        of_lower_case.setdefault(name.lower(), []).append(name)
+    names: list[tuple[str, ...]] = []
+    for group, members in zip(groups, numbers, strict=True):
+        candidates = of_lower_case.get(group.get("name"), [])
+        if len(members) != 1 or len(candidates) != 1:
+            return None
+        if members[0] in states:
+            moment = (as_mapping(states[members[0]]) or {}).get("m")
+            shape = shape_of.get(moment.key) if isinstance(moment, TensorLeaf) else None
+            if shape is None or prod(shape) != prod(weights.shapes[candidates[0]]):
+                return None
+        names.append((candidates[0],))
+    if not states or len({*names}) < len(names):
+        return None
+    return NamedNumbers(tuple(names), "the names that its groups record (Adam-mini)")
 
 
 def _hidden_shapes(

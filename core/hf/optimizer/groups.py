@@ -15,7 +15,7 @@ the first group to all.
 To Megatron, groups are formed anew, as Megatron matches a group by ``wd_mult`` and others: biases
 and vectors have no weight decay. Its scheduler sets the learning rate and the weight decay of a
 group before every step, so a difference matters only where the source gave single parameters a
-learning rate of their own.
+learning rate or a weight decay of their own. Groups that differ in other settings are refused.
 
 Source: megatron-core 0.16.1 ``core/optimizer/__init__.py``, ``core/optimizer_param_scheduler.py``;
 DeepSpeed 0.19.8 ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``.
@@ -23,7 +23,7 @@ DeepSpeed 0.19.8 ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog, StoredObject
@@ -99,7 +99,8 @@ def megatron_groups(
         n_steps: the number of steps taken; None if it is not recorded.
 
     Raises:
-        UnsupportedError: the source has no settings of a group.
+        UnsupportedError: the source has no settings of a parameter, or its groups differ in
+            settings that Megatron has once, such as betas.
     """
     settings_of = _settings_by_name(catalog)
     members: dict[bool, list[str]] = {False: [], True: []}
@@ -108,19 +109,22 @@ def megatron_groups(
         assert traits is not None, "the policy trains all parameters"
         members[traits.is_exempt].append(name)
 
-    # A group has the settings of its first parameter, and Megatron's own.
+    # A group has the settings of its first parameter with weight decay, as embeddings often have
+    # none, and Megatron's own.
     groups = []
     for is_exempt, names in members.items():
         if not names:
             continue
-        hf = trained[names[0]][1]
-        settings = settings_of.get(hf)
-        if settings is None:
+        hf_names = [trained[name][1] for name in names]
+        hf = next((hf for hf in hf_names if hf not in settings_of), None)
+        if hf is not None:
             raise UnsupportedError(
                 "no parameter group with this parameter records the optimizer's settings",
                 key=hf,
                 hint="drop the optimizer with --no-optim",
             )
+        decayed = (hf for hf in hf_names if settings_of[hf].get("weight_decay"))
+        settings = settings_of[next(decayed, hf_names[0])]
         own: dict[str, object] = {name: settings[name] for name in _OF_TORCH if name in settings}
         own |= _OF_MEGATRON
         own["wd_mult"] = 0.0 if is_exempt else 1.0
@@ -131,32 +135,65 @@ def megatron_groups(
         if n_steps is not None:
             own[STEP] = n_steps
         groups.append(ParamGroup(own, tuple(names)))
-    used = [settings_of[hf] for _, hf in trained.values() if hf in settings_of]
-    return MegatronGroups(tuple(groups), tuple(_notes(used, members[True], trained, settings_of)))
+    notes = _notes(groups, trained, settings_of)
+    return MegatronGroups(tuple(groups), tuple(notes))
 
 
 def _notes(
-    used: Iterable[Mapping[str, object]],
-    exempt: Iterable[str],
+    groups: Sequence[ParamGroup],
     trained: Mapping[str, tuple[int, str]],
     settings_of: Mapping[str, Mapping[str, object]],
 ) -> list[str]:
-    """Return notes on settings that Megatron's groups do not keep."""
-    rates = {repr(settings.get("lr")) for settings in used}
+    """Return notes on settings that Megatron's groups do not keep.
+
+    Raises:
+        UnsupportedError: parameters of a group differ in other settings than rates and decay.
+    """
+    rates = {repr(settings_of[hf].get("lr")) for _, hf in trained.values()}
     notes = []
     if len(rates) > 1:
         notes.append(
             f"the source's parameter groups have {len(rates)} learning rates; Megatron's schedule "
             "gives all parameters one"
         )
-    decayed = sum(
-        bool(settings_of.get(trained[name][1], {}).get("weight_decay")) for name in exempt
-    )
-    if decayed:
+    if any(
+        settings_of[hf].get("decoupled_weight_decay") is False
+        and settings_of[hf].get("weight_decay")
+        for _, hf in trained.values()
+    ):
         notes.append(
-            f"{decayed} biases and vectors had weight decay; Megatron's groups give them none "
-            "(wd_mult 0)"
+            "the source's Adam adds weight decay to the gradients (L2); Megatron decouples it, as "
+            "AdamW does, unless decoupled_weight_decay is off in its OptimizerConfig"
         )
+    for group in groups:
+        hf_names = [trained[name][1] for name in group.params or ()]
+        decay = group.settings.get("weight_decay")
+        others = {hf: settings_of[hf].get("weight_decay") for hf in hf_names}
+        changed = sorted(hf for hf, own in others.items() if (own or 0.0) != (decay or 0.0))
+        if changed and group.settings["wd_mult"]:
+            values = sorted({str(others[hf] or 0.0) for hf in changed})
+            notes.append(
+                f"{len(changed)} matrices such as {changed[0]} had weight decay "
+                f"{', '.join(values)}; Megatron's groups give them {decay}, as to other matrices"
+            )
+        elif changed:
+            notes.append(
+                f"{len(changed)} biases and vectors had weight decay; Megatron's groups give them "
+                "none (wd_mult 0)"
+            )
+    # All groups of Megatron get these from the same arguments.
+    for name in _OF_TORCH:
+        if name in ("lr", "weight_decay"):
+            continue
+        first = next(iter(settings_of[hf].get(name) for _, hf in trained.values()), None)
+        other = next((hf for _, hf in trained.values() if settings_of[hf].get(name) != first), None)
+        if other is not None:
+            raise UnsupportedError(
+                f"the optimizer's parameter groups differ in {name}: {first!r:.40} and "
+                f"{settings_of[other].get(name)!r:.40}; Megatron has one value for all parameters",
+                key=other,
+                hint="drop the optimizer with --no-optim",
+            )
     return notes
 
 

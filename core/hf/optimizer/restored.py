@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER, Optimizer
-from core.hf.optimizer.groups import megatron_groups
+from core.catalog.optimizer_keys import MASTER, MASTERS, Optimizer
+from core.errors import UnsupportedError
+from core.hf.optimizer.groups import PARAM_GROUPS, megatron_groups
 from core.hf.optimizer.steps import read_steps
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 _HALF = ("float16", "bfloat16")
 _SAMPLES = "global_samples"
 """DeepSpeed's entry for the number of samples trained on."""
+_MOMENTS_OF_MEGATRON = ({"exp_avg", "exp_avg_sq"}, {"momentum_buffer"}, set[str]())
+_OF_OTHERS = frozenset({"momentum_decay", "ns_steps", "max_coeff", "weight_lr_power"})
+"""Settings of NAdam, torch's Muon, DeepSpeed's LAMB and schedule-free optimizers."""
 _OVERRIDE = "--override-opt_param-scheduler"
 
 
@@ -80,10 +84,11 @@ def restored_optimizer(
         store: the checkpoint's files, from which the number of steps is read.
 
     Raises:
-        UnsupportedError: parameters have taken different numbers of steps, or the settings of a
-            group are missing.
+        UnsupportedError: the optimizer is neither Adam nor SGD, parameters have taken different
+            numbers of steps, or the settings of a group are missing or differ.
         CorruptError: a number of steps is not one.
     """
+    _check_algorithm(catalog, states)
     n_steps = read_steps(catalog, names, store)
     groups = megatron_groups(catalog, trained, n_steps=n_steps)
     kind = "distributed"
@@ -146,3 +151,38 @@ def restored_optimizer(
         "optimizer": "adam" if "betas" in settings else "sgd",
     }
     return RestoredOptimizer(optimizer, arguments, scheduler, n_steps, notes)
+
+
+def _check_algorithm(catalog: Catalog, states: Sequence[str]) -> None:
+    """Raise unless the states and settings are those of an optimizer that Megatron has.
+
+    Other algorithms have states of the same names (Lion, RAdam, LAMB, torch's Muon), with which
+    Megatron's Adam or SGD would go on without an error.
+
+    Args:
+        states: names of the states, without the number of steps.
+
+    Raises:
+        UnsupportedError: they are not.
+    """
+    moments = {*states} - MASTERS
+    settings = {
+        key.rpartition(".")[2]: item.value
+        for key, item in catalog.objects.items()
+        if key.startswith(PARAM_GROUPS)
+    }
+    foreign = sorted(_OF_OTHERS & settings.keys())
+    problem = None
+    if moments not in _MOMENTS_OF_MEGATRON:
+        problem = f"its states are {', '.join(sorted(moments))}"
+    elif foreign:
+        problem = f"its groups have {', '.join(foreign)}"
+    elif "decoupled_weight_decay" in settings and "amsgrad" not in settings:
+        problem = "its groups have the settings of RAdam"
+    elif settings.get("maximize") or settings.get("amsgrad"):
+        problem = f"it was set to {'maximize' if settings.get('maximize') else 'amsgrad'}"
+    if problem is not None:
+        raise UnsupportedError(
+            f"the optimizer is not an Adam or SGD that Megatron has: {problem}",
+            hint="drop the optimizer with --no-optim",
+        )

@@ -107,6 +107,9 @@ def optim_format_of(
     states = [key for key in keys if role_of(key) != "other"]
     if states:
         return _form_of_states(states, has_flattened=has_flattened)
+    means = [key for key in keys if key.endswith(".vmean")]  # Adam-mini, whose moment is `m`
+    if means:
+        return "torch_by_number" if any(map(_NUMBERED.search, means)) else "torch_by_name"
     if any(key.endswith((".state1", ".absmax1")) for key in keys):
         return "bitsandbytes"
 

@@ -16,6 +16,7 @@ from core.catalog.file_image import FileImage, literal_file
 from core.catalog.key_patterns import listed_keys, rename_hint
 from core.catalog.optimizer_keys import MASTERS, MOMENTS
 from core.catalog.optimizer_keys import state_of as state_of_megatron
+from core.changes.factor_states import check_factors
 from core.changes.rename import is_optimizer_key
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import check_name
@@ -163,7 +164,8 @@ def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, 
     """Return the directories to write, by parameter.
 
     Raises:
-        UnsupportedError: a tensor does not belong to a parameter, or cannot be stored.
+        UnsupportedError: a tensor does not belong to a parameter, or cannot be stored; or the
+            optimizer is SOAP, Shampoo or Adam-mini.
     """
     # Megatron's keys have the state before the parameter: a run of DeepSpeed has other names.
     for key in target.tensors:
@@ -191,7 +193,9 @@ def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, 
     for name in names:
         _check_weight(target.tensors[name])
         parameters[name] = _ParameterFiles(name)
-    # Assign each state to its parameter.
+    # Assign each state to its parameter. A factor of a square matrix would pass for a state of its
+    # elements.
+    check_factors(states, option="--to deepspeed_universal")
     for key in states:
         state_key = state_of(key, parameters)
         if state_key is None:

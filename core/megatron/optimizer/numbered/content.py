@@ -19,7 +19,8 @@ tests/golden (``mcore_legacy/dense_gqa/*_optim``).
 
 Not supported: states of another shape than their parameter: the factors of SOAP, and of adaptive
 Muon with ``normuon`` or ``namo`` (Megatron-LM HEAD), which depend on the layout (Megatron itself
-cannot save them in torch_dist); Adafactor, which no Megatron has; chains of other optimizers.
+cannot save them in torch_dist); Adafactor and Adam-mini, which no Megatron has; chains of other
+optimizers.
 """
 
 from __future__ import annotations

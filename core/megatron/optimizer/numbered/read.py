@@ -318,19 +318,19 @@ class _CollectedStates:
             )
 
         # States of other shapes, such as factored ones, cannot be cut like the parameter.
+        owner = next((f" of {FACTORS[name]}" for name in names if name in FACTORS), "")
         for name in names:
             leaf = states[name]
             if not isinstance(leaf, TensorLeaf):
                 raise UnsupportedError(
-                    f"the optimizer state {name} is not a tensor",
+                    f"the optimizer state {name}{owner} is not a tensor",
                     key=param.name,
                     rank=rank,
                     hint=HINT,
                     rule="optim.shape",
                 )
             shape = self.catalog.meta(leaf.key).shape
-            if shape != param.array.shape:
-                owner = f" of {FACTORS[name]}" if name in FACTORS else ""
+            if shape != param.array.shape or FACTORS.get(name) == "SOAP":  # of a square matrix
                 raise UnsupportedError(
                     f"the optimizer state {name}{owner} has shape {shape}, and its parameter "
                     f"{param.array.shape}, so it cannot be cut like the parameter",
