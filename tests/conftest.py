@@ -126,8 +126,10 @@ def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the models of torchtitan, and of what its adapters make of them."""
-    return _unpacked(TORCHTITAN_ARCHIVE, "torchtitan", tmp_path_factory)
+    """Directory of the models of torchtitan, as ``frameworks``, and of what its adapters make of
+    them.
+    """
+    return _made_or_unpacked("CKPT_TORCHTITAN", TORCHTITAN_ARCHIVE, "torchtitan", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

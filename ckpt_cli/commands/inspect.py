@@ -18,7 +18,7 @@
      "optimizer": {"format": str, "title": str} | null,
      "can": [{"action": "convert" | "reshard", "possible": bool,
               "to": [format], "why": str | null}],
-     "is_unsharded": bool, "notes": [str],
+     "is_unsharded": bool, "notes": [str], "dropped": [str],
      "problems": [{"code": str, "message": str, "file": str, "key": str, "rank": str, "hint": str,
                    "span": [int, int]}],
      "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
@@ -61,7 +61,8 @@ empty bins. A place whose
 first element or, if ``item_bytes`` is not null, of the container item that holds the array.
 ``encoding`` names the codec of an array that is not stored as plain numbers; ``stored_bytes`` is
 its length in the file, if the metadata contain it. ``beside`` lists the files that a conversion
-copies along (configurations, tokenizers).
+copies along (configurations, tokenizers), ``dropped`` the entries that no conversion carries over,
+each with the reason.
 
 A damaged checkpoint is shown as far as it can be read; ``problems``, whose fields other than
 ``code`` and ``message`` are present where they are known, says what is missing, and the exit code

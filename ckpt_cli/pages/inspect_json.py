@@ -80,6 +80,7 @@ def inspect_json(
         ],
         "is_unsharded": summary.is_unsharded,
         "notes": list(summary.notes),
+        "dropped": list(checkpoint.catalog.dropped),
         "tensors": [
             _tensor_json(checkpoint, summary, meta, is_selected=is_selected, n_values=n_values)
             | ({"stats": stats_json(statistics[meta.key])} if meta.key in statistics else {})

@@ -15,10 +15,12 @@ from ckpt_cli.screen.blocks import (
     fact_list,
     facts,
     first_lines,
+    list_facts,
     n_text,
     table,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
+from core.convert.report.dropped import group_by_reason, parse_dropped
 from core.inspect.preview import first_values, places_of
 from core.pictures.shards import ShardMap, shard_map
 
@@ -173,9 +175,11 @@ def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Ce
         pairs.append(("", escaped(f"{n_text(len(extras), 'other file')}: {names}")))
     if summary.n_objects:
         pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
-    # What can be done with it, and notes.
+    # What can be done with it, what no conversion takes along, and notes.
     for number, capability in enumerate(summary.capabilities):
         pairs.append(("" if number else "can", _capability_cell(capability)))
+    reasons = group_by_reason(parse_dropped(checkpoint.catalog.dropped))
+    pairs += list_facts("not carried", list(map(str, reasons)), "yellow")
     return [*pairs, *fact_list("note", summary.notes, "yellow")]
 
 

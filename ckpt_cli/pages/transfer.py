@@ -9,10 +9,11 @@ from ckpt_cli.pages.forecast import forecast_facts
 from ckpt_cli.pages.pictures.shard_moves import move_lines
 from ckpt_cli.pages.pictures.shards import MAPS
 from ckpt_cli.screen.blocks import (
+    LISTED,
     Cell,
     bytes_text,
-    fact_list,
     facts,
+    list_facts,
     n_text,
     seconds_text,
     shape_text,
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from core.convert.run import Report
     from core.forecast.forecast import Forecast
     from core.plan.plan import Plan
-
-LISTED = 12
-"""Maximum number of entries of a list that are shown; ``--json`` prints all."""
 
 
 def plan_lines(
@@ -98,9 +96,9 @@ def plan_facts(prepared: Prepared, expected: Forecast) -> list[tuple[str, Cell |
         ("write", bytes_text(plan.file_bytes)),
         ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
         *forecast_facts(expected, has_force=prepared.job.force),
-        *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
-        *_list_facts("not carried", list(map(str, prepared.dropped_reasons)), style="yellow"),
-        *_list_facts("note", prepared.notes, style="yellow"),
+        *list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
+        *list_facts("not carried", list(map(str, prepared.dropped_reasons)), "yellow"),
+        *list_facts("note", prepared.notes, "yellow"),
     ]
 
 
@@ -201,19 +199,9 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
         )
         pairs.append(("fingerprints", f"{report.n_fingerprints:,} in the manifest{read_back}"))
     pairs.append(("manifest", escaped(report.manifest)))
-    pairs += _list_facts("not carried", list(map(str, report.dropped_reasons)), style="yellow")
-    pairs += _list_facts("note", report.notes, style="yellow")
+    pairs += list_facts("not carried", list(map(str, report.dropped_reasons)), "yellow")
+    pairs += list_facts("note", report.notes, "yellow")
     yield from facts(screen, pairs, indent=2)
     # However long, the line that loads the result is not wrapped, so that it can be copied.
     label_width = max(len(name) for name, _ in pairs) + 2
     yield f"  {screen.styled('next'.ljust(label_width), 'dim')}{escaped(report.next)}"
-
-
-def _list_facts(
-    name: str, items: Sequence[str], *, style: str | None = None
-) -> list[tuple[str, Cell | str]]:
-    """Return one fact per item, the first labelled ``name``; count those beyond ``LISTED``."""
-    rows = list(fact_list(name, items[:LISTED], *((style,) if style else ())))
-    if len(items) > LISTED:
-        rows.append(("", Cell(f"… {len(items) - LISTED} more (--json lists all)", ("dim",))))
-    return rows

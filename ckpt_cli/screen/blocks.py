@@ -15,6 +15,8 @@ from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shorte
 from core.arrays.box import Box
 from core.inspect.tree import Node
 
+LISTED = 12
+"""Maximum number of entries of a list that are shown; ``--json`` prints all."""
 _UNBREAKABLE = re.compile(
     r"\[[\d:, ]*\]|\d+ × [\d.]+|(?<=\d) (?=(?:[KMGTP]iB|[KMBT])\b)|--[a-z-]+ (?=\w)|\([^()]{1,24}\)"
 )
@@ -249,6 +251,13 @@ def fact_list(label: str, texts: Iterable[str], *styles: str) -> Iterator[tuple[
     """
     for number, text in enumerate(texts):
         yield "" if number else label, Cell(escaped(text), styles)
+
+
+def list_facts(label: str, texts: Sequence[str], *styles: str) -> Iterator[tuple[str, Cell | str]]:
+    """Yield one fact for each of the first ``LISTED`` texts, and one that counts the others."""
+    yield from fact_list(label, texts[:LISTED], *styles)
+    if len(texts) > LISTED:
+        yield "", Cell(f"… {len(texts) - LISTED} more (--json lists all)", ("dim",))
 
 
 def tree_rows(nodes: Sequence[Node], *, sort: str | None = None) -> Iterator[list[Cell]]:

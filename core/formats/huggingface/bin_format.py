@@ -10,7 +10,8 @@ On disk, one of::
 
     pytorch_model.bin                    one torch file, which may be nested
     config.json …                        or, if saved by accelerate: optimizer.bin  scheduler.bin
-                                         random_states_0.pkl …
+                                         random_states_0.pkl …, and further
+                                         models, see ``trainer.torch_models``
 
 There are other stems (``adapter_model``, ``diffusion_pytorch_model``). Shards must contain exactly
 the tensors that the index lists. Without an index, a complete numbered series is one checkpoint.
@@ -54,6 +55,7 @@ from core.formats.huggingface.files import with_carried
 from core.formats.huggingface.index import WeightIndex, read_index
 from core.formats.torch.format import SUFFIXES, catalog_of, parse
 from core.formats.trainer.state import with_training_state
+from core.formats.trainer.torch_models import torch_models, with_torch_models
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import LeafEntry, map_leaves
 
@@ -122,6 +124,9 @@ def read(store: ReadStore) -> Catalog:
             raise UnsupportedError("the directory has no pytorch_model.bin", file=store.label)
         catalog = replace(catalog_of(store, name), format="torch_bin")
         used, stem = {name}, name.removesuffix(".bin")
+        if name == SINGLE_FILES[0]:
+            catalog = with_torch_models(catalog, store)
+            used |= {*torch_models(store).values()}
     else:
         catalog = _ShardMerger(store, shards).catalog()
         used, stem = set(shards.names), shards.stem
@@ -133,9 +138,9 @@ def read(store: ReadStore) -> Catalog:
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
-    return catalog.with_facet(
-        WeightFileFacts(stem="model" if stem.startswith("pytorch_model") else stem)
-    )
+    facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
+    stem = "model" if stem.startswith("pytorch_model") else stem
+    return catalog.with_facet(replace(facts, stem=stem))
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:

@@ -17,12 +17,10 @@ needed, like those of DCP.
 Facet: ``TrainingState``. Formats that store weights only leave these entries out, with a note
 (``core.convert.report.training_state``).
 
-Second and further models of accelerate (``model_1.safetensors``) have entries ``model_1.…`` and the
-optimizers ``optimizer_1``.
+Second and further models of accelerate (``model_1.safetensors``, ``torch_models``) have entries
+``model_1.…`` and the optimizers ``optimizer_1``.
 
 State above a directory of DeepSpeed: see ``above``.
-
-Not supported: second models in torch files (``pytorch_model_1.bin``).
 
 Source: see ``files``; directories that transformers 5.23 and accelerate 1.15.0 wrote, pinned in
 tests/golden (``trainer``, ``accelerate``).
@@ -169,11 +167,17 @@ def _optimizer_part(
         groups = [[f"{container}{name}" for name in group] for group in numbers_of(optimizer.value)]
         optimizer = replace(optimizer, value=with_names(optimizer.value, groups))
     note = () if optimizer.note is None else (f"{file} {optimizer.note}",)
-    return _keyed(entry, optimizer.value, tree, notes=(*tree.notes, *note))
+    return keyed_entries(entry, optimizer.value, tree, notes=(*tree.notes, *note))
 
 
-def _keyed(entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]) -> StateEntries:
-    """Give the entries of an optimizer the keys of their places, after numbers became names."""
+def keyed_entries(
+    entry: str, value: object, tree: TorchTree, *, notes: tuple[str, ...]
+) -> StateEntries:
+    """Give the entries of a file the keys of their places below ``entry``.
+
+    Args:
+        value: the state dict in the file, in which numbers may have become names.
+    """
     leaves = list(entries(value, (entry,)))
     keys = iter(keys_of(leaves, reserved=tree.hidden))
     new_key_of: dict[str, str] = {}
@@ -261,7 +265,7 @@ def _weights(
     problem = None
     if further and (len(further) + 1 != n_optimizers or container not in ("", *further)):
         problem = f"which of {len(further) + 1} models is its own is not recorded"
-    elif store.exists(_SECOND_MODEL):
+    elif not further and store.exists(_SECOND_MODEL):
         problem = f"{_SECOND_MODEL}, which was not read, may be its model"
     shapes = {
         key.removeprefix(container): meta.shape

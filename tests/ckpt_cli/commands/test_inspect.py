@@ -13,6 +13,8 @@ import zarr
 from zarr.codecs import ZstdCodec
 
 from ckpt_cli.app import main
+from ckpt_cli.screen.blocks import list_facts
+from tests.support.archives import unpacked
 
 Run = Callable[..., str]
 
@@ -404,3 +406,21 @@ def test_float8_and_its_scales_are_shown_as_they_are_stored(
         ("a.weight_scale_inv", "float32", [0.5]),
     ]
     assert "float8_e4m3fn" in run(tmp_path / "x.pt")
+
+
+def test_entries_that_no_conversion_takes_along_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = unpacked("deepspeed_optimizers", tmp_path) / "bnb2"
+    assert main(["inspect", str(run_dir)]) == 0
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("not carried")
+    ]
+    assert "flat group 0 (8 bits of bitsandbytes" in line
+    assert main(["inspect", str(run_dir), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["dropped"]
+    assert entry in line
+
+    # Of many reasons, the first are shown, and the number of the others.
+    shown = [cell for _, cell in list_facts("not carried", [f"reason {n}" for n in range(40)])]
+    assert len(shown) == 13 and "28 more (--json lists all)" in str(shown[-1])

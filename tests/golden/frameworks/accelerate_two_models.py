@@ -2,7 +2,8 @@
 
     python accelerate_two_models.py FOLDER
 
-Writes FOLDER/two_models/state, and FOLDER/two_models/truth.pt: the optimizers' states by name.
+Writes FOLDER/two_models/state (safetensors) and state_bin (torch files, whose optimizers and random
+states are the same), and FOLDER/two_models/truth.pt: the optimizers' states by name.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main(folder: str) -> None:
     out.mkdir(parents=True)
     torch.save(truth, out / "truth.pt")
     accelerator.save_state(str(out / "state"))
+    accelerator.save_state(str(out / "state_bin"), safe_serialization=False)
 
 
 if __name__ == "__main__":
