@@ -116,6 +116,7 @@ def to_megatron(
     if family is None and is_composite(config):
         separated = separate_model(catalog, config)
         catalog, config = separated.text, separated.config
+        transformer_impl = transformer_impl or separated.model.implementation
     if family is None:
         family, note = detect_family(catalog.tensors, config)
 
@@ -150,7 +151,9 @@ def to_megatron(
         key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
     }
     used = {key for tensor in tensors.values() for key in tensor.used} | ignored
-    objects, order = _extra_states(tensors, is_local=model.is_local)
+    # Megatron-Bridge loads torch_dist strictly: every extra state must be there, though empty.
+    needs_states = model.is_local or separated is not None
+    objects, order = _extra_states(tensors, needs_states=needs_states)
 
     # Convert the optimizer's states in the same way.
     states, restored = NO_STATES, None
@@ -363,12 +366,12 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
 
 
 def _extra_states(
-    tensors: Mapping[str, GlobalTensor], *, is_local: bool
+    tensors: Mapping[str, GlobalTensor], *, needs_states: bool
 ) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
     """Return the extra states of linear modules, and the order of entries in a rank file.
 
     Modules of the local implementation save None as extra state. Modules of Transformer Engine save
-    more, but also load without it, so that they get none here.
+    more; they also load rank files without it, and torch_dist with None.
     """
     objects: dict[str, StoredObject] = {}
     order: dict[str, None] = {}
@@ -379,14 +382,14 @@ def _extra_states(
         order |= {norm: None for each in _FUSED_NORM if (norm := f"{module}.{each}") in tensors}
         order[name] = None
         # torch writes a module's extra state after all of its parameters: the bias moves up.
-        if is_local and _LINEAR.search(name):
+        if needs_states and _LINEAR.search(name):
             bias = name.removesuffix("weight") + "bias"
             if bias in tensors:
                 order[bias] = None
             state = name.removesuffix("weight") + "_extra_state"
             objects[state] = StoredObject(state)
             order[state] = None
-    if is_local:
+    if needs_states:
         state = "output_layer._extra_state"  # exists even if the weight is the embedding's
         objects.setdefault(state, StoredObject(state))
         order[state] = None

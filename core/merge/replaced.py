@@ -15,19 +15,14 @@ Not supported: quantized weights; a tensor of which the other checkpoint has onl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
-from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Fragment
 from core.catalog.key_patterns import listed_keys, some_of
 from core.errors import UnsupportedError
-from core.hf.tensors.packed import transpose_matrix
+from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
 from core.merge.merge import MergedCatalog, MergeSource, origin_note, refuse_quantized
-
-_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
-_STACK_OF = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def replace_tensors(
@@ -52,8 +47,8 @@ def replace_tensors(
     for source in (first, other):
         refuse_quantized(source, None)
     names = {key: key for key in first.catalog.tensors} if name_of is None else dict(name_of)
-    catalog = _stacked_like(names, other.catalog)
-    catalog = _transposed(catalog, {key for key, name in names.items() if name in transposed})
+    catalog = stack_experts(other.catalog, names)
+    catalog = transpose_stacks(catalog, {key for key, name in names.items() if name in transposed})
 
     # Every tensor of the other source must have its place, so that none is lost.
     unknown = [key for key in catalog.tensors if key not in names]
@@ -99,65 +94,3 @@ def replace_tensors(
         notes.append(f"{some_of(dtypes)}: the result has the dtypes of {other.label}")
     result = replace(first.catalog, tensors=tensors, fragments_of=fragments_of, aliases=aliases)
     return MergedCatalog(result, tuple(notes))
-
-
-def _stacked_like(names: Mapping[str, str], catalog: Catalog) -> Catalog:
-    """Return a catalog whose experts are stacked where ``names`` has them stacked."""
-    # Stack → its parts: (key, number of the expert, whether it follows the gate).
-    parts: dict[str, list[tuple[str, int, bool]]] = {}
-    for key in catalog.tensors:
-        match = _EXPERT.fullmatch(key)
-        if match is not None and key not in names:
-            stack = f"{match[1]}.{_STACK_OF[match[3]]}"
-            if stack in names:
-                parts.setdefault(stack, []).append((key, int(match[2]), match[3] == "up"))
-    if not parts:
-        return catalog
-    tensors = {
-        key: meta
-        for key, meta in catalog.tensors.items()
-        if key not in {part for members in parts.values() for part, _, _ in members}
-    }
-    for stack, members in parts.items():
-        meta = catalog.tensors[members[0][0]]
-        n_rows = meta.shape[0] * (2 if stack.endswith("gate_up_proj") else 1)
-        n_experts = 1 + max(number for _, number, _ in members)
-        tensors[stack] = TensorMeta(stack, meta.dtype, (n_experts, n_rows, *meta.shape[1:]))
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in parts:
-            return catalog.fragments(key)
-        return [
-            replace(fragment, key=key, box=_box_in_stack(fragment.box, number, row))
-            for part, number, is_up in parts[key]
-            for row in (catalog.tensors[part].shape[0] if is_up else 0,)
-            for fragment in catalog.fragments(part)
-        ]
-
-    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
-
-
-def _transposed(catalog: Catalog, stacks: Set[str]) -> Catalog:
-    """Return a catalog with the matrices of some stacks transposed."""
-
-    tensors = {
-        key: replace(meta, shape=(meta.shape[0], *reversed(meta.shape[1:])))
-        for key, meta in catalog.tensors.items()
-        if key in stacks and len(meta.shape) == 3
-    }
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in tensors:
-            return catalog.fragments(key)
-        return [
-            replace(fragment, key=key, box=_box_in_stack(fragment.box, number, 0))
-            for number in range(tensors[key].shape[0])
-            for fragment in transpose_matrix(catalog, key, number)
-        ]
-
-    return replace(catalog, tensors={**catalog.tensors, **tensors}, fragments_of=fragments_of)
-
-
-def _box_in_stack(box: Box, number: int, row: int) -> Box:
-    """Return the box of an expert's matrix in the tensor of all experts, ``row`` rows further."""
-    return Box((number, box.offset[0] + row, *box.offset[1:]), (1, *box.shape))

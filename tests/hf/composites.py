@@ -26,6 +26,28 @@ _VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
+_QWEN3_VISION = {
+    "depth": 3,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_heads": 3,
+    "out_hidden_size": 16,
+    "patch_size": 2,
+    "num_position_embeddings": 4,
+    "spatial_merge_size": 2,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_QWEN3_5_TEXT = {
+    **_TEXT,
+    "head_dim": 8,
+    "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+}
 COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
@@ -67,6 +89,44 @@ COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
             "vision_config": {**_VISION, "head_dim": 6},
             "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _MROPE},
+            "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+        },
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {
+                **_TEXT,
+                "head_dim": 8,
+                "rope_parameters": _MROPE,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 10,
+            },
+            "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {"text_config": _QWEN3_5_TEXT, "vision_config": _QWEN3_VISION},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        {
+            "text_config": {
+                **_QWEN3_5_TEXT,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 10,
+                "shared_expert_intermediate_size": 14,
+            },
+            "vision_config": _QWEN3_VISION,
         },
     ),
     "qwen2_audio": (

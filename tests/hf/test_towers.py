@@ -1,7 +1,7 @@
 """Composite models: towers go to Megatron and back under Megatron-Bridge's names, bit for bit.
 
-The checkpoints in ``megatron_towers.tar.xz`` were written by Megatron-Bridge from the models beside
-them.
+The checkpoints in ``megatron_towers.tar.xz`` and ``megatron_rebuilt_towers.tar.xz`` were written by
+Megatron-Bridge from the models beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
-from core.errors import MissingShardError, UnknownTensorError, UnsupportedError, UsageError
+from core.errors import (
+    CorruptError,
+    MissingShardError,
+    UnknownTensorError,
+    UnsupportedError,
+    UsageError,
+)
 from core.hf.towers.models import composite_models
 from tests.hf.composites import COMPOSITES, saved_composite
 from tests.hf.models import assert_same, config_of, quietly, tensors
@@ -30,7 +36,8 @@ _BEHIND = re.compile(r"^language_model\..*\.post_layernorm\.")
 @pytest.fixture(scope="module")
 def bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bridge")
-    return unpacked("megatron_towers", folder)
+    unpacked("megatron_towers", folder)
+    return unpacked("megatron_rebuilt_towers", folder)
 
 
 def _stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -92,6 +99,29 @@ def test_the_complete_model_goes_to_megatron_as_bridge_writes_it_and_back(
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
+def test_another_layout_keeps_every_entry_of_what_bridge_wrote(
+    bridge: Path, tmp_path: Path
+) -> None:
+    saved, dst = bridge / "qwen3_vl/megatron", tmp_path / "dst"
+    topology = TopologyChange(tp=2, pp=2)
+    run(Job(src=saved, dst=dst, to="torch_dist", topology=topology, fsync=False))
+    entries = [
+        {
+            key
+            for key in dcp.FileSystemReader(next(folder.glob("iter_*")))
+            .read_metadata()
+            .state_dict_metadata
+            if key.startswith(("vision_model.", "language_model."))
+        }
+        for folder in (saved, dst)
+    ]
+    assert entries[0] == entries[1]
+    ours, theirs = _stored(dst), _stored(saved)
+    for key, value in theirs.items():
+        # Padding of the vocabulary apart.
+        assert torch.equal(ours[key][: len(value)], value), key
+
+
 @pytest.mark.parametrize("name", [name for name in COMPOSITES if name != "gemma3"])
 def test_what_bridge_wrote_becomes_the_model_that_it_read(
     name: str, bridge: Path, tmp_path: Path
@@ -101,6 +131,8 @@ def test_what_bridge_wrote_becomes_the_model_that_it_read(
         run(Job(src=saved, dst=tmp_path / "x", to="hf"))
     back = tmp_path / "back"
     run(Job(src=saved, dst=back, to="hf", config=model / "config.json", fsync=False))
+    if name == "qwen3_vl_moe":  # experts as in published files, which transformers 5 reads as well
+        model = _with_transposed_experts(model, tmp_path / "published")
     assert_same(tensors(back), tensors(model))
 
 
@@ -193,6 +225,72 @@ def test_qwen_omni_is_refused_with_the_reason(bridge: Path, tmp_path: Path) -> N
     (model / "config.json").write_text('{"model_type": "qwen2_5_omni", "thinker_config": {}}')
     with pytest.raises(UnsupportedError, match="its thinker alone"):
         run(Job(src=model, dst=tmp_path / "x", to="torch_dist"))
+
+
+def test_experts_of_published_files_come_back_transposed(bridge: Path, tmp_path: Path) -> None:
+    model = _with_transposed_experts(bridge / "qwen3_vl_moe/hf", tmp_path / "model")
+    first, back = tmp_path / "first", tmp_path / "back"
+    run(Job(src=model, dst=first, to="torch_dist", fsync=False))
+    stored = _stored(first)
+    for key, value in _stored(bridge / "qwen3_vl_moe/megatron").items():
+        if ".experts." in key:
+            assert torch.equal(stored[key], value), key
+    run(Job(src=first, dst=back, to="hf", fsync=False))
+    assert_same(tensors(back), tensors(model))
+
+
+def _with_transposed_experts(model: Path, folder: Path) -> Path:
+    """Return a copy of a Qwen3-VL with experts in which these lie as in published files."""
+    folder.mkdir()
+    weights = {
+        key: value.mT.contiguous() if ".experts." in key else value
+        for key, value in load_file(model / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "problem"),
+    [
+        ("blocks.1.attn.qkv.bias", (35,), "they are one tensor in Megatron"),
+        ("blocks.1.mlp.linear_fc2.weight", (12, 19), "they are one tensor in Megatron"),
+    ],
+)
+def test_layers_of_other_shapes_are_refused(
+    key: str, shape: tuple[int, ...], problem: str, bridge: Path, tmp_path: Path
+) -> None:
+    model = _edited(bridge / "qwen3_vl/hf", tmp_path / "model", {key: shape})
+    with pytest.raises(CorruptError, match=problem):
+        run(Job(src=model, dst=tmp_path / "x", to="torch_dist"))
+
+
+def test_rows_that_do_not_divide_into_heads_are_refused(bridge: Path, tmp_path: Path) -> None:
+    shapes = {f"blocks.{number}.attn.qkv.bias": (35,) for number in range(3)}
+    model = _edited(bridge / "qwen3_vl/hf", tmp_path / "model", shapes)
+    with pytest.raises(CorruptError, match="35 rows do not divide into queries"):
+        run(Job(src=model, dst=tmp_path / "x", to="torch_dist"))
+
+
+def _edited(model: Path, folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    """Return a copy of a Qwen3-VL in which tensors of the tower have other shapes."""
+    folder.mkdir()
+    weights = load_file(model / "model.safetensors")
+    weights |= {f"model.visual.{key}": torch.zeros(shape) for key, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("depth", [2, 4, 10**9, -1, "3"])
+def test_another_number_of_layers_is_refused(depth: object, bridge: Path, tmp_path: Path) -> None:
+    saved, config = bridge / "qwen3_vl/megatron", config_of(bridge / "qwen3_vl/hf")
+    config["vision_config"]["depth"] = depth
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(CorruptError, match=r"on the first axis|not an integer"):
+        run(Job(src=saved, dst=tmp_path / "x", to="hf", config=file))
 
 
 def test_an_incomplete_tower_is_blamed_on_the_options(bridge: Path, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -12,18 +13,51 @@ from typing import Any
 from core.hf.values import count_of
 from core.pickle.inert import as_mapping
 
+_LINEAR = re.compile(r"(^|\.)linear_\w+\.weight$")
+LAYER = "{layer}"
+"""Stands for the number of the layer in a Hugging Face name."""
+
 
 @dataclass(frozen=True, slots=True)
 class TowerTensor:
-    """A tensor of a tower: its names in Megatron and in transformers.
+    """A tensor of a tower in Megatron, and the tensors of transformers that it consists of.
 
     Args:
+        megatron: Megatron's name.
+        hf: name in transformers, with ``LAYER`` if Megatron has all layers in one tensor.
+        n_layers: number of entries of its first axis, one per layer; None if it is a single tensor.
         is_transposed: rows and columns are exchanged between the two.
+        n_heads: rows are those of queries, keys and values, which Megatron has head by head; None
+            for all other tensors.
+        is_optional: only some models have it.
+        has_extra_state: it is the weight of a module of Megatron, which saves an extra state.
     """
 
     megatron: str
     hf: str
+    n_layers: int | None = None
     is_transposed: bool = False
+    n_heads: int | None = None
+    is_optional: bool = False
+    has_extra_state: bool = False
+
+    def names(self) -> Iterator[str]:
+        """Yield the names in transformers, one per layer."""
+        if self.n_layers is None:
+            yield self.hf
+        else:
+            yield from (self.hf.replace(LAYER, str(number)) for number in range(self.n_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class TowerLayers:
+    """Layers of a tower that are alike; ``models.toml`` explains the fields."""
+
+    hf: str
+    megatron: str
+    depth: tuple[str, str, int]
+    layer: Mapping[str, str]
+    is_stacked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +66,50 @@ class Tower:
 
     megatron: str
     hf: tuple[str, ...]
-    beside: tuple[str, ...]
-    stack: str | None
-    layer: tuple[str, ...]
-    depth: tuple[str, str, int] | None
-    optional: frozenset[str]
+    beside: Mapping[str, str]
+    layers: tuple[TowerLayers, ...]
+    optional: Mapping[str, str]
+    transposed: frozenset[str]
+    heads: tuple[str, str, int] | None
+    by_head: frozenset[str]
+    has_extra_states: bool
 
-    def names(self, config: Mapping[str, object]) -> Iterator[str]:
-        """Yield the names of the tensors that every such tower has, after its beginning.
+    def tensors(self, config: Mapping[str, object], start: str) -> Iterator[TowerTensor]:
+        """Yield the tensors of the tower of a model.
 
         Args:
             config: parsed ``config.json`` of the complete model.
+            start: beginning of the names in transformers.
 
         Raises:
-            CorruptError: the number of layers is not a positive integer.
+            CorruptError: a number of layers or heads is not a positive integer.
         """
-        yield from self.beside
-        if self.depth is not None:
-            part, name, default = self.depth
-            n_layers = count_of(as_mapping_of_names(config.get(part)), name, default=default)
-            for number in range(n_layers):
-                yield from (f"{self.stack}{number}.{sub}" for sub in self.layer)
+        n_heads = None if self.heads is None else _count_in(config, self.heads)
+        for hf, megatron in (*self.beside.items(), *self.optional.items()):
+            yield TowerTensor(
+                self.megatron + megatron,
+                start + hf,
+                is_transposed=hf in self.transposed,
+                is_optional=hf in self.optional,
+                has_extra_state=self._has_extra_state(megatron),
+            )
+        for layers in self.layers:
+            n_layers = _count_in(config, layers.depth)
+            numbers = (LAYER,) if layers.is_stacked else map(str, range(n_layers))
+            for number in numbers:
+                for hf, megatron in layers.layer.items():
+                    place = "" if layers.is_stacked else f"{number}."
+                    yield TowerTensor(
+                        f"{self.megatron}{layers.megatron}{place}{megatron}",
+                        f"{start}{layers.hf}{number}.{hf}",
+                        n_layers=n_layers if layers.is_stacked else None,
+                        n_heads=n_heads if hf in self.by_head else None,
+                        has_extra_state=self._has_extra_state(megatron),
+                    )
+
+    def _has_extra_state(self, megatron: str) -> bool:
+        """Return whether a tensor is the weight of a linear module that saves an extra state."""
+        return self.has_extra_states and _LINEAR.search(megatron) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +124,8 @@ class CompositeModel:
     text: Mapping[str, str]
     towers: tuple[Tower, ...]
     text_defaults: Mapping[str, object]
-    tensors: tuple[TowerTensor, ...]
+    has_expert_stacks: bool
+    implementation: str | None
     extra_states: tuple[str, ...]
     checked: str
 
@@ -80,7 +138,8 @@ def as_mapping_of_names(value: object) -> Mapping[str, object]:
 @cache
 def composite_models() -> Mapping[str, CompositeModel]:
     """Return every composite model by its ``model_type``."""
-    return {row["model_type"]: _parse_model(row) for row in _table()["model"]}
+    rows = {row["model_type"]: row for row in _table()["model"]}
+    return {model_type: _parse_model(row, rows) for model_type, row in rows.items()}
 
 
 @cache
@@ -98,8 +157,11 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(files("core.hf.towers").joinpath("models.toml").read_text("utf-8"))
 
 
-def _parse_model(row: Mapping[str, Any]) -> CompositeModel:
-    """Build a model from its entry in the table."""
+def _parse_model(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> CompositeModel:
+    """Build a model from its entry in the table, and from that of another which has its towers."""
+    towers = row.get("tower", ())
+    if "towers_of" in row:
+        towers = rows[row["towers_of"]]["tower"]
     return CompositeModel(
         model_type=row["model_type"],
         name=row["name"],
@@ -108,22 +170,57 @@ def _parse_model(row: Mapping[str, Any]) -> CompositeModel:
         wrapper=row["wrapper"],
         text=row["text"],
         towers=tuple(
-            Tower(
-                megatron=item["megatron"],
-                hf=tuple(item["hf"]),
-                beside=tuple(item["beside"]),
-                stack=item.get("stack"),
-                layer=tuple(item.get("layer", ())),
-                depth=tuple(item["depth"]) if "depth" in item else None,
-                optional=frozenset(item.get("optional", ())),
-            )
-            for item in row["tower"]
+            _parse_tower(item) for item in towers if item["megatron"] not in row.get("without", ())
         ),
         text_defaults=row.get("text_defaults", {}),
-        tensors=tuple(
-            TowerTensor(item["megatron"], item["hf"], item.get("transposed", False))
-            for item in row.get("tensor", ())
-        ),
+        implementation=row.get("implementation"),
+        has_expert_stacks=row.get("expert_stacks", False),
         extra_states=tuple(row.get("extra_states", ())),
         checked=row["checked"],
     )
+
+
+def _parse_tower(item: Mapping[str, Any]) -> Tower:
+    """Build a tower from its entry in the table."""
+    return Tower(
+        megatron=item["megatron"],
+        hf=tuple(item["hf"]),
+        beside=_parse_names(item["beside"]),
+        layers=tuple(
+            TowerLayers(
+                hf=layers["hf"],
+                megatron=layers.get("megatron", layers["hf"]),
+                depth=tuple(layers["depth"]),
+                layer=_parse_names(layers["layer"]),
+                is_stacked=layers.get("stacked", False),
+            )
+            for layers in item.get("layers", ())
+        ),
+        optional=_parse_names(item.get("optional", ())),
+        transposed=frozenset(item.get("transposed", ())),
+        heads=tuple(item["heads"]) if "heads" in item else None,
+        by_head=frozenset(item.get("by_head", ())),
+        has_extra_states=item.get("extra_states", False),
+    )
+
+
+def _parse_names(names: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
+    """Return names in transformers → in Megatron; a list has names that are the same in both."""
+    return dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+
+
+def _count_in(config: Mapping[str, object], place: tuple[str, str, int]) -> int:
+    """Return a number of ``config.json``, or the length of a list there.
+
+    Args:
+        place: section, name, and the number that holds if there is none.
+
+    Raises:
+        CorruptError: the value is neither a positive integer nor a list.
+    """
+    section, name, default = place
+    values = as_mapping_of_names(config.get(section))
+    value = values.get(name)
+    if isinstance(value, list):
+        return len(value)
+    return count_of(values, name, default=default)

@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.files.json_object import parse_json_object
 from core.hf.config_json.config import document
 from core.hf.config_json.origin import ConfigOrigin
-from core.hf.tensors.packed import transpose_tensor
+from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
+from core.hf.tensors.hf_tensor import HfTensor
 from core.hf.text_model import text_config_of
-from core.hf.towers.models import CompositeModel, TowerTensor, composite_models
-from core.hf.towers.to_megatron import NAMES_ARGUMENT
+from core.hf.towers.models import CompositeModel, composite_models
+from core.hf.towers.tensors import hf_tower_tensors
+from core.hf.towers.to_megatron import EXPERTS_ARGUMENT, NAMES_ARGUMENT, PLAIN, TRANSPOSED
 from core.hf.values import CONFIG
 from core.megatron.rules.tables import load_rules
 
@@ -34,22 +35,20 @@ class SeparatedTowers:
 
     Args:
         model: its entry in the table.
-        complete: Megatron's global form of all.
         text: that of the text model.
         fields: training arguments of the text model.
         complete_origin: ``config.json`` of the complete model.
         origin: that of its text model.
-        towers: Hugging Face name → the tensor and its name in Megatron.
+        towers: Hugging Face name → the tensor.
         beginnings: beginning of names in a text model → in the complete one.
     """
 
     model: CompositeModel
-    complete: Catalog
     text: Catalog
     fields: Mapping[str, object]
     complete_origin: ConfigOrigin
     origin: ConfigOrigin
-    towers: Mapping[str, TowerTensor]
+    towers: Mapping[str, HfTensor]
     beginnings: Mapping[str, str]
 
     def joined(self, text: Catalog) -> Catalog:
@@ -61,7 +60,9 @@ class SeparatedTowers:
         Raises:
             CorruptError: two tensors would have the same name.
         """
-        complete, towers = self.complete, self.towers
+        towers = self.towers
+        if self.model.has_expert_stacks:
+            text = self._with_stacks(text)
         in_text = {self._name_of(key): key for key in text.tensors}
         if len(in_text) < len(text.tensors) or in_text.keys() & towers.keys():
             raise CorruptError(f"argument {NAMES_ARGUMENT} gives several tensors the same name")
@@ -69,14 +70,10 @@ class SeparatedTowers:
         def fragments_of(key: str) -> Sequence[Fragment]:
             if key in in_text:
                 return [replace(item, key=key) for item in text.fragments(in_text[key])]
-            if key not in towers:
-                return text.fragments(key)
-            if towers[key].is_transposed:
-                return transpose_tensor(complete, towers[key].megatron, key)
-            return [replace(item, key=key) for item in complete.fragments(towers[key].megatron)]
+            return towers[key].fragments() if key in towers else text.fragments(key)
 
         tensors = {name: replace(text.tensors[key], key=name) for name, key in in_text.items()}
-        tensors |= {name: self._meta(name, tensor) for name, tensor in towers.items()}
+        tensors |= {name: tensor.meta for name, tensor in towers.items()}
         documents = dict(text.documents)
         if CONFIG in documents:
             documents[CONFIG] = self._config_document(documents[CONFIG])
@@ -92,12 +89,28 @@ class SeparatedTowers:
             f"{self.model.name} models of transformers do not have it", key=key
         )
 
-    def _meta(self, name: str, tensor: TowerTensor) -> TensorMeta:
-        """Return the metadata of a tower's tensor under its Hugging Face name."""
-        meta = self.complete.tensors[tensor.megatron]
-        return replace(
-            meta, key=name, shape=meta.shape[::-1] if tensor.is_transposed else meta.shape
-        )
+    def _with_stacks(self, text: Catalog) -> Catalog:
+        """Return the text model with the experts of a layer in two tensors.
+
+        Raises:
+            CorruptError: the argument that says how their matrices lie has another value.
+        """
+        form = self.fields.get(EXPERTS_ARGUMENT)
+        notes = text.notes
+        if form is None:
+            form = TRANSPOSED
+            notes = (
+                *notes,
+                "tensors of all experts hold transposed matrices, as published ones do",
+            )
+        if form not in (TRANSPOSED, PLAIN):
+            raise CorruptError(
+                f"argument {EXPERTS_ARGUMENT} is {repr(form)[:80]}, not {TRANSPOSED} or {PLAIN}"
+            )
+        stacked = stack_experts(text)
+        if form == TRANSPOSED:
+            stacked = transpose_stacks(stacked, stacked.tensors.keys() - text.tensors.keys())
+        return replace(stacked, notes=notes)
 
     def _config_document(self, text: bytes) -> bytes:
         """Return the ``config.json`` of the complete model for that of the text model."""
@@ -161,21 +174,16 @@ def separate_towers(
     wrapper = load_rules().wrapper_in(model.wrapper)
     assert wrapper is not None, "the rules know every wrapper of the table"
     beginnings = _beginnings_of(fields, model)
-    own_names = {item.hf: item for item in model.tensors}
-    towers: dict[str, TowerTensor] = {}
+    towers: dict[str, HfTensor] = {}
+    used: set[str] = set()
     for tower in model.towers:
         # One by one: a damaged configuration may describe more tensors than memory can hold.
-        for suffix in chain(tower.names(origin.config), tower.optional):
-            name = tower.megatron + suffix
-            own = own_names.get(name)
-            key = name if own is None else own.megatron
-            if key not in catalog.tensors:
-                if suffix not in tower.optional:
-                    raise MissingShardError("the tensor is not in the checkpoint", key=key)
-                continue
-            new = beginnings[tower.megatron] + suffix
-            towers[new] = TowerTensor(key, new, own is not None and own.is_transposed)
-    used = {tensor.megatron for tensor in towers.values()}
+        for tensor in tower.tensors(origin.config, beginnings[tower.megatron]):
+            if tensor.megatron in catalog.tensors:
+                used.add(tensor.megatron)
+                towers |= hf_tower_tensors(catalog, tensor)
+            elif not tensor.is_optional:
+                raise MissingShardError("the tensor is not in the checkpoint", key=tensor.megatron)
     for key in catalog.tensors:
         is_state = key.endswith("_extra_state")
         if key.startswith(wrapper.towers) and key not in used and not is_state:
@@ -202,7 +210,6 @@ def separate_towers(
     config = text_config_of(origin.config, has_head=has_head, defaults=model.text_defaults)
     return SeparatedTowers(
         model,
-        catalog,
         text,
         text_fields,
         origin,

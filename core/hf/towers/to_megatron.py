@@ -15,14 +15,13 @@ Not supported: see ``models.toml``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, StoredObject
 from core.catalog.facets import MegatronModel
 from core.changes.select import is_optimizer_key
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
-from core.hf.tensors.packed import transpose_tensor
 from core.hf.text_model import text_model_of, towers_text
 from core.hf.towers.models import (
     CompositeModel,
@@ -31,11 +30,16 @@ from core.hf.towers.models import (
     composite_models,
     refused_composites,
 )
+from core.hf.towers.tensors import megatron_tensor
 from core.megatron.model.args import replaced
 from core.pickle.inert import as_mapping
 
 NAMES_ARGUMENT = "huggingface_names"
 """Name of the argument with the beginnings of names in the Hugging Face model, as JSON."""
+EXPERTS_ARGUMENT = "huggingface_experts"
+"""Name of the argument that says how matrices lie in tensors of all experts: ``TRANSPOSED``, as in
+published files, or ``PLAIN``, as transformers 5 writes them."""
+TRANSPOSED, PLAIN = "transposed", "plain"
 TEXT_MODEL_HINT = "convert the text model alone with --text-model"
 _UNKNOWN = "and their names in Megatron are not known"
 
@@ -52,6 +56,7 @@ class SeparatedModel:
         towers: Megatron's name → the tensor and its name in ``complete``.
         beginnings: beginning of names in a text model, or of towers in Megatron → in ``complete``.
         mrope_section: channels that positions in time, height and width turn, or None.
+        is_transposed: tensors of all experts hold transposed matrices.
     """
 
     model: CompositeModel
@@ -61,6 +66,7 @@ class SeparatedModel:
     towers: Mapping[str, TowerTensor]
     beginnings: Mapping[str, str]
     mrope_section: Sequence[object] | None
+    is_transposed: bool
 
     def joined(self, text: Catalog) -> Catalog:
         """Return Megatron's global form of the complete model.
@@ -68,24 +74,25 @@ class SeparatedModel:
         Args:
             text: that of the text model.
         """
-        complete, towers = self.complete, self.towers
+        towers = {
+            name: megatron_tensor(self.complete, tensor) for name, tensor in self.towers.items()
+        }
 
         def fragments_of(key: str) -> Sequence[Fragment]:
-            if key not in towers:
-                return text.fragments(key)
-            if towers[key].is_transposed:
-                return transpose_tensor(complete, towers[key].hf, key)
-            return [replace(item, key=key) for item in complete.fragments(towers[key].hf)]
+            return towers[key].fragments() if key in towers else text.fragments(key)
 
-        tensors = {name: self._meta(name, tensor) for name, tensor in towers.items()}
+        tensors = {name: tensor.meta for name, tensor in towers.items()}
         changes: dict[str, object] = {NAMES_ARGUMENT: json.dumps(self.beginnings)}
+        if self.model.has_expert_stacks:
+            changes[EXPERTS_ARGUMENT] = TRANSPOSED if self.is_transposed else PLAIN
         if self.mrope_section is not None:
             changes["position_embedding_type"] = "mrope"
             changes["mrope_section"] = list(self.mrope_section)
         args = replaced(text.args, {}, added=changes)
         described = text.facet(MegatronModel)
         assert described is not None, "to_megatron describes the model"
-        order = (*tensors, *self.model.extra_states, *(described.order or ()))
+        states = [*self.model.extra_states, *_extra_states(self.towers.values())]
+        order = (*tensors, *states, *(described.order or ()))
         note = (
             f"Megatron's training script cannot build {self.model.name}: Megatron-Bridge's "
             f"{self.model.builder} does"
@@ -95,20 +102,13 @@ class SeparatedModel:
             tensors={**tensors, **text.tensors},
             fragments_of=fragments_of,
             objects={
-                **{key: StoredObject(key) for key in self.model.extra_states},
+                **{key: StoredObject(key, value=_empty(key)) for key in states},
                 **text.objects,
             },
             args=args,
             common={**(text.common or {}), "args": args},
             notes=(*(item for item in text.notes if "training script cannot" not in item), note),
         ).with_facet(replace(described, wrapper=self.model.wrapper, order=order))
-
-    def _meta(self, name: str, tensor: TowerTensor) -> TensorMeta:
-        """Return the metadata of a tower's tensor under Megatron's name."""
-        meta = self.complete.tensors[tensor.hf]
-        return replace(
-            meta, key=name, shape=meta.shape[::-1] if tensor.is_transposed else meta.shape
-        )
 
 
 def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedModel:
@@ -152,15 +152,13 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
             (item for item in tower.hf if any(key.startswith(item) for key in keys)), tower.hf[0]
         )
         beginnings[tower.megatron] = start
-        optional = [name for name in tower.optional if start + name in catalog.tensors]
-        for name in (*tower.names(config), *optional):
-            key, megatron = start + name, tower.megatron + name
-            if key not in catalog.tensors:
-                raise MissingShardError("the tensor is not in the checkpoint", key=key)
-            own = next((item for item in model.tensors if item.hf == megatron), None)
-            megatron = megatron if own is None else own.megatron
-            towers[megatron] = TowerTensor(megatron, key, own is not None and own.is_transposed)
-    used = {tensor.hf for tensor in towers.values()}
+        for tensor in tower.tensors(config, start):
+            missing = next((name for name in tensor.names() if name not in catalog.tensors), None)
+            if missing is None:
+                towers[tensor.megatron] = tensor
+            elif not tensor.is_optional:
+                raise MissingShardError("the tensor is not in the checkpoint", key=missing)
+    used = {name for tensor in towers.values() for name in tensor.names()}
     surplus = next((key for key in keys if key not in used), None)
     if surplus is not None:
         raise UnknownTensorError(
@@ -179,7 +177,25 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
         towers,
         beginnings,
         section if isinstance(section, list) else None,
+        bool(text.transposed),
     )
+
+
+def _extra_states(tensors: Iterable[TowerTensor]) -> Iterator[str]:
+    """Yield the keys of the extra states of towers that consist of Megatron's modules."""
+    for tensor in tensors:
+        if tensor.has_extra_state:
+            state = tensor.megatron.removesuffix("weight") + "_extra_state"
+            n_layers = tensor.n_layers
+            if n_layers is None:
+                yield state
+            else:
+                yield from (f"{state}/shard_{number}_{n_layers}" for number in range(n_layers))
+
+
+def _empty(key: str) -> object:
+    """Return an extra state without content: alone, or as that of one layer of a stack."""
+    return [None] if "/shard_" in key else None
 
 
 def _reason(model_type: str) -> str:

@@ -467,7 +467,9 @@ def _rename_objects(
                 names = dict(names_in(stored_name.removeprefix(prefix), facts, rules))
                 members[stored_name] = names
             depth = len(next(iter(names)))
-            name = names.get(index[:depth])
+            # A tower's stack of layers is one tensor, but each of its layers has a state.
+            is_of_stack = shard is not None and any(n > 1 for n in shard[2])
+            name = names.get(index[:depth]) if depth or not is_of_stack else None
         if name is None:
             objects[key] = item
             continue
