@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,11 @@ class Source:
     to: Layout
 
 
-TIED = replace(DENSE, is_tied=True)
 TORCH_DIST = Form("torch_dist", "fully_reshardable")
 SOURCES = {
     "rank_files": Source(DENSE, Layout(tp=2, pp=2), Form(), BF16, Layout(dp=2)),
     "experts": Source(EXPERTS, Layout(ep=2, dp=2), TORCH_DIST, BF16, Layout(ep=2, dp=2)),
     "experts_of_rank_files": Source(EXPERTS, Layout(ep=2, dp=2), Form(), BF16, Layout(dp=2)),
-    "tied": Source(TIED, Layout(tp=2, pp=2), Form(), Optimizer(), Layout(tp=2)),
 }
 
 
