@@ -59,6 +59,10 @@ _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
+_LOCAL_NOTE = (
+    "modules have the names of --transformer-impl local, which the training script needs, too; for "
+    "Transformer Engine, Megatron's default, convert with --transformer-impl transformer_engine"
+)
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj)\.weight$")
 
 
@@ -151,9 +155,7 @@ def to_megatron(
         key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
     }
     used = {key for tensor in tensors.values() for key in tensor.used} | ignored
-    # Megatron-Bridge loads torch_dist strictly: every extra state must be there, though empty.
-    needs_states = model.is_local or separated is not None
-    objects, order = _extra_states(tensors, needs_states=needs_states)
+    objects, order = _extra_states(tensors, is_local=model.is_local)
 
     # Convert the optimizer's states in the same way.
     states, restored = NO_STATES, None
@@ -201,6 +203,7 @@ def to_megatron(
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
         *_building_notes(family, config, model),
+        *((_LOCAL_NOTE,) if model.is_local and transformer_impl is None else ()),
         *(() if note is None else (note,)),
         *(() if restored is None else restored.notes),
     ]
@@ -366,12 +369,13 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
 
 
 def _extra_states(
-    tensors: Mapping[str, GlobalTensor], *, needs_states: bool
+    tensors: Mapping[str, GlobalTensor], *, is_local: bool
 ) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
     """Return the extra states of linear modules, and the order of entries in a rank file.
 
-    Modules of the local implementation save None as extra state. Modules of Transformer Engine save
-    more; they also load rank files without it, and torch_dist with None.
+    Modules of the local implementation save None as extra state. Modules of Transformer Engine load
+    rank files without theirs; torch_dist gets them when it is written
+    (``core.megatron.extras.engine_states``).
     """
     objects: dict[str, StoredObject] = {}
     order: dict[str, None] = {}
@@ -382,14 +386,14 @@ def _extra_states(
         order |= {norm: None for each in _FUSED_NORM if (norm := f"{module}.{each}") in tensors}
         order[name] = None
         # torch writes a module's extra state after all of its parameters: the bias moves up.
-        if needs_states and _LINEAR.search(name):
+        if is_local and _LINEAR.search(name):
             bias = name.removesuffix("weight") + "bias"
             if bias in tensors:
                 order[bias] = None
             state = name.removesuffix("weight") + "_extra_state"
             objects[state] = StoredObject(state)
             order[state] = None
-    if needs_states:
+    if is_local:
         state = "output_layer._extra_state"  # exists even if the weight is the embedding's
         objects.setdefault(state, StoredObject(state))
         order[state] = None

@@ -115,7 +115,9 @@ def test_another_layout_keeps_every_entry_of_what_bridge_wrote(
         }
         for folder in (saved, dst)
     ]
-    assert entries[0] == entries[1]
+    # Its modules stood in for Transformer Engine's, of which some have further states.
+    assert entries[0] <= entries[1]
+    assert all("_extra_state" in key for key in entries[1] - entries[0])
     ours, theirs = _stored(dst), _stored(saved)
     for key, value in theirs.items():
         # Padding of the vocabulary apart.

@@ -44,6 +44,7 @@ from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray, array_name
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
+from core.megatron.extras.engine_states import requested_states
 from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.cut import (
     Cut,
@@ -152,7 +153,9 @@ def stack(
     opaque = [key for key in cuts if rules.rule_of(param_of(key)).kind == "opaque"]
     for key in opaque:
         del cuts[key]
-    states = _extra_states(catalog, opaque, facts, rules)
+    described = catalog.facet(MegatronModel)
+    wrapper = rules.wrapper_in(None if described is None else described.wrapper)
+    states = _extra_states(catalog, opaque, facts, rules, wrapper)
 
     # Decide whether layers share a key. Megatron does not stack all models whose layers are alike.
     can_stack = _is_homogeneous(catalog, cuts, stages, rules)
@@ -165,8 +168,6 @@ def stack(
         )
 
     # Collect the tensors of every key; the optimizer decides how keys of its states are named.
-    described = catalog.facet(MegatronModel)
-    wrapper = rules.wrapper_in(None if described is None else described.wrapper)
     names = _StackedNames(stages, topology, facts, rules, is_stacked, wrapper)
     target = None
     if catalog.optimizer is not None:
@@ -469,15 +470,23 @@ def _with_stored_rows(catalog: Catalog, topology: Topology, facts: ModelFacts) -
 
 
 def _extra_states(
-    catalog: Catalog, tensors: Iterable[str], facts: ModelFacts, rules: Rules
+    catalog: Catalog,
+    tensors: Iterable[str],
+    facts: ModelFacts,
+    rules: Rules,
+    wrapper: Wrapper | None,
 ) -> _ExtraStates:
     """Return the extra states by global name, with one state for each grouped expert.
+
+    A model for Transformer Engine that it has not saved gets the empty states that Megatron
+    requests.
 
     Transformer Engine packs the states of all experts of a rank into one, which cannot be separated
     here. An empty one is empty for each expert; another one is dropped.
 
     Args:
         tensors: keys of states that are tensors.
+        wrapper: names of the model of which the text model is a part, or None.
     """
     # States are tensors or objects; ShardedObjects have their final form already.
     values: dict[str, object] = {key: TensorLeaf(key) for key in tensors}
@@ -486,6 +495,16 @@ def _extra_states(
         for key, item in catalog.objects.items()
         if key.endswith(EXTRA_STATE) and item.raw_key is None and sharded_object(key) is None
     }
+
+    # What Transformer Engine saved has its states: those of its version. Other sources have none,
+    # or the empty ones of the local implementation. Towers have the states of their source.
+    if not facts.is_local and all(value is None for value in values.values()):
+        towers = () if wrapper is None else wrapper.towers
+        parameters = (
+            key for key in catalog.tensors if param_of(key) == key and not key.startswith(towers)
+        )
+        for key in requested_states(parameters):
+            values.setdefault(key, None)
 
     # Separate packed states.
     states: dict[str, object] = {}
@@ -543,9 +562,9 @@ def _sharded_objects(
 
     # An extra state is that of a layer and expert. Of a GPT model's output layer none is saved.
     dropped: list[str] = []
+    head = f"{GPT.head.removesuffix('weight')}{EXTRA_STATE}"
     for key, value in states.items():
-        is_of_tower = names.wrapper is not None and key.startswith(names.wrapper.towers)
-        if names.facts.kind is GPT and names.rules.layer_of(key) is None and not is_of_tower:
+        if names.facts.kind is GPT and key == head:
             if value is not None:
                 dropped.append(f"{key} (cannot be stored in torch_dist checkpoints of GPT models)")
             continue
@@ -553,9 +572,10 @@ def _sharded_objects(
         offset = ".".join(map(str, tensor.at)) or "0"
         shape = ".".join(map(str, tensor.shape)) or "1"
         name = f"{name}/shard_{offset}_{shape}"
-        objects[name] = StoredObject(
-            name, value=[value], coords=_file_coords(by_stage[tensor.stage, tensor.ep])
-        )
+        if name not in objects:
+            objects[name] = StoredObject(
+                name, value=[value], coords=_file_coords(by_stage[tensor.stage, tensor.ep])
+            )
     return _ShardedObjects(objects, dropped)
 
 
