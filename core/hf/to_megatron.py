@@ -60,8 +60,8 @@ _ITERATION = 1
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
 _LOCAL_NOTE = (
-    "modules have the names of --transformer-impl local, which the training script needs, too; for "
-    "Transformer Engine, Megatron's default, convert with --transformer-impl transformer_engine"
+    "module names are those of --transformer-impl local; for Transformer Engine, Megatron's "
+    "default, add --transformer-impl transformer_engine"
 )
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj)\.weight$")
 

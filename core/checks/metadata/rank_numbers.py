@@ -1,6 +1,6 @@
 """CK507: check that every rank file is in the directory of the rank that wrote it.
 
-``core.megatron.model.rank_numbers`` says how the number of a file's rank proves it.
+``core.megatron.extras.rank_numbers`` says how the number of a file's rank proves it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.megatron.model.rank_numbers import MISPLACED_HINT, describe_misplaced, find_misplaced
+from core.megatron.extras.rank_numbers import MISPLACED_HINT, describe_misplaced, find_misplaced
 
 SWAPPED = Code(
     "CK507",

@@ -56,6 +56,7 @@ from core.megatron.extras.common_state import (
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened
+from core.megatron.extras.rank_numbers import check_rank_numbers
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import (
     check_complete,
@@ -67,7 +68,6 @@ from core.megatron.model.checks import (
 from core.megatron.model.cut import check_head_gates
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
-from core.megatron.model.rank_numbers import check_rank_numbers
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows
