@@ -36,6 +36,8 @@ _SOURCES_ONLY = frozenset(
 )
 """Types that are only cast from: scales, which are not rounded values, and types without torch's
 rounding."""
+_INFINITY = {"float16": (0x7FFF, 0x7C00), "float8_e5m2": (0x7F, 0x7C)}
+"""Type that large values overflow → bits of the magnitude, and the pattern of infinity in them."""
 _BATCH_SIZE = 1 << 16
 """Elements per batch, so that temporary arrays stay small and in the cache."""
 
@@ -139,6 +141,29 @@ def cast_of(source: str, target: str) -> Cast:
             )
 
     return cast_all
+
+
+def count_overflows(data: memoryview, source: str, out: memoryview, target: str) -> int:
+    """Return the number of finite elements of ``data`` that became infinite in ``out``.
+
+    Only types with a smaller range than bfloat16 and float32 are searched.
+
+    Args:
+        data: dense elements of the type ``source``.
+        out: the same elements, cast to ``target``.
+    """
+    if target not in _INFINITY or dtype_of(source).kind != "float":
+        return 0
+    import numpy as np
+
+    magnitude, infinity = _INFINITY[target]
+    patterns = np.frombuffer(out, dtype=f"u{itemsize(target)}")
+    infinite = (patterns & magnitude) == infinity
+    n_infinite = int(np.count_nonzero(infinite))
+    if n_infinite:
+        values: Any = np.frombuffer(data, dtype=numpy_dtype(source))[infinite]
+        n_infinite -= int(np.count_nonzero(np.isinf(values.astype(np.float64))))
+    return n_infinite
 
 
 def _convert(data: memoryview, source: str, out: memoryview, target: str) -> None:

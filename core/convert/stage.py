@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -190,12 +190,26 @@ def report_of(
         seconds=seconds,
         files=tuple(path for path, _ in prepared.files),
         manifest=str(manifest),
-        notes=(*prepared.notes, *stage.notes),
+        notes=(*prepared.notes, *stage.notes, *_overflow_notes(result.ledger.overflows)),
         dropped=prepared.dropped,
         dropped_reasons=prepared.dropped_reasons,
         next=prepared.load_line,
         workers=tuple(workers),
     )
+
+
+def _overflow_notes(overflows: Mapping[str, int]) -> list[str]:
+    """Return a note if finite values became infinite, the tensor with most of them first."""
+    if not overflows:
+        return []
+    worst = max(overflows, key=lambda key: overflows[key])
+    others = len(overflows) - 1
+    more = f" and {others} other tensor{'s' * (others > 1)}" if others else ""
+    note = (
+        f"{sum(overflows.values()):,} finite values of {worst}{more} became infinite: they are "
+        "beyond the range of the new type (--dtype); bfloat16 has the range of float32"
+    )
+    return [note]
 
 
 def identity_text(job: Job) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array as columns
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,6 +101,7 @@ class LedgerState:
         digests: 16 bytes of each; empty if switched off.
         open: checksums of arrays that other workers also write to, by number.
         checked: runs of source arrays that other workers read the rest of.
+        overflows: tensor → number of its elements that became infinite by a cast.
     """
 
     numbers: columns[int]
@@ -108,6 +109,7 @@ class LedgerState:
     digests: bytes
     open: dict[int, ArrayPart]
     checked: tuple[CheckedRun, ...]
+    overflows: dict[str, int]
 
     @property
     def unsummed_arrays(self) -> list[int]:
@@ -128,6 +130,7 @@ class Ledger:
     Attributes:
         crcs: CRC-32 by array number.
         digests: 16 bytes per array number.
+        overflows: tensor → number of its elements that became infinite by a cast.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class Ledger:
         self._open: dict[int, ArraySum] = {}
         self._checked: dict[tuple[str, str], _SourceRuns] = {}
         self._closed = columns("q")
+        self.overflows: dict[str, int] = {}
         self.crcs = columns("I", bytes(4 * len(places)))
         self.digests = bytearray(16 * len(places)) if digest else bytearray()
         if digest:
@@ -214,6 +218,7 @@ class Ledger:
             digests,
             {number: array.part(self._reader(number)) for number, array in self._open.items()},
             tuple(run for runs in self._checked.values() for run in runs),
+            self.overflows,
         )
 
     def join(self, state: LedgerState) -> None:
@@ -241,6 +246,13 @@ class Ledger:
                 array.join(part)
             self._close_if_complete(number, array)
         self.check(state.checked)
+        self.add_overflows(state.overflows)
+
+    def add_overflows(self, overflows: Mapping[str, int]) -> None:
+        """Add numbers of elements that became infinite, by tensor."""
+        with self._lock:
+            for key, n_elements in overflows.items():
+                self.overflows[key] = self.overflows.get(key, 0) + n_elements
 
     @property
     def is_complete(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from core.arrays.cast import Cast
+from core.arrays.cast import Cast, count_overflows
 from core.arrays.checksum import RunSum, crc32
 from core.arrays.dtypes import itemsize
 from core.copy.ledger import CheckedRun, ItemRecord, WrittenRun
@@ -34,6 +34,10 @@ class Output:
         ledger: receives the checksums.
         spare: buffer for casts.
         device: does the cast; None for the CPU.
+
+    Attributes:
+        written_bytes: bytes written so far.
+        n_overflows: finite elements that became infinite so far.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Output:
         device: Device | None,
     ) -> None:
         self._options = options
+        self._dtypes = dtypes
         self._source_size, self._size = (itemsize(name) for name in dtypes)
         self._cast: Cast | None = None if dtypes[0] == dtypes[1] else cast_on(device, *dtypes)
         self._stage = stage
@@ -60,6 +65,7 @@ class Output:
         self._checked: dict[RecordCrc, list[CheckedRun]] = {}
         self._is_recordable = True
         self.written_bytes = 0
+        self.n_overflows = 0
 
     def put(self, array: int, index: int, data: memoryview) -> None:
         """Write elements of the source's type at a flat element index of an array."""
@@ -169,7 +175,9 @@ class Output:
         for first in range(0, n_elements, at_once):
             n = min(at_once, n_elements - first)
             piece = self._spare[: n * self._size]
-            self._cast(data[first * self._source_size : (first + n) * self._source_size], piece)
+            values = data[first * self._source_size : (first + n) * self._source_size]
+            self._cast(values, piece)
+            self.n_overflows += count_overflows(values, self._dtypes[0], piece, self._dtypes[1])
             yield first, piece
 
     def _feed(self, places: list[tuple[int, int]], piece: memoryview) -> None:

@@ -254,6 +254,7 @@ class CopyRun:
         with self._lock:
             self._read_bytes += worker.read_bytes
             self._written_bytes += worker.written_bytes
+            self._ledger.add_overflows(worker.overflows)
 
     def _is_resumed(self, number: ItemNumber) -> bool:
         """Return True if an earlier run copied an item and its bytes have the recorded CRCs."""

@@ -66,6 +66,7 @@ class CopyWorker:
         self._begin = partial(Output, options=options, stage=stage, places=places, ledger=ledger)
         self.read_bytes = 0
         self.written_bytes = 0
+        self.overflows: dict[str, int] = {}
 
     def do(self, item: Item) -> tuple[ItemRecord | None, set[str]]:
         """Copy an item, or part of it if the copy is stopped.
@@ -93,6 +94,8 @@ class CopyWorker:
         else:
             self._interleave(item, out)
         self.written_bytes += out.written_bytes
+        if out.n_overflows:
+            self.overflows[item.key] = self.overflows.get(item.key, 0) + out.n_overflows
         if self._is_stopped():
             return None, set()
         return out.close()

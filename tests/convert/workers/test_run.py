@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from core.convert.run import Job, TopologyChange, run
 from core.convert.workers.run import WorkSizes, run_shared
@@ -73,6 +75,19 @@ def test_any_number_of_workers_writes_the_same_bytes(
         assert os.listdir(tmp_path / str(n)) == ["out"]
         figures = found[0]["launch"]["workers"]
         assert len(figures) == n and found[0]["launch"]["balance"] < n
+
+
+def test_values_that_a_cast_made_infinite_are_counted_by_all_workers(tmp_path: Path) -> None:
+    values = torch.arange(40_000, dtype=torch.float32).reshape(2, -1)
+    values[0, 0], values[0, 1], values[1, 0], values[1, 1] = 1e6, float("inf"), -65_520, 65_519
+    save_file({"w": values, "fine": torch.ones(3)}, tmp_path / "in.safetensors")
+    for n, name in ((1, "one"), (2, "two")):
+        dst = tmp_path / f"{name}.safetensors"
+        dtype = (("*", "float16"),)
+        job = Job(src=tmp_path / "in.safetensors", dst=dst, dtype=dtype, fsync=False)
+        notes = run(job).as_dict()["notes"] if n == 1 else run_team(n, convert, job)[0]["notes"]
+        assert any(note.startswith("2 finite values of w became infinite") for note in notes)
+        assert load_file(dst)["w"].isinf().sum() == 3
 
 
 @dataclass
