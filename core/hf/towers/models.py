@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 from core.hf.values import count_of
 from core.pickle.inert import as_mapping
 
-_LINEAR = re.compile(r"(^|\.)linear_\w+\.weight$")
 LAYER = "{layer}"
 """Stands for the number of the layer in a Hugging Face name."""
 
@@ -30,7 +28,7 @@ class TowerTensor:
         n_heads: rows are those of queries, keys and values, which Megatron has head by head; None
             for all other tensors.
         is_optional: only some models have it.
-        has_extra_state: it is the weight of a module of Megatron, which saves an extra state.
+        has_extra_state: it is a parameter of a module of Megatron, which may save extra states.
     """
 
     megatron: str
@@ -91,7 +89,7 @@ class Tower:
                 start + hf,
                 is_transposed=hf in self.transposed,
                 is_optional=hf in self.optional,
-                has_extra_state=self._has_extra_state(megatron),
+                has_extra_state=self.has_extra_states,
             )
         for layers in self.layers:
             n_layers = _count_in(config, layers.depth)
@@ -104,12 +102,8 @@ class Tower:
                         f"{start}{layers.hf}{number}.{hf}",
                         n_layers=n_layers if layers.is_stacked else None,
                         n_heads=n_heads if hf in self.by_head else None,
-                        has_extra_state=self._has_extra_state(megatron),
+                        has_extra_state=self.has_extra_states,
                     )
-
-    def _has_extra_state(self, megatron: str) -> bool:
-        """Return whether a tensor is the weight of a linear module that saves an extra state."""
-        return self.has_extra_states and _LINEAR.search(megatron) is not None
 
 
 @dataclass(frozen=True, slots=True)

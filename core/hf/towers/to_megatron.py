@@ -31,6 +31,7 @@ from core.hf.towers.models import (
     refused_composites,
 )
 from core.hf.towers.tensors import megatron_tensor
+from core.megatron.extras.engine_states import requested_states
 from core.megatron.model.args import replaced
 from core.pickle.inert import as_mapping
 
@@ -185,12 +186,12 @@ def _extra_states(tensors: Iterable[TowerTensor]) -> Iterator[str]:
     """Yield the keys of the extra states of towers that consist of Megatron's modules."""
     for tensor in tensors:
         if tensor.has_extra_state:
-            state = tensor.megatron.removesuffix("weight") + "_extra_state"
-            n_layers = tensor.n_layers
-            if n_layers is None:
-                yield state
-            else:
-                yield from (f"{state}/shard_{number}_{n_layers}" for number in range(n_layers))
+            for state in requested_states([tensor.megatron]):
+                n_layers = tensor.n_layers
+                if n_layers is None:
+                    yield state
+                else:
+                    yield from (f"{state}/shard_{number}_{n_layers}" for number in range(n_layers))
 
 
 def _empty(key: str) -> object:
