@@ -26,6 +26,7 @@ from core.errors import (
     UsageError,
 )
 from core.hf.towers.models import composite_models
+from core.opening.open import open_checkpoint
 from tests.hf.composites import COMPOSITES, saved_composite
 from tests.hf.models import assert_same, config_of, quietly, tensors
 from tests.support.archives import unpacked
@@ -80,6 +81,11 @@ def test_the_complete_model_goes_to_megatron_as_bridge_writes_it_and_back(
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert torch.equal(value, theirs[key]), key
+
+    # Norms of Transformer Engine have extra states as well.
+    if name.startswith(("qwen3", "gemma3")):
+        objects = open_checkpoint(first).catalog.objects
+        assert any(re.search(r"(merger|projector)\..*norm\._extra_state", key) for key in objects)
 
     # Another layout, and back: the same tensors under the same names, the same configuration.
     run(
