@@ -376,7 +376,7 @@ def test_a_vocabulary_size_that_would_cut_off_tokens_is_refused(
     golden: Path, tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(UsageError, match=r"the rows of 100 tokens would be lost") as caught:
-        convert(golden / name, tmp_path / "a", "torch_dist", vocab_size=200)
+        convert(golden / name, tmp_path / "a", "megatron", vocab_size=200)
     assert "a number from 300 to 384" in (caught.value.hint or "")
     assert not (tmp_path / "a").exists()
 

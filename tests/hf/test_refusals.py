@@ -365,8 +365,8 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
     "LayerNorm": (
         "llama",
         {"normalization": "LayerNorm"},
-        UnsupportedError,
-        "normalization is 'LayerNorm'",
+        MissingShardError,
+        r"input_layernorm\.bias",
     ),
     "a plain MLP": ("llama", {"swiglu": False}, UnsupportedError, "swiglu is False"),
     "learned positions": (

@@ -1004,8 +1004,8 @@ def _of(*numbers: int) -> tuple[tuple[str, str], ...]:
     return tuple((f"CK{number}", _CONFIG) for number in numbers)
 
 
-def _stablelm_without_a_tensor(path: Path) -> None:
-    config_changed(path, model_type="stablelm", architectures=["StableLmForCausalLM"])
+def _persimmon_without_a_tensor(path: Path) -> None:
+    config_changed(path, model_type="persimmon", architectures=["PersimmonForCausalLM"])
     tensors_changed(path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
 
 
@@ -1118,7 +1118,7 @@ MODELS = (
         ONE,
         "a layer of a family without a table lost a tensor",
         "",
-        _stablelm_without_a_tensor,
+        _persimmon_without_a_tensor,
         ("CK540", _CONFIG),
     ),
     row(

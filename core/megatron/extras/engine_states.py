@@ -7,7 +7,8 @@ depends on the versions of megatron-core and Transformer Engine: linear modules 
 attention cores in some. All are named here, and stored as ``None``, which every version accepts as
 an empty state.
 
-Rank files need none: Megatron loads them again without strictness if states are absent.
+Rank files need none, as Megatron loads them again without strictness if states are absent; those of
+norms and attention cores are left out of them, which a strict load would not expect.
 
 Source: megatron-core 0.16.1 ``extensions/transformer_engine.py``, ``transformer/utils.py``
 ``make_sharded_tensors_for_checkpoint``, ``dist_checkpointing/validation.py``; TransformerEngine 2.x
@@ -19,12 +20,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+from core.catalog.catalog import Catalog
 from core.megatron.extras.common_state import EXTRA_STATE
 
 _ENGINE_MODULE = re.compile(
     r"(?P<module>(?:.*\.)?(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm))\.weight\d*"
 )
+_OF_SOME_VERSIONS = re.compile(rf"(.*\.)?(core_attention|\w*norm)\.{EXTRA_STATE}")
 _PROJECTION = re.compile(r"(?P<attention>(?:.*\.)?(?:self|cross)_attention)\.linear_proj\.weight")
 
 
@@ -41,3 +45,15 @@ def requested_states(names: Iterable[str]) -> Iterator[str]:
         match = _PROJECTION.fullmatch(name)
         if match is not None:
             yield f"{match['attention']}.core_attention.{EXTRA_STATE}"
+
+
+def without_requested_states(catalog: Catalog) -> Catalog:
+    """Return the global per-layer form without empty states of norms and attention cores."""
+    objects = {
+        key: item
+        for key, item in catalog.objects.items()
+        if item.value is not None
+        or item.raw_key is not None
+        or not _OF_SOME_VERSIONS.fullmatch(key)
+    }
+    return catalog if len(objects) == len(catalog.objects) else replace(catalog, objects=objects)

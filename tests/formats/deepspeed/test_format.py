@@ -637,7 +637,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(0, _slice),
         CorruptError,
-        "the shapes of the parameters before it give",
+        "by the shapes of the parameters before it, this rank has",
     ),
     "a slice is missing": (2, edit_optim(1, _no_slice), CorruptError, "lacks the parameter"),
     "a state is short": (
