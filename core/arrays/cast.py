@@ -146,7 +146,8 @@ def cast_of(source: str, target: str) -> Cast:
 def count_overflows(data: memoryview, source: str, out: memoryview, target: str) -> int:
     """Return the number of finite elements of ``data`` that became infinite in ``out``.
 
-    Only types with a smaller range than bfloat16 and float32 are searched.
+    Only float16 and float8_e5m2 are searched: bfloat16 has the range of float32, float8_e4m3fn
+    saturates, and values that become NaN in the ``fnuz`` types are not counted.
 
     Args:
         data: dense elements of the type ``source``.

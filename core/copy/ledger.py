@@ -101,7 +101,7 @@ class LedgerState:
         digests: 16 bytes of each; empty if switched off.
         open: checksums of arrays that other workers also write to, by number.
         checked: runs of source arrays that other workers read the rest of.
-        overflows: tensor → number of its elements that became infinite by a cast.
+        overflows: tensor → number of its elements that a cast of this run made infinite.
     """
 
     numbers: columns[int]
@@ -130,7 +130,7 @@ class Ledger:
     Attributes:
         crcs: CRC-32 by array number.
         digests: 16 bytes per array number.
-        overflows: tensor → number of its elements that became infinite by a cast.
+        overflows: tensor → number of its elements that a cast of this run made infinite.
     """
 
     def __init__(

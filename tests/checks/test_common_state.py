@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from core.checks.level import Level
-from core.errors import CheckpointingException
+from core.convert.run import Job, run
+from core.errors import CheckpointingException, CorruptError
 from core.opening.open import open_checkpoint
 from tests.support.edited import Rows, copied, counted, edit_rank, edit_rows, found_in
 
@@ -141,6 +142,8 @@ def test_rank_directories_that_were_exchanged_are_found_by_the_numbers_in_them(
         _exchange(folder / a, folder / b)
         found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
         assert {("CK507", a), ("CK507", b)} <= found
+        with pytest.raises(CorruptError, match=r"global rank \d wrote this file"):
+            run(Job(src=folder, dst=tmp_path / "out", to="torch_dist", fsync=False))
 
 
 def test_a_file_copied_over_another_ranks_is_found(golden: Path, tmp_path: Path) -> None:
@@ -149,6 +152,9 @@ def test_a_file_copied_over_another_ranks_is_found(golden: Path, tmp_path: Path)
     (folder / "mp_rank_00_001" / file).write_bytes((folder / "mp_rank_00_000" / file).read_bytes())
     found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
     assert found == {("CK507", "mp_rank_00_000"), ("CK507", "mp_rank_00_001")}
+    with pytest.raises(CorruptError, match="wrote the files of mp_rank_00_000, mp_rank_00_001"):
+        run(Job(src=folder, dst=tmp_path / "out", to="hf", fsync=False))
+    assert not (tmp_path / "out").exists()
 
 
 def test_tools_that_leave_one_number_in_all_files_are_fine(golden: Path, tmp_path: Path) -> None:

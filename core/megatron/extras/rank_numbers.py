@@ -25,6 +25,8 @@ from core.errors import CheckpointingException, CorruptError
 from core.megatron.model.args import fields_of
 from core.pickle.inert import as_mapping
 
+MISPLACED_HINT = "rename the directories correctly, or copy the checkpoint again"
+
 
 @dataclass(frozen=True, slots=True)
 class MisplacedRank:
@@ -74,15 +76,18 @@ def check_rank_numbers(ranks: Collection[tuple[str, object]]) -> None:
     Raises:
         CorruptError: a file is in another rank's directory, or a copy of another rank's file.
     """
-    for misplaced in find_misplaced(ranks):
-        raise CorruptError(
-            describe_misplaced(misplaced.number),
-            rank=misplaced.folder,
-            hint=MISPLACED_HINT,
+    misplaced = find_misplaced(ranks)
+    if not misplaced:
+        return
+    first = misplaced[0]
+    problem = describe_misplaced(first.number)
+    if first.expected is None:
+        copies = [rank.folder for rank in misplaced if rank.number == first.number]
+        problem = (
+            f"global rank {first.number} wrote the files of {', '.join(copies)}, according to "
+            "their arguments"
         )
-
-
-MISPLACED_HINT = "rename the directories correctly, or copy the checkpoint again"
+    raise CorruptError(problem, rank=first.folder, hint=MISPLACED_HINT)
 
 
 def describe_misplaced(number: int) -> str:
