@@ -31,8 +31,6 @@ import torch.distributed as dist
 import typing_extensions
 from safetensors.torch import save_file
 
-from tests.hf.composites import COMPOSITES, saved_composite
-
 LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 ENDS = {"max_position_embeddings": 64, "tie_word_embeddings": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -127,7 +125,6 @@ def install(megatron_lm: str, megatron_bridge: str) -> None:
         setattr(torch.cuda, name, lambda *args: None)
     torch.cuda.Stream = torch.cuda.Event = _StubClass("Stream", (object,), {})
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    dist.init_process_group("gloo")
 
 
 def megatron_model(hf_dir: Path, *, tp: int = 1, pp: int = 1) -> tuple[Any, Any]:
@@ -191,7 +188,12 @@ def use_plain_gpt(provider: Any) -> None:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """Write a random model as transformers saves it."""
+    """Write a random model as transformers saves it, before checkouts are on the path.
+
+    Megatron-LM has a package ``tests`` as well.
+    """
+    from tests.hf.composites import COMPOSITES, saved_composite
+
     if name in COMPOSITES:
         saved_composite(name, folder)
         return
@@ -250,15 +252,16 @@ def write_adapters(folder: Path) -> None:
 
 
 def main(name: str, folder: str, megatron_lm: str, megatron_bridge: str) -> None:
+    out, size = Path(folder), 2 if name == "adapters" else 1
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        write_model("llama_base" if name == "adapters" else name, out / "hf")
+    dist.barrier()
     install(megatron_lm, megatron_bridge)
     from megatron.bridge.training.model_load_save import save_megatron_model
     from megatron.core import parallel_state
 
-    out, size = Path(folder), 2 if name == "adapters" else 1
     parallel_state.initialize_model_parallel(size, size)
-    if dist.get_rank() == 0:
-        write_model("llama_base" if name == "adapters" else name, out / "hf")
-    dist.barrier()
     if name == "adapters":
         write_adapters(out)
     else:
