@@ -510,7 +510,8 @@ class TransferOptions:
             metavar="IMPL",
             parser=one_of("local", "transformer_engine"),
             rich_help_panel=LAYOUT,
-            help="Megatron module names to write: local or transformer_engine.",
+            help="Megatron module names to write: local or transformer_engine. "
+            "[those of SRC; from Hugging Face transformer_engine]",
         ),
     ] = None
     megatron_version: Annotated[

@@ -83,8 +83,8 @@ class Job:
         names: family of the tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``;
             None keeps the names, unless the target format implies a family.
         transformer_impl: ``local`` or ``transformer_engine``: rename Megatron's parameters to
-            those of this implementation; None keeps them
-            (``core.megatron.placement.implementation``).
+            those of this implementation; None keeps them, and takes Transformer Engine's where the
+            source has Hugging Face's names (``core.megatron.placement.implementation``).
         megatron_version: the megatron-core that will load the rank files; None writes the
             optimizer's groups as the source has them.
         experts: the kind of experts to write (``core.megatron.placement.expert_kind``); None keeps

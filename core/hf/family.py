@@ -48,6 +48,8 @@ _FIELDS = frozenset(
 )
 _LISTS = ("dense", "shared", "groups", "requires")
 """Fields of ``[experts]`` that are lists of names."""
+DEFAULT_IMPLEMENTATION = "transformer_engine"
+"""Megatron's default for ``--transformer-impl``, since megatron-core 0.6."""
 EXPERT = "{expert}"
 """Stands for the number of the expert in the names of a row."""
 
@@ -300,7 +302,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         fixed_config=table["fixed"]["config"],
         is_detected=table.get("detected", True),
         mtp_names=PredictionNames(**table.get("mtp_names", {})),
-        implementation=table.get("implementation", "local"),
+        implementation=table.get("implementation", DEFAULT_IMPLEMENTATION),
         builder=table.get("builder"),
         differs=table.get("differs"),
         checked=table.get("checked", _checked_with(table)),

@@ -48,6 +48,8 @@ from core.hf.text_model import is_composite
 from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG, count_of
+from core.megatron.extras.common_state import EXTRA_STATE
+from core.megatron.extras.engine_states import states_of_rank_files
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.schemes import quantized_weights
@@ -59,10 +61,6 @@ _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
-_LOCAL_NOTE = (
-    "module names are those of --transformer-impl local; for Transformer Engine, Megatron's "
-    "default, add --transformer-impl transformer_engine"
-)
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj)\.weight$")
 
 
@@ -97,7 +95,8 @@ def to_megatron(
         family: the model's family; None for the one of its ``model_type``, or else the one whose
             tensors it has (``core.hf.detection``).
         transformer_impl: implementation whose parameter names to use, ``local`` or
-            ``transformer_engine``; None for the one that can build the family's layers.
+            ``transformer_engine``; None for that of the family, which is Transformer Engine unless
+            the table of a user's own family states another.
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this times TP.
         optimizer: how to convert the optimizer; None refuses one.
 
@@ -120,7 +119,6 @@ def to_megatron(
     if family is None and is_composite(config):
         separated = separate_model(catalog, config)
         catalog, config = separated.text, separated.config
-        transformer_impl = transformer_impl or separated.model.implementation
     if family is None:
         family, note = detect_family(catalog.tensors, config)
 
@@ -203,7 +201,7 @@ def to_megatron(
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
         *_building_notes(family, config, model),
-        *((_LOCAL_NOTE,) if model.is_local and transformer_impl is None else ()),
+        *((_names_note(model),) if transformer_impl is None else ()),
         *(() if note is None else (note,)),
         *(() if restored is None else restored.notes),
     ]
@@ -264,6 +262,16 @@ def _notes(
     if copies:
         names = f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}"
         yield f"{names}: copies of other tensors, not stored twice"
+
+
+def _names_note(model: Model) -> str:
+    """Return the note about the implementation whose module names are written by default."""
+    if model.is_local:
+        return "module names are for --transformer-impl local"
+    return (
+        "module names are for Transformer Engine, Megatron's default; for "
+        "--transformer-impl local, add that option"
+    )
 
 
 def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:
@@ -371,11 +379,9 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
 def _extra_states(
     tensors: Mapping[str, GlobalTensor], *, is_local: bool
 ) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
-    """Return the extra states of linear modules, and the order of entries in a rank file.
+    """Return the extra states of modules, which are empty, and the order of entries in a rank file.
 
-    Modules of the local implementation save None as extra state. Modules of Transformer Engine load
-    rank files without theirs; torch_dist gets them when it is written
-    (``core.megatron.extras.engine_states``).
+    Those of the local implementation are those of its linear modules.
     """
     objects: dict[str, StoredObject] = {}
     order: dict[str, None] = {}
@@ -385,16 +391,19 @@ def _extra_states(
             continue  # added below, before the weight of its module
         order |= {norm: None for each in _FUSED_NORM if (norm := f"{module}.{each}") in tensors}
         order[name] = None
-        # torch writes a module's extra state after all of its parameters: the bias moves up.
-        if is_local and _LINEAR.search(name):
+        if is_local:
+            states = [f"{module}.{EXTRA_STATE}"] if _LINEAR.search(name) else []
+        else:
+            states = list(states_of_rank_files([name]))
+        for state in states:
+            # torch writes a module's extra state after all of its parameters: the bias moves up.
             bias = name.removesuffix("weight") + "bias"
             if bias in tensors:
                 order[bias] = None
-            state = name.removesuffix("weight") + "_extra_state"
             objects[state] = StoredObject(state)
             order[state] = None
     if is_local:
-        state = "output_layer._extra_state"  # exists even if the weight is the embedding's
+        state = f"output_layer.{EXTRA_STATE}"  # exists even if the weight is the embedding's
         objects.setdefault(state, StoredObject(state))
         order[state] = None
     return objects, tuple(order)

@@ -63,12 +63,12 @@ def test_every_expert_has_a_state(tmp_path: Path) -> None:
 def test_from_the_local_implementation_they_are_added(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model")
     wanted = _converted(folder, impl="transformer_engine")
-    local = _converted(folder)
+    local = _converted(folder, impl="local")
     assert set(local) < set(wanted)
     dst = tmp_path / "engine"
     run(
         Job(
-            src=tmp_path / "dist_None",
+            src=tmp_path / "dist_local",
             dst=dst,
             to="torch_dist",
             transformer_impl="transformer_engine",

@@ -366,7 +366,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "llama",
         {"normalization": "LayerNorm"},
         MissingShardError,
-        r"input_layernorm\.bias",
+        r"linear_qkv\.layer_norm_bias",
     ),
     "a plain MLP": ("llama", {"swiglu": False}, UnsupportedError, "swiglu is False"),
     "learned positions": (

@@ -23,11 +23,16 @@ from core.convert.job import Job
 from core.convert.options import check_vocabulary, refuse_quantizing
 from core.errors import UsageError
 from core.formats.huggingface.files import CONFIG
+from core.megatron.model.args import fields_of
 from core.megatron.placement.expert_kind import with_expert_kind
 from core.opening.open import Checkpoint
 
 VOCAB_DIVISOR = 128
 """Megatron's default for ``--make-vocab-size-divisible-by``."""
+_GROUPED_NOTE = (
+    "the experts are grouped (start Megatron with --moe-grouped-gemm, or convert with "
+    "--experts sequential)"
+)
 
 
 def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint) -> GlobalForm:
@@ -87,6 +92,9 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
         )
     if job.experts is not None:
         catalog = with_expert_kind(catalog, job.experts, rules=request.rules)
+    elif request.format.partition == "ranks" and fields_of(catalog.args).get("moe_grouped_gemm"):
+        # In rank files, unlike torch_dist, names depend on the module of the experts.
+        catalog = catalog.noted([_GROUPED_NOTE])
     padding = (
         f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)"
     )

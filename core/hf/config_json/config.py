@@ -130,8 +130,8 @@ def arguments_of(
         config: parsed ``config.json``.
         family: family of the model.
         dtype: element type of the parameters.
-        transformer_impl: ``local`` or ``transformer_engine``; None for one that can build the
-            model.
+        transformer_impl: ``local`` or ``transformer_engine``; None for that of the family:
+            Transformer Engine, unless the table of a user's own family states another.
         divisible_by: the padded vocabulary is a multiple of this times TP.
         iteration: iteration to record in the checkpoint.
         n_mtp: number of multi-token prediction layers with tensors.

@@ -119,7 +119,6 @@ class CompositeModel:
     towers: tuple[Tower, ...]
     text_defaults: Mapping[str, object]
     has_expert_stacks: bool
-    implementation: str | None
     extra_states: tuple[str, ...]
     checked: str
 
@@ -167,7 +166,6 @@ def _parse_model(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) 
             _parse_tower(item) for item in towers if item["megatron"] not in row.get("without", ())
         ),
         text_defaults=row.get("text_defaults", {}),
-        implementation=row.get("implementation"),
         has_expert_stacks=row.get("expert_stacks", False),
         extra_states=tuple(row.get("extra_states", ())),
         checked=row["checked"],

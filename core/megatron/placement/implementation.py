@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog, Fragment, StoredObject
 from core.catalog.facets import MegatronModel
 from core.catalog.optimizer_keys import Optimizer, state_key, state_of
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
+from core.megatron.extras.engine_states import states_of_rank_files
 from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.experts import OPTION
@@ -73,13 +74,23 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         fragments = catalog.fragments(old)
         return fragments if old == key else [replace(piece, key=key) for piece in fragments]
 
+    # Transformer Engine's norms have states, too, which are empty in the other implementation.
+    objects = {key: item for key, item in catalog.objects.items() if key not in filled_states}
+    if to_fused:
+        parameters = (new for old, new in new_of.items() if state_of(old) is None)
+        objects |= {
+            state: StoredObject(state)
+            for state in states_of_rank_files(parameters)
+            if state not in objects
+        }
+
     # Older runs do not record the implementation, so the argument may have to be added.
     args = replaced(catalog.args, {}, added={"transformer_impl": implementation})
     optimizer = catalog.optimizer
     return replace(
         catalog,
         tensors={new: replace(catalog.tensors[old], key=new) for old, new in new_of.items()},
-        objects={key: item for key, item in catalog.objects.items() if key not in filled_states},
+        objects=objects,
         fragments_of=fragments_of,
         args=args,
         common={**common_of(catalog), "args": args},

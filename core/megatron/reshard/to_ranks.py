@@ -40,7 +40,7 @@ from core.megatron.extras.common_state import (
     plan_entry,
     sharded_object,
 )
-from core.megatron.extras.engine_states import without_requested_states
+from core.megatron.extras.engine_states import without_unexpected_states
 from core.megatron.extras.extra_states import adapt_expert_states
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
@@ -108,7 +108,7 @@ def shard(
     expert_names = _expert_names(catalog, facts, version=version)
 
     # Decide how every tensor is cut. Weights of legacy grouped experts are transposed in files.
-    catalog = without_requested_states(catalog)
+    catalog = without_unexpected_states(catalog, is_local=facts.is_local)
     catalog = adapt_expert_states(catalog, topology, facts, rules, expert_names=expert_names)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
     if expert_names == "grouped":
