@@ -1,9 +1,10 @@
 """Runs command lines one by one in children with limits, forked from a process that has imported
 what they use: ``python server.py COMMANDS``.
 
-COMMANDS, as JSON: lists of words, with SRC for a checkpoint; each is run once before the first fork,
-so that children find what it imports and parses. A line of JSON on stdin, ``[[argument, …], working directory]``; a line on stdout: how the command
-ended, what it printed, the processor time it took and by how much its memory grew.
+COMMANDS, as JSON: lists of words, with SRC for a checkpoint; each is run once before the first
+fork, so that children find what it imports and parses. A line of JSON on stdin, ``[[argument, …],
+working directory]``; a line on stdout: how the command ended, what it printed, the processor time
+it took and by how much its memory grew.
 """
 
 from __future__ import annotations

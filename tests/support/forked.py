@@ -154,6 +154,7 @@ def _server(owner: int) -> socket.socket:
     def close() -> None:
         if os.getpid() == owner:
             ours.shutdown(socket.SHUT_RDWR)
+            ours.close()
             process.wait()
 
     return ours
