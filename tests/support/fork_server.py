@@ -32,6 +32,7 @@ PRELOADED = (
     *("safetensors.numpy", "safetensors.torch", "tensorstore"),
     *("core.dist_checkpointing.storage_reader", "core.dist_checkpointing.storage_writer"),
     *("core.dist_checkpointing.strategies.fully_parallel", "core.convert.run"),
+    *("ckpt_cli.app", "ckpt_cli.completion.answer", "core.formats.registry"),
 )
 """What cannot be imported is passed over."""
 MESSAGE_BYTES = 1 << 18
@@ -91,6 +92,7 @@ def _be_program(request: dict[str, Any], fds: list[int]) -> NoReturn:
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])
+        sys.path[1:1] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
         _run(request["arguments"])
         code = 0
     except SystemExit as end:
