@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tarfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -23,6 +24,18 @@ hypothesis.settings.load_profile("no clock")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--long``: also the tests that are left out because the suite has a time limit."""
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps the garbage collector away while modules and tests are collected, which all stay: a
+    fifth of the time of a whole collection.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

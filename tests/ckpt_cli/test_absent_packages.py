@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,12 +24,14 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-def run(folder: Path, absent: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, absent: str, *arguments: str | Path, program: Path = CKPT
+) -> subprocess.CompletedProcess[str]:
     """Run ckpt in a folder, in an interpreter that finds none of the absent packages."""
     (folder / "site").mkdir(exist_ok=True)
     (folder / "site" / "sitecustomize.py").write_text(_FINDER)
     environ = {**os.environ, "PYTHONPATH": str(folder / "site"), "ABSENT": absent}
-    command = [str(part) for part in (CKPT, *arguments)]
+    command = [str(part) for part in (program, *arguments)]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
 
 
@@ -38,7 +41,7 @@ def test_every_command_but_launch_works_without_the_large_packages(
 ) -> None:
     source = golden / RUN
     zarr = golden / "mcore0121_zarr/dense_gqa/tp4_pp1"
-    for command in (
+    commands = (
         ["inspect", source],
         ["inspect", source, "output_layer.weight", "--values", "3"],
         ["validate", source, "--deep"],
@@ -49,9 +52,21 @@ def test_every_command_but_launch_works_without_the_large_packages(
         *(["convert", source, to, "--to", to] for to in ("torch_dist", "dcp", "zarr", "zarr3")),
         ["convert", zarr, "from_zarr", "--to", "torch"],
         ["convert", source, "hf", "--to", "hf", "--no-optim", "--dtype", "float32"],
-    ):
-        result = run(tmp_path, "torch zarr tensorstore", *command)
-        assert result.returncode == 0, (command, result.stderr)
+    )
+    # One after the other in one interpreter, which never has the packages.
+    program = (
+        "import json, sys\n"
+        "from ckpt_cli.app import main\n"
+        "for command in json.loads(sys.argv[1]):\n"
+        "    code = main(command)\n"
+        "    assert code == 0, (command, code)\n"
+        "assert not {'torch', 'zarr', 'tensorstore'} & set(sys.modules)\n"
+    )
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    result = run(
+        tmp_path, "torch zarr tensorstore", "-c", program, words, program=Path(sys.executable)
+    )
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(

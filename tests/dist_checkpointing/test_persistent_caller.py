@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -21,6 +20,7 @@ from core.dist_checkpointing.strategies.async_utils import (
 )
 from core.errors import CapacityError, CheckpointingException, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
+from tests.support import forked
 from tests.support.staging import free_bytes
 
 
@@ -205,8 +205,8 @@ if __name__ == "__main__":
 def test_no_process_outlives_its_rank(tmp_path, kind, end):
     script = tmp_path / "job.py"
     script.write_text(_JOB)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, tmp_path / "pid", kind, end],
+    done = forked.run(
+        ["-W", "ignore", script, tmp_path / "pid", kind, end],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         timeout=120,
     )

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from core.catalog.decoded import DecodedStore
-from core.convert.prepare import prepare
+from core.convert.prepare import Prepared, prepare
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.registry import formats
@@ -144,22 +144,21 @@ def test_every_format_is_a_source_and_every_writable_one_a_target() -> None:
     assert set(TARGETS) == {*READERS, "megatron"}
 
 
-def _wanted(job: Job) -> Tensors:
+def _wanted(prepared: Prepared) -> Tensors:
     """What the destination must hold, found without plan and copy; casts are torch's."""
     wanted: Tensors = {}
-    with prepare(job) as prepared:
-        plan, store = prepared.plan, DecodedStore(prepared.source.store)
-        for key, meta in plan.target.tensors.items():
-            if job.to == "deepspeed_universal" and key in plan.target.aliases:
-                continue  # recorded as shared
-            stored = plan.match(key).dtype
-            source = replace(
-                plan.source, tensors={key: replace(plan.source.tensors[key], dtype=stored)}
-            )
-            tensor = _as_torch(tensor_bytes(source, store, key), stored)
-            padded = torch.zeros(meta.shape, dtype=tensor.dtype)
-            padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
-            wanted[key] = of_tensor(padded.to(getattr(torch, meta.dtype)))
+    plan, store = prepared.plan, DecodedStore(prepared.source.store)
+    for key, meta in plan.target.tensors.items():
+        if prepared.job.to == "deepspeed_universal" and key in plan.target.aliases:
+            continue  # recorded as shared
+        stored = plan.match(key).dtype
+        source = replace(
+            plan.source, tensors={key: replace(plan.source.tensors[key], dtype=stored)}
+        )
+        tensor = _as_torch(tensor_bytes(source, store, key), stored)
+        padded = torch.zeros(meta.shape, dtype=tensor.dtype)
+        padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
+        wanted[key] = of_tensor(padded.to(getattr(torch, meta.dtype)))
     return wanted
 
 
@@ -171,17 +170,17 @@ def _as_torch(data: np.ndarray, dtype: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.tobytes()), dtype=getattr(torch, dtype)).reshape(shape)
 
 
-def _job(src: Path, dst: Path, to: str) -> Job:
-    """The job that a patient user ends up with: it leaves out what the format says that it cannot
-    hold.
+def _job(src: Path, dst: Path, to: str) -> tuple[Job, Tensors | None]:
+    """The job that a patient user ends up with, and what it is to write; None for rank files. It
+    leaves out what the format says that it cannot hold.
     """
     job = Job(src=src, dst=dst, to=to, fsync=False, verify=True)
     if to == "deepspeed_universal":
         job = replace(job, dtype=((None, "float32"),), optim="drop")
     for _ in range(20):
         try:
-            with prepare(job):
-                return job
+            with prepare(job) as prepared:
+                return job, None if to == "megatron" else _wanted(prepared)
         except UnsupportedError as err:
             hint = err.hint or "no hint"
             if err.key is None or not any(
@@ -215,8 +214,7 @@ def test_any_format_converts_to_any_other_and_other_software_reads_it(
         assert refusal.value.hint
         assert not dst.exists()
         return
-    job = _job(src, dst, target)
-    wanted = None if target == "megatron" else _wanted(job)
+    job, wanted = _job(src, dst, target)
     report = run(job)
     assert report.format == target
     if wanted is None:

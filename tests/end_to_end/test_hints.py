@@ -97,7 +97,10 @@ def texts() -> tuple[Text, ...]:
         *sorted((ROOT / "ckpt_cli").rglob("*.py")),
     ]:
         place = path.relative_to(ROOT).as_posix()
-        for line, value in strings_of(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        if "--" not in source and "ckpt " not in source:
+            continue
+        for line, value in strings_of(ast.parse(source)):
             is_declared = DECLARATIONS.search(place) and re.fullmatch(r"-\S+(?: -\S+)*", value)
             if (OPTION.search(value) or COMMAND.search(value)) and not is_declared:
                 collected.append(Text(f"{place}:{line}", value))
@@ -108,8 +111,9 @@ def strings_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, value) of the strings of a module; statements that are only a string are
     documentation.
     """
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             inner |= {id(part) for part in node.values}
             parts = [

@@ -15,9 +15,12 @@ from tests.faults.target import KINDS
 
 BOTH = ("torch", "dcp", SAVE.name)
 """Of these, also new destinations are disturbed."""
+OTHERS = ("safetensors", "zarr3", "torch_dist")
+"""Of these, only with ``--long``: they are replaced as the directories of the others are."""
 RUNS = {
     "new": ("new", BOTH),
-    "force": ("force", [kind.name for kind in (*KINDS, SAVE)]),
+    "force": ("force", [kind.name for kind in (*KINDS, SAVE) if kind.name not in OTHERS]),
+    "force-others": ("force", OTHERS),
     "workers": ("workers", ("torch", "zarr", "verified")),
     "s3": ("s3", ("s3 → directory", "reshard in s3", "save to s3")),
 }
@@ -26,7 +29,10 @@ IN_S3 = ("SIGKILL", "500", "503 SlowDown", "slow", "cut")
 """Faults of requests that are tried here; the script tries more."""
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=pytest.mark.long if run == "force-others" else ()) for run in RUNS],
+)
 def test_nothing_is_lost_whatever_happens(
     run: str, golden: Path, tmp_path: Path, repo_dir: Path
 ) -> None:

@@ -1,13 +1,17 @@
 """Runs command lines one by one in children with limits, forked from a process that has imported
-what they use.
+what they use: ``python server.py COMMANDS``.
 
-A line of JSON on stdin, ``[[argument, …], working directory]``; a line on stdout: how the command
-ended, what it printed, the processor time it took and by how much its memory grew.
+COMMANDS, as JSON: lists of words, with SRC for a checkpoint; each is run once before the first
+fork, so that children find what it imports and parses. A line of JSON on stdin, ``[[argument, …],
+working directory]``; a line on stdout: how the command ended, what it printed, the processor time
+it took and by how much its memory grew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import os
 import resource
@@ -15,6 +19,7 @@ import sys
 import tempfile
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 WALL_S = 600
@@ -57,12 +62,29 @@ def serve() -> None:
 
     codes()
     formats()
+    _run_once(json.loads(sys.argv[1]))
     gc.collect()
     gc.freeze()  # so that forks do not copy pages for the sake of the collector
     for line in sys.stdin:
         arguments, folder = json.loads(line)
         sys.stdout.write(json.dumps(_run(arguments, folder)) + "\n")
         sys.stdout.flush()
+
+
+def _run_once(commands: list[list[str]]) -> None:
+    """Runs commands here, on a sound checkpoint."""
+    from ckpt_cli.app import main
+    from tests.hostile.cases import SOUND
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.chdir(folder),
+    ):
+        source = str(SOUND["sound dcp"](Path(folder)))
+        for words in commands:
+            main([source if word == "SRC" else word for word in words])
 
 
 def _run(arguments: list[str], folder: str) -> dict[str, object]:

@@ -55,7 +55,8 @@ class Server:
 
     def __init__(self, repo_dir: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": str(repo_dir), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, str(repo_dir / "tests/hostile/server.py")]
+        commands = json.dumps(list(_COMMANDS.values()))
+        command = [sys.executable, str(repo_dir / "tests/hostile/server.py"), commands]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

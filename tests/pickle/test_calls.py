@@ -18,9 +18,9 @@ import tomllib
 import types
 import typing
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Optional, Union
@@ -50,10 +50,10 @@ from tests.support.broken import repacked
 TABLE = Path(__file__).resolve().parents[2] / "core/pickle/calls.toml"
 
 
-def rows() -> Iterator[dict[str, object]]:
+@cache
+def rows() -> Sequence[Mapping[str, object]]:
     parsed = tomllib.loads(TABLE.read_text())
-    for kind in ("data", "framework"):
-        yield from parsed[kind]
+    return [*parsed["data"], *parsed["framework"]]
 
 
 def uses_of(data: bytes) -> set[Use]:
@@ -778,8 +778,9 @@ def test_no_text_of_the_program_advises_to_load_without_weights_only(repo_dir: P
     texts = [
         (path.name, node.value)
         for path in sources
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "weights_only" in (source := path.read_text())
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    assert len(texts) > 1000
+    assert len(sources) > 500 and len(texts) > 100
     assert [found for found in texts if "weights_only=False" in found[1]] == []

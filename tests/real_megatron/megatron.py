@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from tests.real_megatron.setting import ITERATION, Run
 from tests.real_megatron.snapshot import assembled
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +62,8 @@ class Result:
 class Megatron:
     """A worker that waits for jobs."""
 
-    process: subprocess.Popen[str]
+    jobs: IO[str]
+    answers: IO[str]
 
     def save(
         self,
@@ -96,10 +97,9 @@ class Megatron:
         return self._result(run, job, out)
 
     def _result(self, run: Run, job: dict[str, Any], out: Path) -> Result:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"run": run.as_json(), "out": str(out), **job}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        self.jobs.write(json.dumps({"run": run.as_json(), "out": str(out), **job}) + "\n")
+        self.jobs.flush()
+        line = self.answers.readline()
         assert line, "the worker has ended"
         wrong = json.loads(line)
         assert not wrong, "\n".join(f"rank {rank}: {text[-3000:]}" for rank, text in wrong.items())
@@ -137,19 +137,27 @@ def megatron(python: Path | None = None, *, ours: bool = False) -> Iterator[Mega
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    with subprocess.Popen(
-        [
-            str(python or sys.executable),
-            "-m",
-            "tests.real_megatron.worker",
-            *(["--ours"] if ours else []),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    ) as process:
-        yield Megatron(process)
-        assert process.stdin is not None
-        process.stdin.close()
+    arguments = ["-m", "tests.real_megatron.worker", *(["--ours"] if ours else [])]
+    if python is not None:
+        with subprocess.Popen(
+            [python, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            yield Megatron(process.stdin, process.stdout)
+            process.stdin.close()
+        return
+    job_end, jobs = os.pipe()
+    answers, answer_end = os.pipe()
+    program = forked.start(
+        ["-W", "ignore", *arguments], stdin=job_end, stdout=answer_end, stderr=2, env=environment
+    )
+    os.close(job_end)
+    os.close(answer_end)
+    with open(jobs, "w") as writer, open(answers) as reader:
+        yield Megatron(writer, reader)
+    program.wait()

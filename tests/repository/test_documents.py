@@ -45,9 +45,9 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
 
 
 @pytest.mark.slow
-def test_the_pictures_are_what_the_program_shows() -> None:
+def test_the_pictures_are_what_the_program_shows(golden: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/make_pictures", "--check"],
+        [sys.executable, "scripts/make_pictures", "--check", "--golden", golden],
         cwd=ROOT,
         capture_output=True,
         text=True,

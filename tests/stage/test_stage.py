@@ -19,7 +19,7 @@ from core.files.store import LocalStore
 from core.manifest.of_copy import manifest_name, read_manifest
 from core.stage.journal import FileJournal
 from core.stage.stage import Stage, stage_dir_of
-from tests.support import engine_run
+from tests.support import engine_run, forked
 
 SCRIPT = Path(__file__).parents[1] / "support/engine_run.py"
 
@@ -52,8 +52,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 def in_process_of_its_own(
     source_dir: Path, dst: Path, **options: int
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), str(source_dir), str(dst), json.dumps(options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return forked.run([SCRIPT, source_dir, dst, json.dumps(options)], timeout=120)
 
 
 def test_the_output_is_right_and_nothing_else_is_left(

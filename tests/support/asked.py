@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
+
+from tests.support import forked
 
 
 def told(*arguments: object, question: object, timeout: int = 300) -> str:
@@ -16,14 +16,7 @@ def told(*arguments: object, question: object, timeout: int = 300) -> str:
         question: what ``json`` can write.
         timeout: seconds.
     """
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    done = forked.run(arguments, input=json.dumps(question), timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

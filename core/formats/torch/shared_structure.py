@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import secrets
 import struct
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pickletools import genops
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException
@@ -87,7 +85,6 @@ class FilePattern:
     _pickle_at: int = 0
     _pickle: bytes = b""
     _holes: list[_Hole] = field(default_factory=list)
-    _integers: list[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,33 +303,23 @@ def _add_hole(pattern: FilePattern, position: int) -> bool:
     Returns:
         Whether a hole was added.
     """
-    # Find the integer that contains the byte; only its number may differ, not its opcode.
-    if pattern._integers is None:
-        pattern._integers = _integers(pattern._pickle)
-    number = bisect_right(pattern._integers, (position, 0)) - 1
-    if number < 0 or len(pattern._holes) >= _MAX_HOLES:
+    pickle = pattern._pickle
+    if len(pattern._holes) >= _MAX_HOLES:
         return False
-    start, stop = pattern._integers[number]
-    if not start < position < stop:
-        return False
-    # It must be the value of a training argument that is not a hole yet.
-    name = _find_argument(pattern._pickle, start, stop, file=pattern.file)
-    if name is None or any(hole.name == name for hole in pattern._holes):
-        return False
-    pattern._holes = sorted(
-        [*pattern._holes, _Hole(start, stop, name)], key=lambda hole: hole.start
-    )
-    return True
-
-
-def _integers(pickle: bytes) -> list[tuple[int, int]]:
-    """Return (start, stop) of the integers of fixed length in a pickle, opcodes included."""
-    spans = []
-    for opcode, _, start in genops(pickle):
-        width = _WIDTHS.get(ord(opcode.code))
-        if width is not None and start is not None:
-            spans.append((start, start + 1 + width))
-    return spans
+    # The integer that contains the byte begins with its opcode, which may not differ, at most four
+    # bytes before. Other bytes may look like an opcode: only what is an argument's value is one.
+    for start in range(position - 1, max(position - 5, -1), -1):
+        stop = start + 1 + _WIDTHS.get(pickle[start], 0)
+        if stop <= position:
+            continue
+        # It must be the value of a training argument that is not a hole yet.
+        name = _find_argument(pickle, start, stop, file=pattern.file)
+        if name is not None and all(hole.name != name for hole in pattern._holes):
+            pattern._holes = sorted(
+                [*pattern._holes, _Hole(start, stop, name)], key=lambda hole: hole.start
+            )
+            return True
+    return False
 
 
 def _find_argument(pickle: bytes, start: int, stop: int, *, file: str) -> str | None:

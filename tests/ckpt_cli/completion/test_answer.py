@@ -18,6 +18,7 @@ from ckpt_cli.completion.answer import ITERATIONS, KEYS, PAIRS, WORDS
 from ckpt_cli.completion.source import MOST_KEYS, offered_keys
 from core.arrays.dtypes import dtype_of
 from core.changes.quantize import KINDS
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[3]
 MAIN = "import sys; from ckpt_cli.__main__ import main; sys.exit(main())"
@@ -35,6 +36,8 @@ def run(
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         **variables,
     }
+    if program == MAIN:
+        return forked.run(["-c", program], env=environ, timeout=60)
     return subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +29,7 @@ from core.pickle.inert import make_namespace
 from tests.megatron.support import groups_oracle
 from tests.megatron.support.reshard_targets import target_of
 from tests.megatron.support.synthetic import Model
+from tests.support import forked
 
 PARAMS = [
     Trained("embedding.word_embeddings.weight", (40, 8), "bfloat16", False),
@@ -110,9 +109,7 @@ def megatron() -> dict[str, list[tuple[dict[str, object], list[str]]]]:
     """What megatron-core makes of ``PARAMS``, for each case of ``groups_oracle``."""
     params = json.dumps([(param.name, param.shape, param.is_expert) for param in PARAMS])
     script = Path(groups_oracle.__file__)
-    made = subprocess.run(
-        [sys.executable, script], input=params, capture_output=True, text=True, check=True
-    )
+    made = forked.run([script], input=params, check=True)
     found = json.loads(made.stdout.splitlines()[-1])
     assert isinstance(found, dict)
     return found

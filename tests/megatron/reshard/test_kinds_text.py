@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +26,7 @@ from core.megatron.model.args import facts_of, fields_of, replaced
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import load_rules, shard, stack, unshard
 from tests.megatron.support.old_names import BERT, T5, assert_same_nested, old_order, rewrite
+from tests.support import forked
 from tests.support.materialize import tensor_bytes
 from tests.support.rank_files import assert_same_weights
 
@@ -62,12 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for model, case in CASES
     ]
     program = Path(__file__).parents[1] / "support/text_models.py"
-    done = subprocess.run(
-        [sys.executable, str(program), json.dumps(jobs)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = forked.run([program, json.dumps(jobs)], timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return root_dir
 

@@ -1,0 +1,160 @@
+"""Programs in processes of their own that need not import torch anew: see ``fork_server.py``.
+
+For what another process does with the project's files. What is to be seen of starting itself
+(what is imported, options of the interpreter) needs ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from tests.support.fork_server import MESSAGE_BYTES
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVER = Path(__file__).with_name("fork_server.py")
+
+
+class Forked:
+    """A program that runs.
+
+    Args:
+        status_fd: a pipe that tells its process id, then its exit code.
+    """
+
+    def __init__(self, status_fd: int) -> None:
+        self._status_fd = status_fd
+        self.pid = self._number()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code once it has ended; negative for a signal.
+
+        Args:
+            timeout: seconds after which it is killed.
+        """
+        if not select.select([self._status_fd], [], [], timeout)[0]:
+            os.kill(self.pid, signal.SIGKILL)
+        code = self._number()
+        os.close(self._status_fd)
+        return code
+
+    def _number(self) -> int:
+        line = b""
+        while not line.endswith(b"\n"):
+            read = os.read(self._status_fd, 1)
+            assert read, "the server of forks has ended"
+            line += read
+        return int(line)
+
+
+def start(
+    arguments: Sequence[object],
+    *,
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Forked:
+    """Start a program.
+
+    Args:
+        arguments: of the interpreter: ``-W ACTION`` first, then ``-c TEXT``, ``-m MODULE`` or a
+            file, then the program's own.
+        stdin, stdout, stderr: descriptors, which the caller may close afterwards.
+        env: its environment; this process's by default.
+        cwd: the project's folder by default.
+    """
+    request = {
+        "arguments": [str(argument) for argument in arguments],
+        "env": dict(os.environ if env is None else env),
+        "cwd": str(cwd or ROOT),
+    }
+    message = json.dumps(request).encode()
+    assert len(message) <= MESSAGE_BYTES
+    reader, writer = os.pipe()
+    socket.send_fds(_server(os.getpid()), [message], [stdin, stdout, stderr, writer])
+    os.close(writer)
+    return Forked(reader)
+
+
+def run(
+    arguments: Sequence[object],
+    *,
+    input: str = "",
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: int = 300,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, like ``subprocess.run`` with captured text.
+
+    Args:
+        arguments, env, cwd: as in ``start``.
+        input: what it reads.
+        timeout: seconds after which it is killed.
+
+    Raises:
+        subprocess.CalledProcessError: with ``check``, it failed.
+    """
+    with (
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        given.write(input.encode())
+        given.seek(0)
+        program = start(
+            arguments,
+            stdin=given.fileno(),
+            stdout=out.fileno(),
+            stderr=err.fileno(),
+            env=env,
+            cwd=cwd,
+        )
+        code = program.wait(timeout)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    done = subprocess.CompletedProcess(list(map(str, arguments)), code, *texts)
+    if check:
+        done.check_returncode()
+    return done
+
+
+@cache
+def _server(owner: int) -> socket.socket:
+    """The socket of this process's server; ends with the process.
+
+    Args:
+        owner: this process: a fork of it has a server of its own.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(SERVER), str(theirs.fileno())],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+
+    @atexit.register
+    def close() -> None:
+        if os.getpid() == owner:
+            ours.shutdown(socket.SHUT_RDWR)
+            ours.close()
+            process.wait()
+
+    return ours
