@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,11 @@ SOURCES = {
     "rank_files": Source(DENSE, Layout(tp=2, pp=2), Form(), BF16, Layout(dp=2)),
     "experts": Source(EXPERTS, Layout(ep=2, dp=2), TORCH_DIST, BF16, Layout(ep=2, dp=2)),
     "experts_of_rank_files": Source(EXPERTS, Layout(ep=2, dp=2), Form(), BF16, Layout(dp=2)),
+    "tied_to_tp2": Source(
+        replace(DENSE, is_tied=True), Layout(), Form(), Optimizer(), Layout(tp=2, dp=2)
+    ),
 }
+"""No destination has one data parallel rank: there 0.16.1 adds every gradient twice."""
 
 
 @pytest.mark.parametrize("name", SOURCES)
