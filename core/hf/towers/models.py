@@ -121,6 +121,7 @@ class CompositeModel:
     has_expert_stacks: bool
     implementation: str | None
     extra_states: tuple[str, ...]
+    left_out: tuple[str, ...]
     checked: str
 
 
@@ -170,6 +171,7 @@ def _parse_model(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) 
         implementation=row.get("implementation"),
         has_expert_stacks=row.get("expert_stacks", False),
         extra_states=tuple(row.get("extra_states", ())),
+        left_out=tuple(row.get("left_out", ())),
         checked=row["checked"],
     )
 
