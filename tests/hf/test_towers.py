@@ -31,6 +31,7 @@ from core.hf.towers.models import composite_models
 from core.opening.open import open_checkpoint
 from tests.hf.composites import COMPOSITES, saved_composite
 from tests.hf.models import assert_same, config_of, quietly, tensors
+from tests.hf.stored import stored_tensors
 from tests.support.archives import unpacked
 
 _BEHIND = re.compile(r"^language_model\..*\.post_layernorm\.")
@@ -42,21 +43,6 @@ def bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     unpacked("megatron_towers", folder)
     unpacked("megatron_omni_towers", folder)
     return unpacked("megatron_rebuilt_towers", folder)
-
-
-def _stored(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a torch_dist checkpoint, as torch reads them."""
-    reader = dcp.FileSystemReader(next(folder.glob("iter_*")))
-    metas = reader.read_metadata().state_dict_metadata
-    result = {
-        key: torch.empty(meta.size, dtype=meta.properties.dtype)
-        for key, meta in metas.items()
-        if hasattr(meta, "properties")
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(result, storage_reader=reader, no_dist=True)
-    return result
 
 
 def test_every_model_of_the_table_is_tried() -> None:
@@ -82,7 +68,7 @@ def test_the_complete_model_goes_to_megatron_as_bridge_writes_it_and_back(
         )
     )
     # Its tensors are those that Megatron-Bridge wrote; the vocabulary may have padding.
-    ours, theirs = _stored(first), _stored(bridge / name / "megatron")
+    ours, theirs = stored_tensors(first), stored_tensors(bridge / name / "megatron")
     for key in ours:
         if key.endswith(("language_model.output_layer.weight", "word_embeddings.weight")):
             ours[key] = ours[key][:130]
@@ -136,7 +122,7 @@ def test_another_layout_keeps_every_entry_of_what_bridge_wrote(
     # Its modules stood in for Transformer Engine's, of which some have further states.
     assert entries[0] <= entries[1]
     assert all("_extra_state" in key for key in entries[1] - entries[0])
-    ours, theirs = _stored(dst), _stored(saved)
+    ours, theirs = stored_tensors(dst), stored_tensors(saved)
     for key, value in theirs.items():
         # Padding of the vocabulary apart.
         assert torch.equal(ours[key][: len(value)], value), key
@@ -295,8 +281,8 @@ def test_experts_of_published_files_come_back_transposed(bridge: Path, tmp_path:
     model = _with_transposed_experts(bridge / "qwen3_vl_moe/hf", tmp_path / "model")
     first, back = tmp_path / "first", tmp_path / "back"
     run(Job(src=model, dst=first, to="torch_dist", fsync=False))
-    stored = _stored(first)
-    for key, value in _stored(bridge / "qwen3_vl_moe/megatron").items():
+    stored = stored_tensors(first)
+    for key, value in stored_tensors(bridge / "qwen3_vl_moe/megatron").items():
         if ".experts." in key:
             assert torch.equal(stored[key], value), key
     run(Job(src=first, dst=back, to="hf", fsync=False))
