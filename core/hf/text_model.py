@@ -7,6 +7,10 @@
     model.visual.…, vision_tower.…    ─── towers, left out
     config.json: text_config          ───────────────────────────▶ config.json of the text model
 
+    thinker.model.…, thinker.lm_head  ─── the same for a model that also speaks
+    talker.…                          ─── left out
+    config.json: thinker_config: …
+
 The result is a checkpoint of a text model: transformers loads it, and it becomes a Megatron model
 as any other of its family. Its arithmetic on text is that of the complete model, whose rotary
 embeddings turn text as ordinary ones do (``mrope``).
@@ -20,8 +24,9 @@ The experts of Qwen3-VL's text model become single tensors, as Qwen3's files hav
         ──▶ mlp.experts.3.{gate,up}_proj.weight  (inner, hidden)
 
 Source: names and configurations that transformers 5.23.0 writes for ``models/gemma3``,
-``mistral3``, ``qwen2_5_vl``, ``qwen3_vl``, ``qwen3_vl_moe``, ``qwen3_5`` and ``qwen3_5_moe``, and
-published ones; ``conversion_mapping.py`` for the two orientations.
+``mistral3``, ``qwen2_5_vl``, ``qwen3_vl``, ``qwen3_vl_moe``, ``qwen3_5``, ``qwen3_5_moe``,
+``glm4v_moe``, ``qwen2_5_omni`` and ``qwen3_omni_moe``, and published ones;
+``conversion_mapping.py`` for the two orientations.
 
 Not supported: towers without their text model.
 """
@@ -44,6 +49,7 @@ from core.hf.values import CONFIG, count_of
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.language_model.": "model.", "lm_head.": "lm_head.", "mtp.": "mtp."},
     {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
+    {"thinker.model.": "model.", "thinker.lm_head.": "lm_head."},
     {"model.": "model.", "lm_head.": "lm_head."},
 )
 """Beginnings of the text model's names → those in a text model; the first layout with a layer."""
@@ -53,9 +59,14 @@ _TEXT_TYPES: Mapping[str, str] = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     _QWEN3_VL_MOE: "qwen3_moe",
+    "glm4v_moe_text": "glm4_moe",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
 }
 """Type of a text model without a class of its own → the family that computes the same."""
 _STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
+THINKER = "thinker_config"
+"""Section of ``config.json`` with what other composite models have at its top."""
 _OF_BOTH = ("dtype", "torch_dtype", "transformers_version")
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
@@ -86,7 +97,19 @@ def is_composite(config: Mapping[str, object] | None) -> bool:
     model_type = None if config is None else config.get("model_type")
     if config is None or not isinstance(model_type, str) or model_type in _family_types():
         return False
-    return any(isinstance(config.get(name), Mapping) for name in ("text_config", "vision_config"))
+    part = thinking_part(config)
+    return any(isinstance(part.get(name), Mapping) for name in ("text_config", "vision_config"))
+
+
+def thinking_part(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return what a configuration states of the text model and its towers.
+
+    That of a model that also speaks has it in a section of its own.
+    """
+    part = config.get(THINKER)
+    if not isinstance(part, Mapping):
+        return config
+    return {**{name: config[name] for name in _OF_BOTH if name in config}, **part}
 
 
 def text_model_of(
@@ -133,7 +156,7 @@ def text_model_of(
     )
     text = with_documents(text, {CONFIG: document(text_config)})
     transposed: frozenset[str] = frozenset()
-    if _type_of_text(config) == _QWEN3_VL_MOE:
+    if _type_of_text(thinking_part(config)) == _QWEN3_VL_MOE:
         transposed = frozenset(_transposed_stacks(text, text_config))
         text = _with_single_experts(text, transposed)
     return TextModel(text, text_config, names, towers, frozenset(names[key] for key in transposed))
@@ -173,7 +196,7 @@ def _text_names(catalog: Catalog, config: Mapping[str, object]) -> dict[str, str
 def _tower_of(key: str) -> str:
     """Return the beginning of a tensor's name that names its part of the model."""
     first, _, rest = key.partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first == "model" else first
+    return f"{first}.{rest.partition('.')[0]}" if first in ("model", "thinker") else first
 
 
 def text_config_of(
@@ -190,6 +213,7 @@ def text_config_of(
         defaults: values that its ``text_config`` may omit.
     """
     # Files of transformers 4 may have the values of Qwen2-VL's text model among the others.
+    config = thinking_part(config)
     kind = _type_of_text(config)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -212,8 +236,13 @@ def text_config_of(
     return result
 
 
+def has_text_family(config: Mapping[str, object]) -> bool:
+    """Return whether the text model of a complete model's configuration is of a family."""
+    return text_config_of(config, has_head=True)["model_type"] in _family_types()
+
+
 def _type_of_text(config: Mapping[str, object]) -> str:
-    """Return the type of the text model of a complete model's configuration."""
+    """Return the type of the text model that a configuration describes beside towers."""
     text = config.get("text_config")
     if isinstance(text, Mapping):
         return str(text.get("model_type"))[:80]

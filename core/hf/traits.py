@@ -172,7 +172,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
             f"the model has {n_layers} layers, but the checkpoint has only {n_tensors} tensors"
         )
     n_experts = size_of(fields, "num_experts", default=0)
-    n_mtp = size_of(fields, "mtp_num_layers", default=0)
+    # Megatron-Bridge writes 0 for a model without these layers.
+    n_mtp = size_of(fields, "mtp_num_layers") if fields.get("mtp_num_layers") else 0
     pattern = pattern_of(fields)
     kinds = None if pattern is None else kinds_of(pattern.layers)
     prediction = None

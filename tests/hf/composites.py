@@ -26,6 +26,14 @@ _VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
+_QWEN2_5_VISION = {
+    "depth": 2,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "patch_size": 2,
+}
 _QWEN3_VISION = {
     "depth": 3,
     "hidden_size": 12,
@@ -35,6 +43,14 @@ _QWEN3_VISION = {
     "patch_size": 2,
     "num_position_embeddings": 4,
     "spatial_merge_size": 2,
+}
+_AUDIO = {
+    "d_model": 12,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 20,
+    "num_mel_bins": 8,
+    "max_source_positions": 10,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _QWEN3_5_TEXT = {
@@ -60,14 +76,7 @@ COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
                     "mrope_section": [1, 1],
                 },
             },
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 12,
-                "intermediate_size": 20,
-                "num_heads": 2,
-                "out_hidden_size": 16,
-                "patch_size": 2,
-            },
+            "vision_config": _QWEN2_5_VISION,
         },
     ),
     "gemma3": (
@@ -129,18 +138,71 @@ COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _QWEN3_VISION,
         },
     ),
+    "glm4v_moe": (
+        "Glm4vMoeForConditionalGeneration",
+        {
+            "text_config": {
+                **_TEXT,
+                "num_hidden_layers": 4,
+                "head_dim": 8,
+                "use_qk_norm": False,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 10,
+                "first_k_dense_replace": 1,
+                "rope_parameters": {
+                    **_MROPE,
+                    "mrope_section": [1, 1],
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+            "vision_config": {**_QWEN2_5_VISION, "image_size": 8},
+        },
+    ),
+    "qwen2_5_omni": (
+        "Qwen2_5OmniForConditionalGeneration",
+        {
+            "enable_audio_output": False,
+            "thinker_config": {
+                "text_config": {
+                    **_TEXT,
+                    "tie_word_embeddings": False,
+                    "rope_parameters": {**_MROPE, "mrope_section": [1, 1]},
+                },
+                "vision_config": _QWEN2_5_VISION,
+                "audio_config": {**_AUDIO, "output_dim": 16, "n_window": 2},
+            },
+        },
+    ),
+    "qwen3_omni_moe": (
+        "Qwen3OmniMoeForConditionalGeneration",
+        {
+            "enable_audio_output": False,
+            "thinker_config": {
+                "text_config": {
+                    **_TEXT,
+                    "head_dim": 8,
+                    "rope_parameters": _MROPE,
+                    "num_experts": 4,
+                    "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 10,
+                },
+                "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+                "audio_config": {
+                    **_AUDIO,
+                    "output_dim": 16,
+                    "n_window": 2,
+                    "downsample_hidden_size": 4,
+                    "conv_chunksize": 5,
+                },
+            },
+        },
+    ),
     "qwen2_audio": (
         "Qwen2AudioForConditionalGeneration",
         {
             "text_config": {**_TEXT, "model_type": "qwen2"},
-            "audio_config": {
-                "d_model": 12,
-                "encoder_layers": 2,
-                "encoder_attention_heads": 2,
-                "encoder_ffn_dim": 20,
-                "num_mel_bins": 8,
-                "max_source_positions": 10,
-            },
+            "audio_config": _AUDIO,
         },
     ),
 }

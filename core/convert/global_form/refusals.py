@@ -69,15 +69,24 @@ def check_request(request: FormRequest, catalog: Catalog) -> None:
 
 
 def _is_origin(request: FormRequest, catalog: Catalog) -> bool:
-    """Return whether ``--config`` is the configuration that a Megatron source came from."""
+    """Return whether ``--config`` is the configuration that a Megatron source came from.
+
+    Formats that cannot store it need it for the names of towers only.
+    """
     config = request.config
     return (
         request.becomes_hf
-        and request.writes_hf
+        and (request.writes_hf or _has_towers(catalog, request.rules))
         and config is not None
         and isinstance(config.get("model_type"), str)
         and (catalog.is_rank_local or is_megatron(catalog, request.rules))
     )
+
+
+def _has_towers(catalog: Catalog, rules: Rules) -> bool:
+    """Return whether a catalog has tensors of towers, under any prefix."""
+    starts = [f".{start}" for wrapper in rules.wrappers for start in wrapper.towers]
+    return any(start in f".{key}" for key in catalog.tensors for start in starts)
 
 
 def _refuse_config(request: FormRequest, catalog: Catalog) -> NoReturn:

@@ -19,7 +19,7 @@ from core.hf.config_json.config import document
 from core.hf.config_json.origin import ConfigOrigin
 from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
 from core.hf.tensors.hf_tensor import HfTensor
-from core.hf.text_model import text_config_of
+from core.hf.text_model import THINKER, text_config_of, thinking_part
 from core.hf.towers.models import CompositeModel, composite_models
 from core.hf.towers.tensors import hf_tower_tensors
 from core.hf.towers.to_megatron import EXPERTS_ARGUMENT, NAMES_ARGUMENT, PLAIN, TRANSPOSED
@@ -27,6 +27,8 @@ from core.hf.values import CONFIG
 from core.megatron.rules.tables import load_rules
 
 _MROPE = "mrope"
+_SPEAKS = "enable_audio_output"
+"""Name in ``config.json`` of whether a model speaks; by default, it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,17 @@ class SeparatedTowers:
         documents = dict(text.documents)
         if CONFIG in documents:
             documents[CONFIG] = self._config_document(documents[CONFIG])
-        result = replace(text, tensors=tensors, fragments_of=fragments_of, documents=documents)
+        notes = text.notes
+        if self.model.left_out and self.complete_origin.config.get(_SPEAKS) is not False:
+            parts = " and ".join(f"{start}*" for start in self.model.left_out)
+            note = (
+                f"the result has no {parts}, and transformers would initialize them randomly: load "
+                f"it with {_SPEAKS}=False"
+            )
+            notes = (*notes, note)
+        result = replace(
+            text, tensors=tensors, fragments_of=fragments_of, documents=documents, notes=notes
+        )
         return result.with_facet(HuggingFaceModel(self.model.model_type))
 
     def _name_of(self, key: str) -> str:
@@ -118,8 +130,10 @@ class SeparatedTowers:
             return self.complete_origin.text
         now, before = parse_json_object(text, file=CONFIG), self.origin.config
         complete = dict(self.complete_origin.config)
-        own = complete.get("text_config")
-        target = dict(own) if isinstance(own, Mapping) else complete
+        section = complete.get(THINKER)
+        part = dict(section) if isinstance(section, Mapping) else complete
+        own = part.get("text_config")
+        target = dict(own) if isinstance(own, Mapping) else part
         for name in sorted(now.keys() | before.keys()):
             if now.get(name) == before.get(name):
                 continue
@@ -128,10 +142,13 @@ class SeparatedTowers:
             if isinstance(value, Mapping) and isinstance(old, Mapping):
                 value = {**old, **value}
             target[name] = value
-            if name in complete and not isinstance(complete[name], Mapping):
-                complete[name] = value
+            for values in (complete, part):
+                if name in values and not isinstance(values[name], Mapping):
+                    values[name] = value
         if isinstance(own, Mapping):
-            complete["text_config"] = target
+            part["text_config"] = target
+        if isinstance(section, Mapping):
+            complete[THINKER] = part
         return document(complete)
 
 
@@ -174,11 +191,12 @@ def separate_towers(
     wrapper = load_rules().wrapper_in(model.wrapper)
     assert wrapper is not None, "the rules know every wrapper of the table"
     beginnings = _beginnings_of(fields, model)
+    part = thinking_part(origin.config)
     towers: dict[str, HfTensor] = {}
     used: set[str] = set()
     for tower in model.towers:
         # One by one: a damaged configuration may describe more tensors than memory can hold.
-        for tensor in tower.tensors(origin.config, beginnings[tower.megatron]):
+        for tensor in tower.tensors(part, beginnings[tower.megatron]):
             if tensor.megatron in catalog.tensors:
                 used.add(tensor.megatron)
                 towers |= hf_tower_tensors(catalog, tensor)

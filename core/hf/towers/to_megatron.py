@@ -22,7 +22,7 @@ from core.catalog.catalog import Catalog, Fragment, StoredObject
 from core.catalog.facets import MegatronModel
 from core.changes.select import is_optimizer_key
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
-from core.hf.text_model import text_model_of, towers_text
+from core.hf.text_model import has_text_family, text_model_of, thinking_part, towers_text
 from core.hf.towers.models import (
     CompositeModel,
     TowerTensor,
@@ -131,7 +131,7 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
         raise UnsupportedError(
             f"models of type {model_type!r} are a text model with other parts "
             f"({towers_text(catalog, config)}), {_reason(model_type)}",
-            hint=TEXT_MODEL_HINT,
+            hint=TEXT_MODEL_HINT if has_text_family(config) else None,
         )
     state = next((key for key in catalog.tensors if is_optimizer_key(key)), None)
     if state is not None:
@@ -147,13 +147,14 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
 
     # The towers, which must be complete; a name that is left over is no tensor of theirs.
     keys = [key for key in catalog.tensors if key not in in_text]
+    part = thinking_part(config)
     towers: dict[str, TowerTensor] = {}
     for tower in model.towers:
         start = next(
             (item for item in tower.hf if any(key.startswith(item) for key in keys)), tower.hf[0]
         )
         beginnings[tower.megatron] = start
-        for tensor in tower.tensors(config, start):
+        for tensor in tower.tensors(part, start):
             missing = next((name for name in tensor.names() if name not in catalog.tensors), None)
             if missing is None:
                 towers[tensor.megatron] = tensor
@@ -161,13 +162,21 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
                 raise MissingShardError("the tensor is not in the checkpoint", key=missing)
     used = {name for tensor in towers.values() for name in tensor.names()}
     surplus = next((key for key in keys if key not in used), None)
+    if surplus is not None and surplus.startswith(model.left_out):
+        raise UnsupportedError(
+            f"Megatron-Bridge's {model.name} has no tensors "
+            + " or ".join(f"{start}*" for start in model.left_out),
+            key=surplus,
+            hint="leave them behind with "
+            + " ".join(f"--exclude '{start}*'" for start in model.left_out),
+        )
     if surplus is not None:
         raise UnknownTensorError(
             f"Megatron-Bridge's {model.name} does not have this tensor",
             key=surplus,
             hint="drop it with --exclude if the model does not need it, or " + TEXT_MODEL_HINT,
         )
-    text_values = as_mapping_of_names(config.get("text_config")) or config
+    text_values = as_mapping_of_names(part.get("text_config")) or part
     rope = as_mapping(text_values.get("rope_parameters") or text_values.get("rope_scaling")) or {}
     section = rope.get("mrope_section")
     return SeparatedModel(

@@ -22,6 +22,7 @@ import importlib.machinery
 import sys
 import types
 import typing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -130,9 +131,17 @@ def install(megatron_lm: str, megatron_bridge: str) -> None:
 def megatron_model(hf_dir: Path, *, tp: int = 1, pp: int = 1) -> tuple[Any, Any]:
     """Return the bridge of a model of transformers, and the Megatron model that it makes."""
     from megatron.bridge import AutoBridge
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
 
     bridge = AutoBridge.from_hf_pretrained(str(hf_dir))
+    text = getattr(bridge.hf_pretrained.config, "text_config", None)
+    if getattr(text, "model_type", None) == "glm4v_moe_text":
+        # Bridge looks for it where transformers 4 has it.
+        text.partial_rotary_factor = text.rope_parameters["partial_rotary_factor"]
+        use_single_experts(type(bridge._model_bridge))
     provider = bridge.to_megatron_provider(load_weights=True)
     provider.tensor_model_parallel_size, provider.pipeline_model_parallel_size = tp, pp
     provider.params_dtype, provider.bf16 = torch.float32, False
@@ -153,9 +162,40 @@ def megatron_model(hf_dir: Path, *, tp: int = 1, pp: int = 1) -> tuple[Any, Any]
             moe_grouped_gemm=False,
             qk_layernorm=getattr(provider, "qk_layernorm", False),
         )
+        if isinstance(getattr(provider, "moe_layer_freq", None), list):
+            # Some layers have experts, others not: one specification per layer.
+            provider.transformer_layer_spec = partial(
+                get_gpt_decoder_block_spec, use_transformer_engine=False
+            )
+            provider.moe_shared_expert_overlap = False
     provider.finalize()
     model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
     return bridge, model
+
+
+def use_single_experts(bridge_class: Any) -> None:
+    """Let Bridge load experts into SequentialMLP as well; it has the names of grouped ones."""
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+
+    rows = bridge_class.mapping_registry
+    megatron = "language_model.decoder.layers.*.mlp.experts.local_experts.*"
+    hf = "model.language_model.layers.*.mlp.experts.*"
+
+    def with_single_experts(self: Any) -> Any:
+        return MegatronMappingRegistry(
+            *rows(self).mappings,
+            GatedMLPMapping(
+                megatron_param=f"{megatron}.linear_fc1.weight",
+                gate=f"{hf}.gate_proj.weight",
+                up=f"{hf}.up_proj.weight",
+            ),
+            AutoMapping(
+                megatron_param=f"{megatron}.linear_fc2.weight", hf_param=f"{hf}.down_proj.weight"
+            ),
+        )
+
+    bridge_class.mapping_registry = with_single_experts
 
 
 def use_plain_gpt(provider: Any) -> None:
