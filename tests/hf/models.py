@@ -286,6 +286,18 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", PADDED),
+    "olmo3": ("olmo3", {**PADDED, "sliding_window": 5, "layer_types": WINDOWS}),
+    "olmo3_yarn": (
+        "olmo3",
+        {
+            **PADDED,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": {**PLAIN_YARN, "rope_theta": 5e5},
+            },
+        },
+    ),
     "seed_oss": ("seed_oss", {**PADDED, "head_dim": 12}),
     "arcee": ("arcee", {**PADDED, "bos_token_id": 1, "eos_token_id": 2}),
     "jais2": ("jais2", {**PADDED, "bos_token_id": 1, "eos_token_id": 2}),

@@ -163,7 +163,11 @@ def test_both_implementations_names_are_written_and_read(
     is_hybrid = any(".mixer." in key for key in middle.tensors)
     module = "mixer.out_proj" if is_hybrid else "self_attention.linear_proj"
     is_fused = not any(f".{module}._extra_state" in key for key in middle.objects)
-    if MODELS[name][0] not in ("exaone4", "olmo2"):  # without a norm before the linear modules
+    if MODELS[name][0] not in (
+        "exaone4",
+        "olmo2",
+        "olmo3",
+    ):  # without a norm before the linear modules
         assert is_fused == any("layer_norm_weight" in key for key in middle.tensors)
     assert is_fused == (impl == "transformer_engine")
     assert_same(contents(to_hf(middle), store), tensors(folder))
