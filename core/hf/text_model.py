@@ -133,7 +133,7 @@ def text_model_of(
     )
     text = with_documents(text, {CONFIG: document(text_config)})
     transposed: frozenset[str] = frozenset()
-    if _type_of_text(config) == _QWEN3_VL_MOE:
+    if type_of_text(config) == _QWEN3_VL_MOE:
         transposed = frozenset(_transposed_stacks(text, text_config))
         text = _with_single_experts(text, transposed)
     return TextModel(text, text_config, names, towers, frozenset(names[key] for key in transposed))
@@ -190,7 +190,7 @@ def text_config_of(
         defaults: values that its ``text_config`` may omit.
     """
     # Files of transformers 4 may have the values of Qwen2-VL's text model among the others.
-    kind = _type_of_text(config)
+    kind = type_of_text(config)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         text = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
@@ -212,7 +212,7 @@ def text_config_of(
     return result
 
 
-def _type_of_text(config: Mapping[str, object]) -> str:
+def type_of_text(config: Mapping[str, object]) -> str:
     """Return the type of the text model of a complete model's configuration."""
     text = config.get("text_config")
     if isinstance(text, Mapping):

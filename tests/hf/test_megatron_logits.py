@@ -516,7 +516,7 @@ def built(args, family):
         else quick_gelu
         if args["quick_geglu"]
         else torch.nn.functional.gelu
-        if args.get("bias_gelu_fusion")
+        if args.get("bias_gelu_fusion") is not None
         else torch.nn.functional.silu,
         "num_moe_experts": args["num_experts"],
         "use_cpu_initialization": True,
@@ -590,11 +590,11 @@ def built(args, family):
         vocab_size=args["vocab_size"],
         max_sequence_length=args["max_position_embeddings"],
         position_embedding_type=args["position_embedding_type"],
-        rotary_percent=args["rotary_percent"],
-        rotary_base=10000 if family == "gemma3_text" else args["rotary_base"],
-        rope_scaling=args["use_rope_scaling"],
-        rope_scaling_factor=args["rope_scaling_factor"],
-        seq_len_interpolation_factor=args["rotary_seq_len_interpolation_factor"],
+        rotary_percent=args.get("rotary_percent", 1.0),
+        rotary_base=10000 if family == "gemma3_text" else args.get("rotary_base", 10000),
+        rope_scaling=args.get("use_rope_scaling", False),
+        rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
         share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
         parallel_output=False,
     ).eval()

@@ -14,7 +14,8 @@ rope_type     arguments
 A family's table lists the types that its models may have (``rope``), and whether they may rotate
 only a part of each head's channels (``partial``: ``rotary_percent``).
 
-``none``: a family without position embeddings.
+``none``: a family without position embeddings; ``learned``: each position has an embedding, and
+nothing rotates. ``rotary_pct``: GPT-NeoX's names in files of transformers 4.
 
 ``windows``, ``full``: layers with a window rotate differently from the others
 (``core.hf.config_json.by_window``). ``layers``: every layer has settings of its own
@@ -63,6 +64,10 @@ _LLAMA3: Mapping[str, float] = {
 """Numbers that Megatron uses for the scaling of Llama 3, whatever the model."""
 
 
+_WITHOUT_ROTATION: Mapping[str, str] = {"none": "none", "learned": "learned_absolute"}
+"""Type of a family → ``position_embedding_type`` of models that do not rotate."""
+
+
 def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:
     """Return the training arguments for the rotary embeddings of a ``config.json``.
 
@@ -74,8 +79,9 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
         return per_layer_arguments(config)
     if "windows" in family.rope:
         return arguments_by_window(config, family)
-    if "none" in family.rope:
-        return {"position_embedding_type": "none", "use_rotary_position_embeddings": False}
+    for kind, argument in _WITHOUT_ROTATION.items():
+        if kind in family.rope:
+            return {"position_embedding_type": argument, "use_rotary_position_embeddings": False}
     if "full" in family.rope:
         config = plain_rotation(config)
     # Read the parameters under the names of both versions of transformers. Older files call the
@@ -83,6 +89,9 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     parameters = _shared_parameters(config)
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
     parameters.pop("type", None)
+    if "rotary_pct" in family.rope:
+        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+        config = {**{name: config.get(old) for name, old in names.items()}, **config}
     base = rope_number(
         parameters, "rope_theta", default=rope_number(config, "rope_theta", default=10000.0)
     )
@@ -189,7 +198,7 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
         return per_layer_config(fields)
     if "windows" in family.rope:
         return config_by_window(fields)
-    if "none" in family.rope:
+    if _WITHOUT_ROTATION.keys() & family.rope:
         return {}
     base = float(rope_number(fields, "rotary_base", default=10000))
     scaling: dict[str, object] | None = None
@@ -232,6 +241,8 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     if "partial" in family.rope:
         part = rope_number(fields, "rotary_percent", default=1.0)
         parameters["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
+        if "rotary_pct" in family.rope:
+            entries |= {"rotary_pct": part, "rotary_emb_base": base}
     return entries
 
 
