@@ -79,8 +79,8 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
         return per_layer_arguments(config)
     if "windows" in family.rope:
         return arguments_by_window(config, family)
-    for kind, argument in _WITHOUT_ROTATION.items():
-        if kind in family.rope:
+    for rope, argument in _WITHOUT_ROTATION.items():
+        if rope in family.rope:
             return {"position_embedding_type": argument, "use_rotary_position_embeddings": False}
     if "full" in family.rope:
         config = plain_rotation(config)

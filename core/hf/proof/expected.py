@@ -272,8 +272,7 @@ def _derive_model(
         "qkv": (heads + 2 * groups) * head,
     }
     if "learned" in family.rope:
-        names = family.config["max_position_embeddings"]
-        sizes["positions"] = number_of(config, names)
+        sizes["positions"] = number_of(config, family.config["max_position_embeddings"])
     # Traits decide which tensors exist; some features bring sizes of their own.
     traits = set(family.requires) | {"tied" if is_tied(config, family) else "untied"}
     has_bias = "linear_bias" in family.requires

@@ -129,8 +129,8 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
     model_type = str(config.get("model_type"))[:80]
     model = composite_models().get(model_type)
     if model is None:
-        towers = towers_text(catalog, config)
-        parts = f"other parts ({towers})" if towers else "other parts"
+        starts = towers_text(catalog, config)
+        parts = f"other parts ({starts})" if starts else "other parts"
         text_type = type_of_text(config)
         refused = refused_types().get(text_type)
         also = "" if refused is None else f". Nor is its text model, a {text_type}: {refused}"
