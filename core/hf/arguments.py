@@ -109,6 +109,16 @@ def misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[s
             value is item or (type(value) is type(item) and value == item) for item in allowed
         ):
             misfits[name] = allowed[0]
+    # What config.json has no name for follows from the other sizes.
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        usual = {"num_query_groups": heads, "kv_channels": hidden // heads}
+        for name, value in usual.items():
+            is_fixed = family.config.get(name) == () and name not in family.settings
+            if name == "num_query_groups" and not fields.get("group_query_attention"):
+                continue
+            if is_fixed and fields.get(name) not in (None, value):
+                misfits[name] = value
     return misfits
 
 

@@ -26,6 +26,8 @@ _FIELDS = frozenset(
             "aliases",
             "architecture",
             "body",
+            "layers",
+            "inner",
             "rows_of",
             "without",
             "requires",
@@ -42,7 +44,7 @@ _FIELDS = frozenset(
             "checked",
             "caution",
         ),
-        *("config", "mtp_names"),
+        *("config", "mtp_names", "reasons"),
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
 )
@@ -72,6 +74,7 @@ class NameRow:
     shift: int | None
     swap: bool
     flat: bool
+    transposed: bool
     when: frozenset[str]
     tied: str | None
     twin: str | None
@@ -142,7 +145,9 @@ class Family:
     model_type: str
     aliases: tuple[str, ...]
     architecture: str
-    body: str
+    bodies: tuple[str, ...]
+    layers: str
+    inner: int | None
     requires: frozenset[str]
     allows: frozenset[str]
     ignored: tuple[re.Pattern[str], ...]
@@ -155,6 +160,7 @@ class Family:
     rope: frozenset[str]
     fixed_args: Mapping[str, object]
     fixed_config: Mapping[str, object]
+    reasons: Mapping[str, str]
     is_detected: bool
     mtp_names: PredictionNames
     implementation: str
@@ -166,6 +172,17 @@ class Family:
     layer: tuple[NameRow, ...]
     mtp: tuple[NameRow, ...]
     last: tuple[NameRow, ...]
+
+    @property
+    def body(self) -> str:
+        """The prefix of all names except the head's, as it is written."""
+        return self.bodies[0]
+
+    @property
+    def head(self) -> str:
+        """The name of the output layer of a model whose embeddings are not shared."""
+        rows = (row for row in self.last if row.megatron == "output_layer.weight")
+        return next((row.hf[0] for row in rows), "lm_head.weight")
 
     def notes(self) -> Iterator[str]:
         """Yield what a user must know about weights that go to Megatron or come from it."""
@@ -284,7 +301,9 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         model_type=table["model_type"],
         aliases=tuple(table.get("aliases", ())),
         architecture=table["architecture"],
-        body=table.get("body", "model."),
+        bodies=_texts(table.get("body", "model.")),
+        layers=table.get("layers", "layers."),
+        inner=table.get("inner"),
         requires=frozenset(table["requires"]),
         allows=frozenset(table["allows"]),
         ignored=tuple(map(re.compile, table.get("ignored", ()))),
@@ -300,6 +319,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         rope=frozenset(table.get("rope", ("linear", "llama3", "yarn"))),
         fixed_args=table["fixed"]["args"],
         fixed_config=table["fixed"]["config"],
+        reasons=table.get("reasons", {}),
         is_detected=table.get("detected", True),
         mtp_names=PredictionNames(**table.get("mtp_names", {})),
         implementation=table.get("implementation", DEFAULT_IMPLEMENTATION),
@@ -387,6 +407,7 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         shift=row.get("shift"),
         swap=row.get("swap", False),
         flat=row.get("flat", False),
+        transposed=row.get("transposed", False),
         when=frozenset(row.get("when", ())),
         tied=row.get("tied"),
         twin=row.get("twin"),

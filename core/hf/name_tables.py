@@ -53,6 +53,7 @@ class Pair:
         is_swapped: the halves of its columns follow each other the other way round in the Hugging
             Face tensor.
         is_flat: the Hugging Face tensor has one axis more, the first, with an extent of 1.
+        is_transposed: the Hugging Face tensor is the transposed matrix.
         shift: what the Hugging Face tensor's numbers exceed Megatron's by
             (``core.hf.tensors.shifted``).
         stack: (key, index, number of entries) of a tensor that may contain it as an entry of its
@@ -71,6 +72,7 @@ class Pair:
     shift: int | None = None
     is_swapped: bool = False
     is_flat: bool = False
+    is_transposed: bool = False
     stack: tuple[str, int, int] | None = None
     entry: tuple[int, int] | None = None
     packed: PackedExpert | None = None
@@ -92,7 +94,11 @@ class Pair:
         for part in self.parts:
             rows[part.names] = rows.get(part.names, 0) + part.shape[0]
         tails = {part.names: part.shape[1:] for part in self.parts}
-        return tuple(FamilyPart(names, (rows[names], *tails[names])) for names in rows)
+        shapes = {names: (rows[names], *tails[names]) for names in rows}
+        return tuple(
+            FamilyPart(names, shape[::-1] if self.is_transposed else shape)
+            for names, shape in shapes.items()
+        )
 
     @property
     def strips(self) -> tuple[Strip, ...]:
@@ -133,7 +139,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             multi-token prediction would share tensors.
     """
     sizes = model.sizes
-    layers = f"{family.body}layers."
+    layers = family.body + family.layers
     n_inner = len(model.prediction or "1")
     mtp = [
         tuple(
@@ -165,6 +171,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             shift=row.shift,
             is_swapped=row.swap,
             is_flat=row.flat,
+            is_transposed=row.transposed,
             stack=None
             if row.stacked is None or expert is None
             else (BODY + (hf + row.stacked).removeprefix(family.body), expert, model.n_experts),
@@ -182,7 +189,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             names = (name, *row.hf_also[number : number + 1])
             shape = tuple(size_of_row(name, size) for size in row.shape[number].split())
             full = tuple(hf + _numbered(each, expert) for each in names)
-            yield FamilyPart((*full, *_with_other_body(full, family)), shape)
+            yield FamilyPart((*full, *_with_other_bodies(full, family)), shape)
 
     def size_of_row(name: str, size: str) -> int:
         """Return a size of a rule's tensor, which only the table of a user may lack."""
@@ -235,12 +242,14 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     yield from (make_pair(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
 
 
-def _with_other_body(names: tuple[str, ...], family: Family) -> tuple[str, ...]:
+def _with_other_bodies(names: tuple[str, ...], family: Family) -> tuple[str, ...]:
     """Return the names that transformers 5 reads for names that begin with the family's body."""
-    if family.body == BODY:
-        return ()
     return tuple(
-        BODY + name.removeprefix(family.body) for name in names if name.startswith(family.body)
+        body + name.removeprefix(family.body)
+        for body in dict.fromkeys((*family.bodies[1:], BODY))
+        if body != family.body
+        for name in names
+        if name.startswith(family.body)
     )
 
 

@@ -21,6 +21,8 @@ way                     config.json                  argument
                                                      with linear attention and 0 for another one
 ``inverse_root``        x                            ``softmax_scale`` 1 / √x
 ``flag``                the same                     true or false
+``one_group``           ``multi_query``              ``num_query_groups``: 1 if it is true, else the
+                                                     number of query heads
 ``indexers``            ``indexer_types``, one name  1: every layer has an indexer of its own
                         per layer
 ``pattern``             ``layers_block_type`` or     ``hybrid_override_pattern``, one symbol per
@@ -52,6 +54,7 @@ WAYS = (
     "linear_layers",
     "inverse_root",
     "flag",
+    "one_group",
     "pattern",
     "indexers",
 )
@@ -110,6 +113,8 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return None
     if setting.way == "flag":
         return bool(value)
+    if setting.way == "one_group":
+        return 1 if value else None
     if setting.way == "window":
         return (count_of(config, setting.name) - 1, 0)
     if setting.way == "text":
@@ -145,6 +150,15 @@ def setting_value(
         return [int(kind == "sliding_attention") for kind in types]
     if setting.way == "flag":
         return bool(argument)
+    if setting.way == "one_group":
+        heads = count_of(fields, "num_attention_heads")
+        groups = count_of(fields, "num_query_groups", default=heads)
+        if groups not in (1, heads) and fields.get("group_query_attention"):
+            raise UnsupportedError(
+                f"num_query_groups is {groups}; transformers has such models with 1 or with one "
+                f"for each of the {heads} query heads"
+            )
+        return bool(fields.get("group_query_attention")) and groups == 1
     if setting.way == "indexers":
         if argument not in (None, 1):
             raise UnsupportedError(

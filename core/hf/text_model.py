@@ -156,7 +156,7 @@ def text_model_of(
     )
     text = with_documents(text, {CONFIG: document(text_config)})
     transposed: frozenset[str] = frozenset()
-    if _type_of_text(thinking_part(config)) == _QWEN3_VL_MOE:
+    if type_of_text(thinking_part(config)) == _QWEN3_VL_MOE:
         transposed = frozenset(_transposed_stacks(text, text_config))
         text = _with_single_experts(text, transposed)
     return TextModel(text, text_config, names, towers, frozenset(names[key] for key in transposed))
@@ -214,7 +214,7 @@ def text_config_of(
     """
     # Files of transformers 4 may have the values of Qwen2-VL's text model among the others.
     config = thinking_part(config)
-    kind = _type_of_text(config)
+    kind = type_of_text(config)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         text = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
@@ -241,7 +241,7 @@ def has_text_family(config: Mapping[str, object]) -> bool:
     return text_config_of(config, has_head=True)["model_type"] in _family_types()
 
 
-def _type_of_text(config: Mapping[str, object]) -> str:
+def type_of_text(config: Mapping[str, object]) -> str:
     """Return the type of the text model that a configuration describes beside towers."""
     text = config.get("text_config")
     if isinstance(text, Mapping):

@@ -343,7 +343,10 @@ def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
 def _dtype_of(catalog: Catalog, family: Family) -> str:
     """Return the dtype of the embedding, which becomes ``params_dtype``."""
     first = family.first[0].hf[0]
-    names = (first, BODY + first.removeprefix(family.body))
+    names = (
+        first,
+        *(body + first.removeprefix(family.body) for body in (*family.bodies[1:], BODY)),
+    )
     key = next((name for name in names if name in catalog.tensors), None)
     if key is None:
         raise MissingShardError("the tensor is not in the checkpoint", key=first)

@@ -9,6 +9,8 @@ size           meaning
 one, heads     a single row; query heads
 vocab, hidden  rows of the embedding without padding; channels of the residual stream
 q, kv, head    channels of all query heads; of all key heads; of one head
+qkv            channels of all query, key and value heads
+positions      positions that have an embedding of their own
 o              channels of all value heads, for latent attention
 ffn            inner channels of a dense MLP
 experts        number of experts in a layer
@@ -201,6 +203,10 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     ffn = size_of(fields, "ffn_hidden_size", default=4 * hidden)
     sizes = {"one": 1, "vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
     sizes |= {"heads": heads, "head": head, "q": heads * head, "kv": groups * head}
+    sizes |= {
+        "qkv": (heads + 2 * groups) * head,
+        "positions": size_of(fields, "max_position_embeddings", default=1),
+    }
     if "latent" in features:
         sizes |= _latent_sizes(fields, heads)
     if "sparse" in features:

@@ -96,7 +96,7 @@ def fold(base: MergeSource, adapter: Adapter) -> MergedCatalog:
         if not folded.changed.intersection(names):
             continue
         is_plain = pair.shift is None and pair.packed is None and pair.entry is None
-        if not is_plain or pair.is_swapped or pair.twins:
+        if not is_plain or pair.is_swapped or pair.is_transposed or pair.twins:
             raise UnsupportedError(
                 "the adapter changes a tensor that Megatron stores in another form",
                 key=name,

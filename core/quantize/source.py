@@ -51,6 +51,18 @@ class SourceTensor:
         return ""
 
     @property
+    def origin(self) -> str:
+        """Name and place of the first array with part of the tensor.
+
+        It tells apart what is computed from tensors that have the same name in different views of a
+        catalog: a weight and the states of the optimizer.
+        """
+        for fragment in self.fragments:
+            if fragment.array is not None:
+                return f"{fragment.array.name}@{fragment.array.extent.offset}"
+        return ""
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Names of the files with the tensor, sorted."""
         arrays = (fragment.array for fragment in self.fragments)

@@ -195,6 +195,23 @@ FALCON_H1 = {
     "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.36],
 }
 PADDED = {"pad_token_id": 0}
+# GPT-2 has names of its own.
+GPT2: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("max_position_embeddings", "intermediate_size"),
+        ),
+        ...,
+    ),
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 8,
+    "n_positions": 64,
+    **PADDED,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 MINISTRAL_ROPE = {
     "rope_type": "yarn",
@@ -286,6 +303,18 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", PADDED),
+    "olmo3": ("olmo3", {**PADDED, "sliding_window": 5, "layer_types": WINDOWS}),
+    "olmo3_yarn": (
+        "olmo3",
+        {
+            **PADDED,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": {**PLAIN_YARN, "rope_theta": 5e5},
+            },
+        },
+    ),
     "seed_oss": ("seed_oss", {**PADDED, "head_dim": 12}),
     "arcee": ("arcee", {**PADDED, "bos_token_id": 1, "eos_token_id": 2}),
     "jais2": ("jais2", {**PADDED, "bos_token_id": 1, "eos_token_id": 2}),
@@ -333,6 +362,22 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 16,
             "head_dim": 8,
             "rope_parameters": {**PLAIN_YARN, "rope_theta": 1e4},
+        },
+    ),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2_untied": ("gpt2", {**GPT2, "n_inner": 48, "tie_word_embeddings": False}),
+    "gpt_bigcode": ("gpt_bigcode", {**GPT2, "n_inner": 48}),
+    "gpt_bigcode_heads": ("gpt_bigcode", {**GPT2, "multi_query": False}),
+    "gpt_neox": (
+        "gpt_neox",
+        {
+            "num_key_value_heads": ...,
+            "use_parallel_residual": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
         },
     ),
     "nemotron": ("nemotron", {}),

@@ -5,6 +5,7 @@ torch_dist.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from core.formats.safetensors import format as safetensors
 from core.hf import is_hf, to_hf, to_megatron
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import shard, unshard
+from core.pickle.inert import make_namespace
 from tests.hf.models import (
+    arguments,
     assert_same,
     bytes_of,
     catalog_of,
@@ -101,17 +104,23 @@ def test_rank_files_become_a_directory_that_transformers_loads(
         assert np.array_equal(bytes_of(value), tensor_bytes(made, store, key)), key
 
 
-@pytest.mark.parametrize(("model", "family"), [("dense_gqa", "qwen2"), ("moe_seq", "mixtral")])
+@pytest.mark.parametrize(
+    ("model", "family", "divisible_by"),
+    [("dense_gqa", "qwen2", 64), ("moe_seq", "mixtral", 64), ("dense_gelu", "gpt2", 128)],
+)
 @pytest.mark.parametrize("case", ["tp1_pp1", "tp2_pp1"])
 def test_rank_files_come_back_bit_for_bit(
-    golden: Path, model: str, family: str, case: str, tmp_path: Path
+    golden: Path, model: str, family: str, divisible_by: int, case: str, tmp_path: Path
 ) -> None:
     store, middle = global_form(golden, model, "tp1_pp1")
     folder = written(to_hf(middle), store, tmp_path / "model")
     assert config_of(folder)["model_type"] == family
     ours, source = catalog_of(folder)
     again = to_megatron(
-        source, config_of(folder), make_vocab_size_divisible_by=64, transformer_impl="local"
+        source,
+        config_of(folder),
+        transformer_impl="local",
+        make_vocab_size_divisible_by=divisible_by,
     )
     target = shard(again, Topology(tp=int(case[2])), rules=RULES)
     gold_store, gold = rank_files(golden, model, case)
@@ -157,8 +166,27 @@ def test_config_json_is_the_same_every_time_and_sorted(golden: Path) -> None:
 
 def test_a_model_of_no_family_is_refused_by_the_argument_that_does_not_fit(golden: Path) -> None:
     _, middle = global_form(golden, "dense_gelu", "tp1_pp1")
-    with pytest.raises(UnsupportedError, match="not of family starcoder2: argument add_qkv_bias"):
-        to_hf(middle)
+    changed = make_namespace({**arguments(middle), "squared_relu": True})
+    with pytest.raises(UnsupportedError, match="no family.*argument squared_relu is True"):
+        to_hf(replace(middle, args=changed))
+
+
+def test_rank_files_of_the_first_gpt_become_a_gpt2_that_transformers_loads(
+    golden: Path, tmp_path: Path
+) -> None:
+    store, middle = global_form(golden, "dense_gelu", "tp2_pp1")
+    made = to_hf(middle)
+    assert facet_of(made, HuggingFaceModel).model_type == "gpt2"
+    folder = written(made, store, tmp_path / "model")
+    model = loaded_model(folder)
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert logits(model).isfinite().all()
+    # GPT-2 has a key head for each query head, and heads that share the hidden channels.
+    for name, value in (("num_query_groups", 2), ("kv_channels", 16)):
+        changes = {name: value, "group_query_attention": name == "num_query_groups"}
+        args = make_namespace({**arguments(middle), **changes})
+        with pytest.raises(UnsupportedError, match=f"argument {name} is {value}, not"):
+            to_hf(replace(middle, args=args), model_type="gpt2")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "deepseek_v3"])

@@ -74,6 +74,41 @@ def test_kimis_published_configuration_describes_the_same_model(tmp_path: Path) 
     assert json.loads(back.documents["config.json"])["model_type"] == "kimi_k2"
 
 
+def test_olmo3s_published_configuration_keeps_its_yarn_and_a_note_tells_of_it(
+    tmp_path: Path,
+) -> None:
+    folder = saved("olmo3_yarn", tmp_path / "model")
+    store, source = catalog_of(folder)
+    new = config_of(folder)
+    scaling = {
+        name: value
+        for name, value in new["rope_parameters"]["full_attention"].items()
+        if name != "rope_theta"
+    }
+    published = {name: value for name, value in new.items() if name != "rope_parameters"} | {
+        "rope_theta": 500000,
+        "rope_scaling": {**scaling, "attention_factor": 1.2079441541679836},
+    }
+    for config in (published, new):
+        made = to_megatron(source, config, transformer_impl="local")
+        fields = arguments(made)
+        assert (fields["position_embedding_type"], fields["rotary_base"]) == ("rope", 500000)
+        assert fields["window_attn_skip_freq"] == [1, 1, 1]
+        assert "yarn scaling" in " ".join(made.notes)
+        assert "computes other logits" in " ".join(made.notes)
+        back = to_hf(made)
+        assert json.loads(back.documents["config.json"]) == config
+        assert_same(contents(back, store), tensors(folder))
+    # What Megatron cannot express without changing other layers is refused.
+    rope = new["rope_parameters"]
+    scaled = {**rope, "sliding_attention": rope["full_attention"]}
+    with pytest.raises(UnsupportedError, match="'yarn' in layers with a window"):
+        to_megatron(source, {**new, "rope_parameters": scaled})
+    other_base = {**rope, "full_attention": {**rope["full_attention"], "rope_theta": 1e6}}
+    with pytest.raises(UnsupportedError, match="one rotary_base for all"):
+        to_megatron(source, {**new, "rope_parameters": other_base})
+
+
 @pytest.fixture
 def ling(tmp_path: Path) -> Path:
     """A GLM-4.5 with norms of queries and keys, under the names of Ling 2."""

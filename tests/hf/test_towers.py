@@ -18,6 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from core.catalog.catalog import catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import (
@@ -27,6 +29,7 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
+from core.hf import to_megatron
 from core.hf.towers.models import composite_models
 from core.opening.open import open_checkpoint
 from tests.hf.composites import COMPOSITES, saved_composite
@@ -261,6 +264,20 @@ def test_the_text_model_of_a_thinker_is_one_of_its_family(bridge: Path, tmp_path
     assert {"thinker.audio_tower.*", "thinker.visual.*"} <= {
         item.partition(" ")[0] for item in report.dropped
     }
+
+
+def test_a_refused_text_model_is_named_without_advice_that_does_not_help() -> None:
+    key = "model.language_model.layers.0.self_attn.q_proj.weight"
+    tower = "model.vision_tower.patch_embedder.input_proj.weight"
+    config = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}
+    for keys, parts in (((key,), "other parts, "), ((key, tower), "(model.vision_tower), ")):
+        arrays = {name: StoredArray(name, "float32", (2,), Extent("a", 0)) for name in keys}
+        source = catalog_of_arrays(format="safetensors", arrays=arrays)
+        with pytest.raises(UnsupportedError) as caught:
+            to_megatron(source, config)
+        assert parts in caught.value.message
+        assert "Nor is its text model, a gemma4_text: " in caught.value.message
+        assert caught.value.hint is None
 
 
 def test_ernie_vl_is_refused_for_its_two_sets_of_experts(bridge: Path, tmp_path: Path) -> None:

@@ -415,7 +415,7 @@ def test_capabilities_of_hugging_face_directories_are_the_planners(
     )
     if what == "of another family":
         config = source / "config.json"
-        config.write_text(config.read_text().replace('"llama"', '"gpt_neox"'))
+        config.write_text(config.read_text().replace('"llama"', '"gptj"'))
     of_target = assert_capabilities_hold(source, tmp_path / "out")
     assert of_target["megatron"].is_possible == (what != "of another family")
     assert ("--dequantize" in (of_target["megatron"].why or "")) == (what == "float8")

@@ -25,7 +25,7 @@ from core.checks.watch import Watch
 from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, config_of
 from core.hf.proof.comparison import find_differences
-from core.hf.proof.expected import HEAD, describe_model, is_tied, unchecked_text
+from core.hf.proof.expected import describe_model, is_tied, unchecked_text
 from core.hf.proof.problem import Kind
 from core.hf.proof.proof import fitting_prefix
 
@@ -191,7 +191,7 @@ def _tied_arrays(subject: Subject) -> tuple[StoredArray, ...]:
     # A tensor in several fragments has no digest of its own.
     (embedding,) = family.family.first[0].hf
     arrays = []
-    for key in (embedding, HEAD):
+    for key in (embedding, family.family.head):
         fragments = [*subject.catalog.fragments(key)] if key in subject.catalog.tensors else []
         array = fragments[0].array if len(fragments) == 1 else None
         if array is None:

@@ -54,7 +54,8 @@ def adapted_pairs(family: Family, model: Model) -> Iterator[Pair]:
     for pair in pairs_of(family, replace(model, n_experts=0)):
         is_matrix = pair.names[0].endswith(WEIGHT) and len(pair.shape) == 2
         if is_matrix and not pair.names[0].startswith(_PADDED) and not pair.is_swapped:
-            yield pair
+            # The rows of an adapter's second matrix are those of the layer either way.
+            yield replace(pair, is_transposed=False)
 
 
 def module_of(name: str) -> str:

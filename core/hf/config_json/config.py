@@ -149,7 +149,7 @@ def arguments_of(
     args |= {
         name: _value(config, names)
         for name, names in family.config.items()
-        if has_moe or name not in _OF_EXPERTS
+        if names and (has_moe or name not in _OF_EXPERTS)
     }
     args |= {name: bool(config.get(switch)) for name, switch in family.switches.items()}
     n_layers = count_of(config, "num_hidden_layers")
@@ -163,13 +163,14 @@ def arguments_of(
     is_latent = "latent" in family.requires
     heads = number_of(config, family.config.get("num_attention_heads", ("num_attention_heads",)))
     hidden = count_of(config, "hidden_size")
-    groups_names = family.config.get("num_query_groups", ("num_key_value_heads",))
-    groups = number_of(config, groups_names, default=heads)
+    groups = groups_of(config, family, n_heads=heads)
     n_rows = count_of(config, "vocab_size")
     head_dim = max(hidden // heads, 1)
-    kv_channels = (
-        args["v_head_dim"] if is_latent else count_of(config, "head_dim", default=head_dim)
-    )
+    kv_channels: object = head_dim
+    if is_latent:
+        kv_channels = args["v_head_dim"]
+    elif family.config.get("kv_channels") != ():
+        kv_channels = count_of(config, "head_dim", default=head_dim)
     impl = transformer_impl or family.implementation
     args |= {
         "num_query_groups": groups,
@@ -209,15 +210,31 @@ def arguments_of(
     return args | {other: args[name] for name, other in _ALIASES.items()}
 
 
+def groups_of(config: Mapping[str, object], family: Family, *, n_heads: int) -> int:
+    """Return the number of query groups that a ``config.json`` states.
+
+    Args:
+        n_heads: number of query heads; so many groups if it states none.
+
+    Raises:
+        CorruptError: it is not a positive number.
+    """
+    if any(item.way == "one_group" and config.get(item.name) for item in family.settings.values()):
+        return 1
+    names = family.config.get("num_query_groups", ("num_key_value_heads",))
+    return number_of(config, names, default=n_heads) if names else n_heads
+
+
 def _check_fixed(config: Mapping[str, object], family: Family) -> None:
     """Raise UnsupportedError for values that Megatron's models of the family do not have."""
     for name, supported in family.fixed_config.items():
         value = config.get(name)
         options = supported if isinstance(supported, list) else [supported]
         if value is not None and value not in options:
+            reason = f": {family.reasons[name]}" if name in family.reasons else ""
             raise UnsupportedError(
                 f"{name} is {value!r}; {family.model_type} models are only supported "
-                f"with {' or '.join(map(repr, options))}",
+                f"with {' or '.join(map(repr, options))}{reason}",
                 file=CONFIG,
             )
     for name in family.absent:
@@ -285,14 +302,15 @@ def config_of(
         "use_cache": True,
         "vocab_size": model.sizes["vocab"],
         "tie_word_embeddings": "tied" in model.features,
-        "num_key_value_heads": model.n_groups,
         **{name: _first(value) for name, value in family.fixed_config.items()},
         **rope_config(fields, family),
     }
+    if family.config.get("num_query_groups") != ():
+        config["num_key_value_heads"] = model.n_groups
     # Values that only have another name. Heads of attention mean nothing to a model without it.
     has_attention = model.kinds is None or "attention" in model.kinds
     for arg, names in family.config.items():
-        if arg in _OF_EXPERTS and not has_moe:
+        if not names or (arg in _OF_EXPERTS and not has_moe):
             continue
         if arg == "num_attention_heads" and not has_attention and names[0] in config:
             continue
@@ -322,7 +340,7 @@ def config_of(
         )
     config |= hybrid_config(family, model)
     # Values that only some families have.
-    if "latent" not in model.features:
+    if "latent" not in model.features and family.config.get("kv_channels") != ():
         config.setdefault("head_dim", model.sizes["head"])
     if "linear_bias" in family.allows:
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), "linear_bias" in model.features)

@@ -45,12 +45,14 @@ _SYMBOLS: Mapping[str, str] = {
     "attention": "*",
 }
 """Entry of ``layers_block_type`` → symbol in a pattern; the last two are older names."""
+_SIZES: Mapping[str, str] = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size"}
+"""Argument → its usual name in ``config.json``, under which it is read."""
 _MAX_LAYERS = 1 << 20
 """More layers than any model has: no damaged number makes a pattern that fills the memory."""
 
 
 def completed(config: Mapping[str, object], family: Family) -> dict[str, object]:
-    """Return a configuration with the family's defaults.
+    """Return a configuration with the family's defaults, and the sizes under their usual names.
 
     That of a hybrid model also gets its pattern of layers and their number.
 
@@ -59,6 +61,14 @@ def completed(config: Mapping[str, object], family: Family) -> dict[str, object]
         UnsupportedError: Megatron's Mamba layers cannot do what the configuration states.
     """
     result = {**family.defaults, **config}
+    # GPT-2 has names of its own for the sizes that every model has.
+    for arg, name in _SIZES.items():
+        own = family.config.get(arg, (name,))[0]
+        if own in result:
+            result[name] = result[own]
+    inner = family.config.get("ffn_hidden_size", ("",))[0]
+    if family.inner is not None and result.get(inner) is None:
+        result[inner] = family.inner * count_of(result, "hidden_size")
     _check_time_steps(result)
     if PATTERN not in family.settings:
         return result

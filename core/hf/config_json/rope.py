@@ -14,18 +14,19 @@ rope_type     arguments
 A family's table lists the types that its models may have (``rope``), and whether they may rotate
 only a part of each head's channels (``partial``: ``rotary_percent``).
 
-``none``: a family without position embeddings.
+``none``: a family without position embeddings; ``learned``: each position has an embedding, and
+nothing rotates. ``rotary_pct``: GPT-NeoX's names in files of transformers 4.
 
-Where layers with a window rotate differently from the others, ``rotary_base`` is the pair of both
-bases, layers with a window first, as in Megatron-Bridge. ``layers``: every layer has settings of
-its own (``core.hf.config_json.per_layer``).
+``windows``, ``full``: layers with a window rotate differently from the others
+(``core.hf.config_json.by_window``). ``layers``: every layer has settings of its own
+(``core.hf.config_json.per_layer``).
 
 Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read;
 all three are written, so that both versions can read them.
 
 Source: transformers 5.23.0 ``modeling_rope_utils.py``; megatron-core 0.16.1
 ``models/common/embeddings/``, ``transformer/multi_latent_attention.py``; Megatron-LM d98e8a64
-``training/argument_utils.py`` (YaRN); Megatron-Bridge 067f987d ``models/gemma/gemma3_bridge.py``.
+``training/argument_utils.py`` (YaRN).
 
 Not supported: ``dynamic``; ``attention_factor`` other than the one that follows from the factor.
 """
@@ -34,7 +35,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import UnsupportedError
+from core.hf.config_json.by_window import (
+    FULL,
+    arguments_by_window,
+    config_by_window,
+    plain_rotation,
+    sections_of,
+)
 from core.hf.config_json.per_layer import per_layer_arguments, per_layer_config
 from core.hf.config_json.yarn import (
     HINT,
@@ -55,7 +63,9 @@ _LLAMA3: Mapping[str, float] = {
 }
 """Numbers that Megatron uses for the scaling of Llama 3, whatever the model."""
 
-_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+_WITHOUT_ROTATION: Mapping[str, str] = {"none": "none", "learned": "learned_absolute"}
+"""Type of a family → ``position_embedding_type`` of models that do not rotate."""
 
 
 def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:
@@ -68,14 +78,20 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     if "layers" in family.rope:
         return per_layer_arguments(config)
     if "windows" in family.rope:
-        return _arguments_by_window(config, family)
-    if "none" in family.rope:
-        return {"position_embedding_type": "none", "use_rotary_position_embeddings": False}
+        return arguments_by_window(config, family)
+    for rope, argument in _WITHOUT_ROTATION.items():
+        if rope in family.rope:
+            return {"position_embedding_type": argument, "use_rotary_position_embeddings": False}
+    if "full" in family.rope:
+        config = plain_rotation(config)
     # Read the parameters under the names of both versions of transformers. Older files call the
     # type "type" and keep rope_theta next to the scaling.
     parameters = _shared_parameters(config)
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
     parameters.pop("type", None)
+    if "rotary_pct" in family.rope:
+        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+        config = {**{name: config.get(old) for name, old in names.items()}, **config}
     base = rope_number(
         parameters, "rope_theta", default=rope_number(config, "rope_theta", default=10000.0)
     )
@@ -140,54 +156,22 @@ def unsaid_rope(config: Mapping[str, object], family: Family) -> str | None:
         None if Megatron applies all.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling")
-    if "layers" in family.rope and isinstance(parameters, Mapping):
-        parameters = parameters.get(_FULL, parameters)
+    if {"layers", "full"} & family.rope and isinstance(parameters, Mapping):
+        parameters = parameters.get(FULL, parameters)
     if not isinstance(parameters, Mapping):
         return None
     kind = parameters.get("rope_type", parameters.get("type"))
+    if kind not in (None, "default") and "full" in family.rope:
+        return (
+            f"{str(kind)[:40]} scaling of the rotary embeddings in layers without a window alone "
+            "(a Megatron model of these arguments rotates without it, and computes other logits)"
+        )
     if kind == "longrope" or (kind not in (None, "default") and "layers" in family.rope):
         return f"{str(kind)[:40]} scaling of the rotary embeddings (Megatron rotates without it)"
     if parameters.get("llama_4_scaling_beta"):
         length = parameters.get("original_max_position_embeddings")
         return f"llama_4_scaling_beta (attention scores of positions from {length} on)"
     return None
-
-
-def _arguments_by_window(config: Mapping[str, object], family: Family) -> dict[str, object]:
-    """Return the arguments for layers with and without a window that rotate differently.
-
-    Raises:
-        UnsupportedError: layers with a window have a scaling, or others have an unknown one.
-        CorruptError: a number is missing or invalid.
-    """
-    both = config.get("rope_parameters")
-    if isinstance(both, Mapping) and _FULL in both:
-        full, window = ({} if both.get(name) is None else both[name] for name in (_FULL, _WINDOW))
-    else:  # transformers 4
-        full = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}  # type: ignore[dict-item]
-        window = {"rope_theta": config.get("rope_local_base_freq")}
-    if not isinstance(full, Mapping) or not isinstance(window, Mapping):
-        raise CorruptError("rope_parameters has no mappings for its layers", file="config.json")
-    kind = full.get("rope_type", full.get("type")) or "default"
-    if (window.get("rope_type") or "default") != "default" or kind not in ("default", "linear"):
-        raise UnsupportedError(
-            f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
-            file="config.json",
-            hint=HINT,
-        )
-    bases = (
-        rope_number(window, "rope_theta", default=10000.0),
-        rope_number(full, "rope_theta", default=1000000.0),
-    )
-    return {
-        "position_embedding_type": "rope",
-        "rotary_base": tuple(map(as_int, bases)),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": family.fixed_args.get("rotary_interleaved", False),
-        "rotary_seq_len_interpolation_factor": None,
-        "use_rope_scaling": False,
-        "rope_scaling_factor": float(rope_number(full, "factor")) if kind == "linear" else 1.0,
-    }
 
 
 def _llama3_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
@@ -213,8 +197,8 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     if "layers" in family.rope:
         return per_layer_config(fields)
     if "windows" in family.rope:
-        return _config_by_window(fields)
-    if "none" in family.rope:
+        return config_by_window(fields)
+    if _WITHOUT_ROTATION.keys() & family.rope:
         return {}
     base = float(rope_number(fields, "rotary_base", default=10000))
     scaling: dict[str, object] | None = None
@@ -252,36 +236,14 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     }
     if "llama4" in family.rope:
         parameters["llama_4_scaling_beta"] = 0.0  # transformers requires it; Megatron has no other
+    if "full" in family.rope:
+        entries["rope_parameters"] = sections_of(parameters)
     if "partial" in family.rope:
         part = rope_number(fields, "rotary_percent", default=1.0)
         parameters["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
+        if "rotary_pct" in family.rope:
+            entries |= {"rotary_pct": part, "rotary_emb_base": base}
     return entries
-
-
-def _config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the entries for layers with and without a window that rotate differently.
-
-    Raises:
-        CorruptError: ``rotary_base`` is not a pair of numbers.
-    """
-    bases = fields.get("rotary_base")
-    if not isinstance(bases, (tuple, list)) or len(bases) != 2:
-        raise CorruptError(
-            f"argument rotary_base is {repr(bases)[:80]}, not the pair of the bases of layers with "
-            "a window and without"
-        )
-    window, full = (float(rope_number({"base": base}, "base")) for base in bases)
-    factor = float(rope_number(fields, "rope_scaling_factor", default=1.0))
-    scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
-    return {
-        "rope_theta": full,
-        "rope_local_base_freq": window,
-        "rope_scaling": scaling,
-        "rope_parameters": {
-            _FULL: {"rope_type": "default", **(scaling or {}), "rope_theta": full},
-            _WINDOW: {"rope_type": "default", "rope_theta": window},
-        },
-    }
 
 
 def _shared_parameters(config: Mapping[str, object]) -> dict[str, object]:

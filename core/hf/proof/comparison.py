@@ -33,7 +33,6 @@ from core.hf.family import Family
 from core.hf.name_tables import BODY
 from core.hf.proof.any_family import find_problems
 from core.hf.proof.expected import (
-    HEAD,
     Described,
     Expected,
     describe_model,
@@ -54,14 +53,17 @@ from core.hf.proof.quantization import (
 )
 from core.hf.values import CONFIG, count_of
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_LAYER = re.compile(r"model\.(?:layers|h)\.(\d{1,6})\.")
 _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")
 _STACKED = re.compile(
     r"model\.layers\.\d{1,6}\.(?:(?:\w+\.)*experts\.(?:gate_up_proj|up_proj|down_proj)(_blocks)?"
     r"|moe\.(?:gate|up|down)_proj\.weight)"
 )
 _ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|mixer|block_sparse_moe|moe)\.gate\.weight")
-_BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.", "embeddings.", "norm_f.")
+_BODY_PARTS = (
+    *("embed_tokens.", "layers.", "norm.", "rotary_emb.", "embeddings.", "norm_f."),
+    *("wte.", "wpe.", "h.", "ln_f.", "embed_in.", "final_layer_norm."),
+)
 _BODY_OF_ANSWERS = "transformer."
 """The prefix of most question-answering models in place of ``model.``."""
 
@@ -241,12 +243,12 @@ def _check_expected(case: _Case, item: Expected) -> Iterator[Problem]:
     # layer of a model without one, or is replaced by tensors of a quantized weight.
     if item.is_optional:
         return
-    if item.names == (HEAD,):
-        if case.model.has_head and not case.is_quantized(HEAD):
+    if item.names[0] == case.model.family.head:
+        if case.model.has_head and not case.is_quantized(item.names[0]):
             yield Problem(
                 kind="ties",
                 message=f"{CONFIG} declares untied embeddings, but the output layer is missing",
-                key=HEAD,
+                key=item.names[0],
                 expected="the tensor, or tie_word_embeddings",
                 found="neither",
                 is_lack=True,
@@ -286,7 +288,7 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
             found=meta.dtype,
         )
     if meta.shape != shape:
-        is_tied_head = name == HEAD and is_tied(case.config, case.model.family)
+        is_tied_head = name == case.model.family.head and is_tied(case.config, case.model.family)
         tied = f"{CONFIG} ties the output layer to the embedding; " if is_tied_head else ""
         yield Problem(
             kind="ties" if is_tied_head else "shape",

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
+from core.hf.config_json.config import groups_of
 from core.hf.config_json.experts import dense_layers, has_experts, shared_size
 from core.hf.config_json.hybrid import PATTERN, PREDICTION, completed
 from core.hf.config_json.per_layer import per_layer_arguments
@@ -36,7 +37,6 @@ from core.hf.values import count_of, number_of
 from core.megatron.model.args import linear_layers
 from core.megatron.model.blocks import window_layers_of
 
-HEAD = "lm_head.weight"
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
     "ForTokenClassification": {
@@ -105,10 +105,14 @@ def describe_model(config: Mapping[str, object]) -> Described | None:
     architectures = config.get("architectures")
     # A configuration without a class describes at least the body.
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    stem = family.architecture.removesuffix("ForCausalLM")
+    stem = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     if architecture is None or architecture == f"{stem}Model":
         return Described(family, has_head=False)
     head = next((head for name, head in _HEADS.items() if architecture == stem + name), None)
+    if head is not None and family.body != BODY:
+        # Models from before transformers 4.40 call the head of a tagger otherwise.
+        old = "classifier." if architecture == f"{stem}ForTokenClassification" else "score."
+        head = {name.replace("score.", old): shape for name, shape in head.items()}
     if head is not None:
         return Described(family, has_head=False, head=head)
     return Described(family, has_head=True) if architecture == family.architecture else None
@@ -248,9 +252,10 @@ def _derive_model(
     config = completed(config, family)
     heads = number_of(config, family.config.get("num_attention_heads", ("num_attention_heads",)))
     hidden = count_of(config, "hidden_size")
-    groups_names = family.config.get("num_query_groups", ("num_key_value_heads",))
-    groups = number_of(config, groups_names, default=heads)
-    head = count_of(config, "head_dim", default=max(hidden // heads, 1))
+    groups = groups_of(config, family, n_heads=heads)
+    head = max(hidden // heads, 1)
+    if family.config.get("kv_channels") != ():
+        head = count_of(config, "head_dim", default=head)
     # A hybrid model may have no MLP; Megatron wants a size all the same.
     ffn_names = family.config.get("ffn_hidden_size", ("intermediate_size",))
     default_ffn = 4 * hidden if PATTERN in family.settings else None
@@ -264,7 +269,10 @@ def _derive_model(
         "head": head,
         "q": heads * head,
         "kv": groups * head,
+        "qkv": (heads + 2 * groups) * head,
     }
+    if "learned" in family.rope:
+        sizes["positions"] = number_of(config, family.config["max_position_embeddings"])
     # Traits decide which tensors exist; some features bring sizes of their own.
     traits = set(family.requires) | {"tied" if is_tied(config, family) else "untied"}
     has_bias = "linear_bias" in family.requires

@@ -10,7 +10,7 @@ from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.errors import CorruptError, MissingShardError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
-from core.hf.tensors.packed import unpack_expert
+from core.hf.tensors.packed import transpose_tensor, unpack_expert
 from core.hf.tensors.shifted import shifted_fragments
 from core.hf.values import CONFIG
 from core.quantize.schemes import check_numbers
@@ -97,8 +97,11 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
     # Copies are fragments of the same box, so that the planner compares their bytes.
     strips = pair.strips
 
+    def part_fragments(key: str) -> Sequence[Fragment]:
+        return transpose_tensor(catalog, key, key) if pair.is_transposed else catalog.fragments(key)
+
     def fragments() -> list[Fragment]:
-        fused = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
+        fused = fuse.fuse_parts(name, strips, [part_fragments(key) for key in keys])
         if pair.is_swapped:
             fused = fuse.swap_halves(fused, pair.shape[1])
         return fused + [

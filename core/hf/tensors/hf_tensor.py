@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from core.arrays.box import Shape
 from core.catalog.catalog import AnyCatalog, Catalog, Fragment, TensorMeta
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
-from core.hf.tensors.packed import pack_experts
+from core.hf.tensors.packed import pack_experts, transpose_tensor
 from core.hf.tensors.shifted import shifted_fragments
 from core.quantize.schemes import check_numbers
 
@@ -113,12 +114,23 @@ def _split_tensor(catalog: Catalog, name: str, pair: Pair) -> dict[str, HfTensor
     def take(key: str, part: int) -> Callable[[], list[Fragment]]:
         return lambda: fuse.take_apart(key, strips, part, true_fragments())
 
+    def take_transposed(key: str, part: int, shape: Shape) -> Callable[[], list[Fragment]]:
+        matrix = replace(
+            catalog,
+            tensors={key: TensorMeta(key, meta.dtype, shape[::-1])},
+            fragments_of=lambda _: take(key, part)(),
+        )
+        return lambda: transpose_tensor(matrix, key, key)
+
     # Copies that transformers expects under a second name are written as part 0, which is all of
     # it.
     keys = [(tensor.names[0], number, tensor.shape) for number, tensor in enumerate(pair.tensors)]
     keys += [(key, 0, pair.shape) for key in pair.twins]
     return {
-        key: HfTensor(TensorMeta(key, meta.dtype, shape), take(key, number))
+        key: HfTensor(
+            TensorMeta(key, meta.dtype, shape),
+            take_transposed(key, number, shape) if pair.is_transposed else take(key, number),
+        )
         for key, number, shape in keys
     }
 

@@ -137,7 +137,12 @@ def unpack_expert(
     entry = expert.entry_shape(shape)
     box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
     encoding = Rearranged(source, box, expert.n_parts, is_packed=False)
-    array = StoredArray(name, source.dtype, shape, Extent(source.file, 0, encoding=encoding))
+    array = StoredArray(
+        f"{name} of {source.origin}",
+        source.dtype,
+        shape,
+        Extent(source.file, 0, encoding=encoding),
+    )
     return [Fragment(name, full_box(shape), array, (0,) * len(shape))]
 
 
@@ -157,7 +162,7 @@ def pack_experts(
         entry = expert.entry_shape(shape)
         encoding = Rearranged(source, full_box(shape), expert.n_parts, is_packed=True)
         array = StoredArray(
-            f"{expert.key}[{expert.number}]",
+            f"{expert.key}[{expert.number}] of {source.origin}",
             source.dtype,
             entry,
             Extent(source.file, 0, encoding=encoding),
@@ -191,5 +196,10 @@ def transpose_tensor(catalog: Catalog, key: str, name: str) -> list[Fragment]:
     source = source_of(catalog, key)
     encoding = Rearranged(source, full_box(source.shape), 1, is_packed=True)
     shape = source.shape[::-1]
-    array = StoredArray(name, source.dtype, shape, Extent(source.file, 0, encoding=encoding))
+    array = StoredArray(
+        f"{name} of {source.origin}",
+        source.dtype,
+        shape,
+        Extent(source.file, 0, encoding=encoding),
+    )
     return [Fragment(name, full_box(shape), array, (0,) * len(shape))]

@@ -108,5 +108,5 @@ def shifted_fragments(catalog: Catalog, key: str, name: str, shift: int) -> list
     """
     source = source_of(catalog, key)
     extent = Extent(source.file, 0, encoding=Shifted(source, shift))
-    array = StoredArray(name, source.dtype, source.shape, extent)
+    array = StoredArray(f"{name} of {source.origin}", source.dtype, source.shape, extent)
     return [Fragment(name, full_box(source.shape), array, (0,) * len(source.shape))]

@@ -22,7 +22,14 @@ from core.catalog.catalog import Catalog, Fragment, StoredObject
 from core.catalog.facets import MegatronModel
 from core.changes.select import is_optimizer_key
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
-from core.hf.text_model import has_text_family, text_model_of, thinking_part, towers_text
+from core.hf.detection import refused_types
+from core.hf.text_model import (
+    has_text_family,
+    text_model_of,
+    thinking_part,
+    towers_text,
+    type_of_text,
+)
 from core.hf.towers.models import (
     CompositeModel,
     TowerTensor,
@@ -128,9 +135,14 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
     model_type = str(config.get("model_type"))[:80]
     model = composite_models().get(model_type)
     if model is None:
+        starts = towers_text(catalog, config)
+        parts = f"other parts ({starts})" if starts else "other parts"
+        text_type = type_of_text(thinking_part(config))
+        refused = refused_types().get(text_type)
+        also = "" if refused is None else f". Nor is its text model, a {text_type}: {refused}"
         raise UnsupportedError(
-            f"models of type {model_type!r} are a text model with other parts "
-            f"({towers_text(catalog, config)}), {_reason(model_type)}",
+            f"models of type {model_type!r} are a text model with {parts}, "
+            f"{_reason(model_type)}{also}",
             hint=TEXT_MODEL_HINT if has_text_family(config) else None,
         )
     state = next((key for key in catalog.tensors if is_optimizer_key(key)), None)
