@@ -60,16 +60,18 @@ class CopiedFile:
     @property
     def message(self) -> str:
         """What is wrong, in one clause."""
-        parts = (
-            f"different parts of {self.key}"
-            if self.key == self.other_key
-            else f"{self.key} here and {self.other_key} there"
-        )
+        rank, colon, name = self.key.partition(":")
+        if self.key == self.other_key:
+            parts = f"different parts of {self.key}"
+        elif colon and name == self.other_key.partition(":")[2]:
+            parts = f"{rank} has its own {name}"
+        else:
+            parts = f"{self.key} here and {self.other_key} there"
         return f"the file is identical to {self.other}, but should hold other data ({parts})"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _HeldPart:
     """A part of a tensor that a file holds.
 
     Args:
@@ -97,7 +99,7 @@ def find_copied_files(
     if not groups:
         return []
     names = {name for group in groups for name in group}
-    parts: dict[str, dict[tuple[int, Shape], _Part]] = {name: {} for name in names}
+    parts: dict[str, dict[tuple[int, Shape], _HeldPart]] = {name: {} for name in names}
     for fragment in catalog.all_fragments():
         array = fragment.array
         if array is None or array.extent.file not in names:
@@ -115,7 +117,7 @@ def find_copied_files(
     return copies
 
 
-def _part_of(fragment: Fragment) -> tuple[int, _Part]:
+def _part_of(fragment: Fragment) -> tuple[int, _HeldPart]:
     """Return the address of a fragment's first element, and the part that begins there."""
     array = fragment.array
     assert array is not None
@@ -125,15 +127,15 @@ def _part_of(fragment: Fragment) -> tuple[int, _Part]:
     # With gaps or more axes, rows of other parts would be read: only the last axis is dense.
     is_dense = prod(array.shape) == fragment.box.n_elements or len(array.shape) == 1
     n = fragment.box.n_elements if is_dense else fragment.box.shape[-1]
-    return array.extent.offset + start * size, _Part(fragment.key, fragment.box, n * size, size)
+    return array.extent.offset + start * size, _HeldPart(fragment.key, fragment.box, n * size, size)
 
 
 def _compare(
     store: ReadStore,
     file: str,
-    parts: dict[tuple[int, Shape], _Part],
+    parts: dict[tuple[int, Shape], _HeldPart],
     other: str,
-    other_parts: dict[tuple[int, Shape], _Part],
+    other_parts: dict[tuple[int, Shape], _HeldPart],
 ) -> CopiedFile | None:
     """Return what two files with equal content prove; None if they may be equal.
 
@@ -160,7 +162,7 @@ def _is_moment(key: str) -> bool:
     return not MOMENTS.isdisjoint(key.split("."))
 
 
-def _is_constant(store: ReadStore, file: str, address: int, part: _Part) -> bool:
+def _is_constant(store: ReadStore, file: str, address: int, part: _HeldPart) -> bool:
     """Return whether elements spread over a part are all equal."""
     first = store.read(file, address, part.item_bytes)
     return all(
@@ -169,7 +171,7 @@ def _is_constant(store: ReadStore, file: str, address: int, part: _Part) -> bool
     )
 
 
-def _windows(store: ReadStore, file: str, address: int, part: _Part) -> Iterator[bytes]:
+def _windows(store: ReadStore, file: str, address: int, part: _HeldPart) -> Iterator[bytes]:
     """Yield windows of a part, spread evenly."""
     n_items = part.n_bytes // part.item_bytes
     per_window = min(n_items, _WINDOW_BYTES // part.item_bytes)
