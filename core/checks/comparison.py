@@ -31,11 +31,13 @@ class ReferenceFingerprints:
         label: where the fingerprints come from, for messages.
         fingerprints: canonical tensor name → fingerprint.
         figures: work of the ranks that read the data; () if a manifest holds the fingerprints.
+        path: the other checkpoint; None if only its manifest was given.
     """
 
     label: str
     fingerprints: Mapping[str, Fingerprint]
     figures: tuple[Figures, ...] = ()
+    path: Path | None = None
 
 
 def read_reference(
@@ -78,7 +80,7 @@ def read_reference(
         team=team,
         device=device,
     )
-    return ReferenceFingerprints(str(path), result.fingerprints, result.figures)
+    return ReferenceFingerprints(str(path), result.fingerprints, result.figures, path)
 
 
 def _read_from_manifest(path: Path) -> ReferenceFingerprints | None:
@@ -121,5 +123,6 @@ def _read_from_manifest(path: Path) -> ReferenceFingerprints | None:
     place.store.close()
     record = find_manifest(place.store.root, entry=place.store.entry)
     if record is not None and record.manifest is not None and record.manifest.scheme == SCHEME:
-        return ReferenceFingerprints(f"the manifest of {path}", record.manifest.fingerprints)
+        label = f"the manifest of {path}"
+        return ReferenceFingerprints(label, record.manifest.fingerprints, path=path)
     return None

@@ -32,6 +32,7 @@ _MODULES = (
         "metadata.optimizer",
         "metadata.common_state",
         "metadata.rank_numbers",
+        "metadata.copied_files",
     ),
     *("content.crcs", "content.values", "content.replicas"),
     *("content.manifests", "content.store_checksums"),

@@ -5,10 +5,10 @@ the bytes). ``global_form`` and ``target_form`` are the two halves of prepare; `
 a third party's format.
 Imports: arrays, calibration, catalog, changes, changes.restack, convert.global_form,
 convert.report, convert.stored_plan, copy, core, device, errors, files, fingerprint, formats,
-formats.dcp, formats.dcp.reading, formats.dcp.writing, formats.huggingface, formats.torch, hf,
-manifest, megatron.extras, megatron.model, megatron.optimizer, megatron.placement, megatron.reshard,
-megatron.reshard.fsdp, megatron.rules, merge, opening, pickle, plan, quantize, stage, stage.bucket,
-team.
+formats.dcp, formats.dcp.reading, formats.dcp.writing, formats.huggingface, formats.torch,
+formats.torch.zip, hf, manifest, megatron.extras, megatron.model, megatron.optimizer,
+megatron.placement, megatron.reshard, megatron.reshard.fsdp, megatron.rules, merge, opening, pickle,
+plan, quantize, stage, stage.bucket, team.
 """
 
 from core.verb_module import make_callable

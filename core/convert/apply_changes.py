@@ -23,6 +23,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote as quoted_word
 
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.catalog import Catalog
@@ -31,7 +32,7 @@ from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, without_tensors_of
 from core.changes.optimizer_states import dequantize_states
 from core.changes.quantize import dequantize, is_float8, quantize
-from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
+from core.changes.rename import RenamedCatalog, add_prefix, is_optimizer_key, rename, strip_prefix
 from core.changes.restack.stack import stack_layers
 from core.changes.restack.unstack import unstack_layers
 from core.changes.select import cast_of, select
@@ -41,6 +42,7 @@ from core.convert.nesting_notes import attributes_note
 from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
+from core.opening.numbered_optimizers import keys_of_numbered
 from core.opening.target import retyped
 from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights
 from core.quantize.to_float8 import BLOCK
@@ -210,6 +212,13 @@ def _select(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> 
             )
     n_dropped = len(selection.left_out)
     notes = [f"{n_dropped} entries dropped by --include/--exclude"] if n_dropped else []
+    # States without a name cannot follow the parameters that are dropped.
+    if any(key in catalog.tensors and not is_optimizer_key(key) for key in selection.left_out):
+        notes += [
+            f"{key} numbers its parameters, so it keeps the states of dropped ones: --param-order "
+            f"model finds and drops those, --exclude {quoted_word(f'{key}.*')} drops all"
+            for key in keys_of_numbered(selection.catalog)
+        ]
     return _ChangeStep(selection.catalog, notes, selection.left_out)
 
 

@@ -16,6 +16,7 @@ from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
+from core.convert.copied_files import check_copied_files
 from core.convert.explain import LayoutLine, explain_layout
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
@@ -47,7 +48,7 @@ from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
-from core.errors import UnsupportedError, UsageError
+from core.errors import CorruptError, UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
@@ -319,8 +320,13 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
             hint="use only one of them",
         )
 
-    # Give the source its final names, and cut it for the destination.
-    form = safe_form(job, source, format, others)
+    # Give the source its final names, and cut it for the destination. If that fails, a copied file
+    # may be the reason.
+    try:
+        form = safe_form(job, source, format, others)
+    except (CorruptError, UnsupportedError):
+        check_copied_files(job, opened)
+        raise
     dst = _choose_dst(job, source, format)
     is_file = is_file_of(format, dst)
     if job.tokenizer is not None:
@@ -329,9 +335,15 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         form = replace(form, catalog=files)
     recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
     catalog, target = cut_form(job, recordable, format)
+    copied_notes = check_copied_files(job, opened, catalog)
 
     # Collect what the user should know; steps may repeat a note of an earlier one.
-    notes = [*source.notes, *form.notes, *_nesting_notes(form.catalog, format, is_file=is_file)]
+    notes = [
+        *source.notes,
+        *copied_notes,
+        *form.notes,
+        *_nesting_notes(form.catalog, format, is_file=is_file),
+    ]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
     if CONFIG in form.catalog.documents and not has_tokenizer(

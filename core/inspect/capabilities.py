@@ -25,7 +25,7 @@ from core.changes.select import cast_of, keep_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_mcore
 from core.convert.job import Job, TopologyChange
-from core.convert.options import is_cut
+from core.convert.options import FSDP_DTENSOR, has_model_form, is_cut, writes_fsdp_dtensor
 from core.convert.sizes import target_topology
 from core.convert.target_form import (
     cut_form,
@@ -150,6 +150,11 @@ def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capabil
     ]
     if not model.is_hf:
         targets += [(_HF, format) for _, format in targets if _HF in format.aliases]
+    # Megatron-FSDP's checkpoints are DCP with a form of its own, for Megatron's models only.
+    if model.has_layout:
+        targets += [
+            (FSDP_DTENSOR, format) for format in formats() if FSDP_DTENSOR in format.aliases
+        ]
     with gc_paused():
         trials = _Trials(checkpoint, model)
         if trials.has_many_names:
@@ -205,7 +210,9 @@ class _Trials:
             (_FLOAT32, format.adapt is not None),
         )
         options = [option for option, is_useful in offers if is_useful]
-        needs_layout = is_cut(format) or to == _HF or self._source.format.partition == "ranks"
+        needs_layout = (
+            is_cut(format) or to in (_HF, FSDP_DTENSOR) or self._source.format.partition == "ranks"
+        )
         # For a model with Hugging Face's names, the planner gives a more precise reason.
         lacks_layout = needs_layout and model.layout_refusal is not None and not model.is_hf
         # DeepSpeed's universal form takes an optimizer under Hugging Face's names, not Megatron's.
@@ -300,7 +307,9 @@ class _Trials:
         assert format.lay_out is not None, "only formats that are written are tried"
         try:
             # A parallel layout is checked with all tensors; others with a sample.
-            has_layout = is_cut(format) and self._model.has_layout and job.names is None
+            has_layout = (
+                has_model_form(job, format) and self._model.has_layout and job.names is None
+            )
             catalog, target = cut_form(
                 job, form.catalog if has_layout else _thinned(form.catalog), format
             )
@@ -343,7 +352,9 @@ class _Trials:
         # in another format; its optimizer apart, a Hugging Face model has one form for rank files
         # as well. Raw forms are shared by formats that differ only in the classes they keep.
         form_name: object = self._model.is_hf and format.carries_files
-        if is_cut(format):
+        if writes_fsdp_dtensor(job):
+            form_name = FSDP_DTENSOR
+        elif is_cut(format):
             renames_weights = (
                 self._model.is_hf and not self._model.has_optimizer and job.names is None
             )

@@ -7,9 +7,11 @@ understood, else under their stored names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog
+from core.catalog.copied_files import CopiedFile, find_copied_files
 from core.errors import CheckpointingException
 from core.files.store import ReadStore
 from core.formats.torch.format import load_object
@@ -66,3 +68,27 @@ def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules) -> Canonica
         except CheckpointingException as err:
             failure = failure or err
     return Canonical(catalog, is_global=not is_rank_local, has_layout=False, failure=failure)
+
+
+def copied_files_of(
+    form: Canonical, stored: Catalog, store: ReadStore, groups: Sequence[Sequence[str]]
+) -> list[CopiedFile]:
+    """Return the files that were copied over those of other ranks.
+
+    Args:
+        form: the canonical form of ``stored``.
+        stored: the catalog of the checkpoint, as its format reads it.
+        groups: groups of files with equal content.
+    """
+    if not form.is_global:
+        return []
+    # The optimizer is absent from the form if its states do not belong to the parameters, for which
+    # copied files are a reason. By rank, all its moments should differ.
+    files = {
+        fragment.array.extent.file for fragment in form.catalog.all_fragments() if fragment.array
+    }
+    copies = find_copied_files(form.catalog, store, [g for g in groups if files.issuperset(g)])
+    if form.failure is not None:
+        unnamed = [group for group in groups if files.isdisjoint(group)]
+        copies += [c for c in find_copied_files(stored, store, unnamed) if c.is_proven]
+    return copies

@@ -94,6 +94,15 @@ def with_parameter_names(
     return catalog.noted(notes)
 
 
+def keys_of_numbered(catalog: Catalog) -> list[str]:
+    """Return the keys of the optimizers that number their parameters.
+
+    Args:
+        catalog: its objects are loaded.
+    """
+    return [optimizer.key for optimizer in _numbered_optimizers(catalog)]
+
+
 def _numbered_optimizers(catalog: Catalog) -> Iterator[NumberedOptimizer]:
     """Yield the state dicts of optimizers in a catalog whose groups list numbers."""
     for path, node in containers({} if catalog.skeleton is None else catalog.skeleton):

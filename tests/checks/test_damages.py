@@ -19,7 +19,7 @@ from core.checks import file_codes
 from core.checks.containers import dcp_files, items
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.checks.metadata import common_state, index, tracker, unsafe
+from core.checks.metadata import common_state, copied_files, index, tracker, unsafe
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import StorageError
@@ -71,7 +71,10 @@ def copied(source: Path, tmp_path: Path) -> Path:
 def own(findings: tuple[Finding, ...]) -> list[tuple[str, str | None]]:
     """Code and file of what these checks found, and of what no check explained."""
     known = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES, *items.CODES)}
-    known |= {code.code for code in (common_state.BACKEND, unsafe.DANGEROUS, unsafe.UNKNOWN)}
+    known |= {
+        code.code
+        for code in (common_state.BACKEND, copied_files.COPIED, unsafe.DANGEROUS, unsafe.UNKNOWN)
+    }
     return sorted(
         {
             (f.code, f.file)

@@ -280,8 +280,9 @@ def test_missing_extra_and_other_tensors_are_told_apart(golden: Path, tmp_path: 
             fsync=False,
         )
     )
-    got = {one.code for one in found(out, against=source)}
-    assert got == {"CK821", "CK823"}
+    findings = found(out, against=source)
+    assert {one.code for one in findings} == {"CK821", "CK823"}
+    assert {one.hint for one in findings} == {f"see what differs: ckpt diff {source} {out}"}
     assert {one.code for one in found(source, against=out)} == {"CK822", "CK823"}
 
 

@@ -62,7 +62,7 @@ def assert_capabilities_hold(source: Path, dst: Path) -> dict[str, Capability]:
         for format in formats()
         if format.lay_out is not None and format.name != opened.format.name
     ]
-    assert of_target.keys() | {"hf"} == {*written, "hf"}
+    assert of_target.keys() | {"hf", "fsdp_dtensor"} == {*written, "hf", "fsdp_dtensor"}
     for target, entry in of_target.items():
         assert_holds(entry, Job(src=source, dst=dst, to=target), target)
     into = "megatron" if "--to megatron" in (reshard.why or "") else None

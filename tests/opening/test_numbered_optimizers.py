@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,11 @@ def test_the_option_is_refused_where_it_would_do_nothing(
 def test_a_binary_file_is_no_order() -> None:
     with pytest.raises(UsageError, match="neither text nor JSON"):
         parse_order(b"\x80\x02\xff", label="x")
+
+
+def test_a_note_says_that_numbered_states_do_not_follow_dropped_weights(tmp_path: Path) -> None:
+    job = Job(src=saved(tmp_path), dst=tmp_path / "out.pt", to="torch", exclude=("model.a",))
+    assert any("optimizer numbers its parameters" in note for note in run(job).notes)
+    for options in ({"param_order": "model"}, {"exclude": ("model.a", "optimizer.*")}):
+        job = replace(job, dst=tmp_path / f"{len(options)}.pt", force=True, **options)
+        assert not any("keeps the states" in note for note in run(job).notes)

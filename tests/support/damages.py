@@ -35,6 +35,7 @@ SHARDS = "hf/llama/safetensors_sharded"
 BINS = "hf/llama/bin_sharded"
 TIED = "hf/qwen2_tied/safetensors_single"
 ZERO = "deepspeed/zero1_dp2_bf16"
+ZERO3 = "deepspeed/zero3_dp2_bf16"
 UNIVERSAL = "deepspeed_universal/zero1_dp2_bf16"
 TORCH = "hf/llama/torch_single/model_zip.pt"
 LEGACY = "hf/llama/torch_single/model_legacy.pt"
@@ -926,6 +927,14 @@ TABLE = (
         ("CK512", f"../{TRACKER}"),
     ),
     row(RANKS, "no tracker", TRACKER, Path.unlink, ("CK514", f"../{TRACKER}")),
+    row(
+        ZERO3,
+        "the optimizer file of another rank",
+        f"{STEP}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        lambda p: shutil.copyfile(p.with_name(OPTIM), p),
+        ("CK508", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        level=Level.HEADERS,
+    ),
     # --- what other software would run
     row(
         RANKS,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 
 from core.catalog.facets import DcpFacts
@@ -221,7 +222,7 @@ def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
     for err in problems:
         # Without a zip directory, no zip begins or ends at these bytes: the position is wrong.
         is_misplaced = err.rule in (None, "zip.directory")
-        yield finding_of(
+        finding = finding_of(
             err,
             default=DCP_ITEM,
             code=DCP_ITEM if is_misplaced else None,
@@ -229,6 +230,8 @@ def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
             key=key,
             expected=f"a torch zip at bytes {item.offset}–{item.offset + item.n_bytes}",
         )
+        # The code's hint says the same for all of them as the errors do, in several wordings.
+        yield replace(finding, hint=DCP_ITEM.hint) if is_misplaced else finding
     if not problems:
         yield from check_descriptors(store, archives[0], keys_of=lambda record: (key,))
 

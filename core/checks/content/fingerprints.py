@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from shlex import quote
 
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
@@ -124,7 +125,8 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
         )
         return
     # Compare the names, then the fingerprints of the common tensors.
-    yield from _compare_names(subject, form)
+    hint = _diff_hint(subject)
+    yield from _compare_names(subject, form, hint)
     fingerprints, problems = _collect_fingerprints(subject, form, common)
     subject.n_compared = len(fingerprints)
     yield from problems
@@ -138,6 +140,7 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
                 key=key,
                 expected=_type_text(wanted),
                 found=_type_text(actual),
+                hint=hint,
             )
         elif wanted.text != actual.text:
             yield DIFFERENT.finding(
@@ -145,7 +148,17 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
                 key=key,
                 expected=f"{wanted.text[:16]}…",
                 found=f"{actual.text[:16]}…",
+                hint=hint,
             )
+
+
+def _diff_hint(subject: Subject) -> str:
+    """Return the command that shows what differs, with the paths of both checkpoints."""
+    assert subject.against is not None
+    other = subject.against.path
+    if other is None:
+        return "see what differs: ckpt diff with the checkpoint that the manifest describes"
+    return f"see what differs: ckpt diff {quote(str(other))} {quote(str(subject.root))}"
 
 
 def _canonical_form(subject: Subject) -> Canonical | None:
@@ -157,7 +170,7 @@ def _canonical_form(subject: Subject) -> Canonical | None:
     return subject.canonical
 
 
-def _compare_names(subject: Subject, form: Canonical) -> Iterator[Finding]:
+def _compare_names(subject: Subject, form: Canonical, hint: str) -> Iterator[Finding]:
     """Report tensors that only one of the checkpoints has."""
     assert subject.against is not None
     tensors, expected = form.catalog.tensors, subject.against.fingerprints
@@ -168,6 +181,7 @@ def _compare_names(subject: Subject, form: Canonical) -> Iterator[Finding]:
                 key=key,
                 expected=_type_text(other),
                 found="nothing",
+                hint=hint,
             )
     for key, meta in tensors.items():
         if key not in expected:
@@ -177,6 +191,7 @@ def _compare_names(subject: Subject, form: Canonical) -> Iterator[Finding]:
                 key=key,
                 expected="nothing",
                 found=kind,
+                hint=hint,
             )
 
 

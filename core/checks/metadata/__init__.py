@@ -3,6 +3,6 @@
 Start at ``geometry`` and ``layout``; ``unsafe`` finds pickles that would run code when loaded.
 Imports: arrays, catalog, changes, checks, checks.containers, errors, files, formats.dcp,
 formats.dcp.reading, formats.huggingface, formats.mcore, formats.safetensors, formats.torch,
-formats.zarr, hf.proof, megatron.extras, megatron.model, megatron.optimizer,
+formats.torch.zip, formats.zarr, hf.proof, megatron.extras, megatron.model, megatron.optimizer,
 megatron.optimizer.sharded, megatron.reshard, opening, pickle.
 """
