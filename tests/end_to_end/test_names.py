@@ -49,6 +49,7 @@ def test_megatron_to_hugging_face_and_back_gives_megatrons_own_files(
         to="megatron",
         topology=size,
         vocab_divisor=64,
+        transformer_impl="local",
         fsync=False,
     )
     run(back)

@@ -183,7 +183,8 @@ def test_states_of_single_experts_become_one_for_grouped_ones(golden: Path, tmp_
     resharded(source, tmp_path / "dist", "torch_dist", tp=1, ep=2)
     resharded(tmp_path / "dist", tmp_path / "out", tp=1, ep=2)
     ours, theirs = (model_of(root, "mp_rank_00_001") for root in (tmp_path / "out", source))
-    assert set(ours) == set(theirs)
+    # Norms have states since Transformer Engine 1.13, and torch_dist has them for all versions.
+    assert {name for name in ours if not name.endswith("norm._extra_state")} == set(theirs)
     assert ours[PACKED] is None
 
 
