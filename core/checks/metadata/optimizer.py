@@ -193,6 +193,7 @@ def _report_problem(err: CheckpointingException, *, has_data: bool) -> Iterator[
         None,
         "optim.groups",
         "optim.buffers",
+        "optim.remainders",
     )
     if is_unknown and not has_data:
         return

@@ -19,6 +19,7 @@ from core.files.store import ReadStore
 from core.megatron.model.args import topology_of
 from core.megatron.model.checks import listed
 from core.megatron.optimizer.proof import strange_masters
+from core.megatron.optimizer.remainders import check_dtypes, check_values
 from core.megatron.placement.adapter_rows import is_halved, to_matrix_order
 from core.megatron.reshard.from_global import is_megatron, unshard_global
 from core.megatron.reshard.from_ranks import unshard_ranks
@@ -81,8 +82,11 @@ def unshard(
     )
 
     # Compare master weights with weights; for rank files, reading the optimizer already did.
+    check_dtypes(model.tensors)
     strange = [] if store is None or is_rank_local else strange_masters(model, store)
     if strange:
+        assert store is not None, "nothing was compared without files"
+        check_values(model, store, strange)
         reason = "were the weights changed after the optimizer's last step?"
         model = model.noted(
             [f"master weights of {listed(strange)} do not round to the weights: {reason}"]

@@ -20,7 +20,14 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.optimizer_keys import MASTER
 from core.catalog.stored import StoredArray, part_of
-from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, raising
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnsupportedError,
+    raising,
+)
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.args import fields_of
@@ -36,6 +43,7 @@ from core.megatron.optimizer.flat.params import (
 )
 from core.megatron.optimizer.proof import are_masters, is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
+from core.megatron.optimizer.remainders import are_remainders, remainders_error
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf
 
@@ -230,7 +238,13 @@ class _BufferReader:
         if store is not None and buffer.buckets is None and space.n_elements < sum(space.sizes):
             starts = find_trained(space, fits)
         if starts is None:
-            result = find_starts(space, None if store is None else fits, all_fit=all_fit)
+            try:
+                result = find_starts(space, None if store is None else fits, all_fit=all_fit)
+            except UnsupportedError:
+                masters = buffer.states[MASTER][0]
+                if are_remainders(store, masters, bind=self.catalog.bind):
+                    raise remainders_error(key=_global_name(params[0]), rank=file.folder) from None
+                raise
             self.notes.extend(result.notes)
             starts = result.starts
         for param, start in zip(params, starts, strict=True):

@@ -49,6 +49,7 @@ from core.megatron.optimizer.flat.params import (
     is_shared_embedding,
     members_at,
 )
+from core.megatron.optimizer.remainders import are_remainders, remainders_error
 from core.megatron.optimizer.sharded.bucket_keys import BucketGroup, FlatBuffer, Stored, groups_of
 from core.megatron.optimizer.sharded.bucket_proof import WeightSamples
 from core.megatron.optimizer.sharded.held import BucketParam, Holdings
@@ -295,8 +296,10 @@ class _BucketReader:
 
         # A layout counts only if master weights round to weights in it.
         store = self.store
-        samples: dict[int, WeightSamples] = {}
         masters = buffer.states[MASTER]
+        if are_remainders(None, masters[0][1]):
+            raise remainders_error(key=params[0].key)
+        samples: dict[int, WeightSamples] = {}
 
         def fits(place: int, start: int) -> bool:
             assert store is not None
@@ -312,7 +315,12 @@ class _BucketReader:
         if store is not None and space.n_elements < sum(space.sizes):
             starts = find_trained(space, fits)
         if starts is None:
-            result = find_starts(space, None if store is None else fits)
+            try:
+                result = find_starts(space, None if store is None else fits)
+            except UnsupportedError:
+                if are_remainders(store, masters[0][1], bind=self.catalog.bind):
+                    raise remainders_error(key=params[0].key) from None
+                raise
             self.notes.extend(result.notes)
             starts = result.starts
         for param, start in zip(params, starts, strict=True):
