@@ -39,10 +39,27 @@ def install(megatron_lm: str) -> None:
     from tests.real_megatron import cpu
 
     cpu.install()
+    use_adam_of_apex()
     for name in ("set_device", "empty_cache"):
         setattr(torch.cuda, name, lambda *args: None)
     sys.meta_path.append(_Stubs())
     dist.init_process_group("gloo")
+
+
+def use_adam_of_apex() -> None:
+    """Let Megatron train with it; it cannot load fully_reshardable states of torch's Adam."""
+    from tests.real_megatron import adam
+
+    class Adam(adam.FusedAdam):
+        """Ignores the arguments that only newer versions of Megatron give."""
+
+        def __init__(
+            self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, **_: object
+        ) -> None:
+            super().__init__(params, lr, betas, eps, weight_decay)
+
+    adam.FusedAdam = Adam  # type: ignore[misc]
+    adam.use()
 
 
 def model_of(hf_dir: Path, *, tp: int, is_frozen: bool) -> tuple[Any, Any]:
