@@ -122,6 +122,7 @@ _HINTS = (
     ("--true-vocab-size", "use --vocab-size N"),
     ("--export-dtype", "use --dtype"),
     ("--verify-integrity", "use --verify"),
+    ("--check", "use ckpt validate PATH, which also compares with the manifest"),
     (
         "--max-workers --num-workers --workers --num-threads --num-processes",
         "use --threads N",

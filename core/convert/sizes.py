@@ -29,14 +29,18 @@ def check_source_sizes(job: Job, catalog: Catalog) -> None:
     Raises:
         UsageError: the source has other sizes, or does not record them.
     """
-    asserted = job.topology.source if job.topology is not None else {}
-    if not asserted:
+    if job.topology is None or not job.topology.source:
         return
+    asserted = job.topology.source
     topology = _source_topology(catalog)
     if topology is None:
+        # Whoever gives only these options means the sizes to write.
+        hint = f"omit {', '.join('--' + name for name in asserted)}"
+        if not job.topology.sizes:
+            wanted = " ".join(f"--{name}-new {size}" for name, size in asserted.items())
+            hint = f"these options describe SRC; for the sizes to write, use {wanted}"
         raise UsageError(
-            "the checkpoint does not record the parallel sizes it was saved with",
-            hint=f"omit {', '.join('--' + name for name in asserted)}",
+            "the checkpoint does not record the parallel sizes it was saved with", hint=hint
         )
     for name, size in asserted.items():
         # A checkpoint without an ETP of its own shards its experts by TP.

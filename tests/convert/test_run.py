@@ -4,6 +4,7 @@ real readers.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,25 @@ def test_sizes_for_a_format_without_layout_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match="no parallel layout"):
         convert(golden / _SOURCES["megatron"], tmp_path / "a", to, topology=TopologyChange(tp=4))
+
+
+def test_sizes_of_a_source_without_layout_are_answered_with_those_to_write(
+    golden: Path, tmp_path: Path
+) -> None:
+    source, dst = golden / "hf/llama/safetensors_single", tmp_path / "out"
+    for sizes, hint in (({}, "use --tp-new 2$"), ({"tp": 2}, "^omit --tp$")):
+        topology = TopologyChange(source={"tp": 2}, **sizes)
+        with pytest.raises(UsageError) as refusal:
+            run(
+                Job(
+                    src=source,
+                    dst=dst,
+                    to="megatron",
+                    topology=topology,
+                    transformer_impl="local",
+                )
+            )
+        assert re.search(hint, refusal.value.hint or "")
 
 
 def test_a_vocabulary_size_that_was_given_is_written_into_the_arguments(
