@@ -63,7 +63,9 @@ _LOCAL_NOTE = (
     "module names are those of --transformer-impl local; for Transformer Engine, Megatron's "
     "default, add --transformer-impl transformer_engine"
 )
-_LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj)\.weight$")
+_LINEAR = re.compile(
+    r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj|self_attention|mlp)\.weight$"
+)
 
 
 @dataclass(frozen=True, slots=True)
