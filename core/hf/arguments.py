@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.hf.family import Family
+from core.megatron.model.blocks import TEXT
 from core.megatron.model.hybrid import pattern_of
 
 _OFF = [
@@ -91,6 +92,8 @@ def misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[s
     stated = {*family.config, *family.settings, *family.switches}
     if "hybrid_override_pattern" in stated:
         stated |= {"hybrid_layer_pattern", *_without_effect(fields)}
+    if TEXT in stated:
+        stated |= {"heterogeneous_layers_config_path"}  # Megatron prefers the text
     misfits: dict[str, object] = {}
     for name, neutral in _NEUTRAL.items():
         if name in stated or (name == "rotary_percent" and "partial" in family.rope):

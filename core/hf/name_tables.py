@@ -6,7 +6,7 @@ the global Megatron form and the Hugging Face tensors that it consists of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -138,7 +138,6 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         UnsupportedError: a row refers to a size that the model does not have, or several layers of
             multi-token prediction would share tensors.
     """
-    sizes = model.sizes
     layers = family.body + family.layers
     n_inner = len(model.prediction or "1")
     mtp = [
@@ -154,7 +153,12 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         )
 
     def make_pair(
-        row: NameRow, megatron: tuple[str, ...], hf: str, expert: int | None = None
+        row: NameRow,
+        megatron: tuple[str, ...],
+        hf: str,
+        expert: int | None = None,
+        *,
+        layer: int | None = None,
     ) -> Pair:
         """Apply a rule with the prefixes of both sides and return its pair."""
         # Transformer Engine fuses a norm into the linear module behind it; that name goes first
@@ -165,9 +169,11 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         twins = () if row.twin is None else tuple(module + row.twin for module, _ in mtp)
         return Pair(
             names=tuple(start + _numbered(name, expert) for name in names for start in megatron),
-            parts=tuple(make_parts(row, hf, expert)),
-            n_groups=model.n_groups if row.fuse == "qkv" else 1,
-            n_alternations=1 if row.alternate is None else size_of_row(row.hf[0], row.alternate),
+            parts=tuple(make_parts(row, hf, expert, model.sizes_of(layer))),
+            n_groups=model.n_groups_of(layer) if row.fuse == "qkv" else 1,
+            n_alternations=1
+            if row.alternate is None
+            else size_of_row(row.hf[0], row.alternate, model.sizes),
             shift=row.shift,
             is_swapped=row.swap,
             is_flat=row.flat,
@@ -183,15 +189,17 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             twins=twins,
         )
 
-    def make_parts(row: NameRow, hf: str, expert: int | None) -> Iterator[FamilyPart]:
+    def make_parts(
+        row: NameRow, hf: str, expert: int | None, sizes: Mapping[str, int]
+    ) -> Iterator[FamilyPart]:
         """Yield the parts of a rule's tensor."""
         for number, name in enumerate(row.hf):
             names = (name, *row.hf_also[number : number + 1])
-            shape = tuple(size_of_row(name, size) for size in row.shape[number].split())
+            shape = tuple(size_of_row(name, size, sizes) for size in row.shape[number].split())
             full = tuple(hf + _numbered(each, expert) for each in names)
             yield FamilyPart((*full, *_with_other_bodies(full, family)), shape)
 
-    def size_of_row(name: str, size: str) -> int:
+    def size_of_row(name: str, size: str, sizes: Mapping[str, int]) -> int:
         """Return a size of a rule's tensor, which only the table of a user may lack."""
         if size not in sizes:
             raise UnsupportedError(
@@ -201,7 +209,9 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             )
         return sizes[size]
 
-    def layer_pairs(kinds: frozenset[str], megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
+    def layer_pairs(
+        kinds: frozenset[str], megatron: tuple[str, ...], hf: str, *, layer: int | None = None
+    ) -> Iterator[Pair]:
         """Apply the rules of one layer and yield its pairs, for experts once per expert."""
         # Consecutive rules of experts are applied together, expert by expert: the order in which
         # torch saves the modules.
@@ -210,7 +220,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             group = list(rows)
             for expert in range(model.n_experts) if is_of_expert else (None,):
                 for row in group:
-                    yield make_pair(row, megatron, hf, expert)
+                    yield make_pair(row, megatron, hf, expert, layer=layer)
 
     # The embedding and the decoder layers.
     for row in family.first:
@@ -218,7 +228,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             yield make_pair(row, ("",), "")
     for number in range(model.n_layers):
         yield from layer_pairs(
-            model.kinds_of(number), (f"{LAYERS}{number}.",), f"{layers}{number}."
+            model.kinds_of(number), (f"{LAYERS}{number}.",), f"{layers}{number}.", layer=number
         )
     # The final norm; the layers of multi-token prediction, whose last rule is their own norm; and
     # the output layer, which Megatron saves after them.

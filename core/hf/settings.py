@@ -23,6 +23,8 @@ way                     config.json                  argument
 ``flag``                the same                     true or false
 ``one_group``           ``multi_query``              ``num_query_groups``: 1 if it is true, else the
                                                      number of query heads
+``blocks``              ``block_configs``, one       ``heterogeneous_layers_config_encoded_json``,
+                        description per layer        the text of a ``config.json`` with them
 ``indexers``            ``indexer_types``, one name  1: every layer has an indexer of its own
                         per layer
 ``pattern``             ``layers_block_type`` or     ``hybrid_override_pattern``, one symbol per
@@ -35,13 +37,16 @@ Source: transformers 5.23.0 ``masking_utils.py``, ``configuration_utils.py``; me
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
+from core.files.json_object import parse_json_object
 from core.hf.values import CONFIG, count_of
 from core.megatron.model.args import linear_layers
+from core.megatron.model.blocks import TEXT
 
 WAYS = (
     "number",
@@ -54,12 +59,20 @@ WAYS = (
     "linear_layers",
     "inverse_root",
     "flag",
+    "blocks",
     "one_group",
     "pattern",
     "indexers",
 )
 _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
+_BLOCKS = {
+    "attention": ("n_heads_in_group", "no_op", "replace_with_linear"),
+    "ffn": ("ffn_mult", "no_op", "replace_with_linear"),
+}
+"""Part of a layer in ``block_configs`` → what may be said about it."""
+_USUAL_ENTRIES = (("hidden_act", "silu"), ("gated", True))
+"""What may be said besides, as all of Megatron's layers are so."""
 _ATTENTION = {"linear_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has linear attention."""
 
@@ -109,6 +122,10 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
     if setting.way == "indexers":
         _check_indexers(setting, config)
         return 1
+    if setting.way == "blocks":
+        _check_blocks(setting, value)
+        # Megatron's training script compares other values of the text with its arguments.
+        return json.dumps(dict(config), sort_keys=True)
     if value is None:
         return None
     if setting.way == "flag":
@@ -148,6 +165,9 @@ def setting_value(
     if setting.way == "rotated_layers":
         types = _layer_types(setting, argument, has_window=True, n_layers=n_layers)
         return [int(kind == "sliding_attention") for kind in types]
+    if setting.way == "blocks":
+        text = str(argument).encode()
+        return parse_json_object(text, file=f"the argument {TEXT}")[setting.name]
     if setting.way == "flag":
         return bool(argument)
     if setting.way == "one_group":
@@ -310,6 +330,32 @@ def _layer_types(
         "full_attention" if not has_window or exception else "sliding_attention"
         for exception in is_exception
     ]
+
+
+def _check_blocks(setting: Setting, value: object) -> None:
+    """Raise unless every layer is described by what Megatron builds.
+
+    Raises:
+        CorruptError: it is no list of descriptions.
+        UnsupportedError: a layer has something that Megatron does not build.
+    """
+    if not isinstance(value, list) or not value:
+        raise CorruptError(
+            f"{setting.name} is {repr(value)[:80]}, not a list of descriptions of layers",
+            file=CONFIG,
+        )
+    for number, layer in enumerate(value):
+        parts = layer if isinstance(layer, Mapping) else {}
+        for part, names in _BLOCKS.items():
+            block = parts.get(part)
+            entries = block if isinstance(block, Mapping) else {}
+            for name, entry in entries.items():
+                if name not in names and entry and (name, entry) not in _USUAL_ENTRIES:
+                    raise UnsupportedError(
+                        f"{name} of layer {number} is {repr(entry)[:80]}, which no layer of "
+                        "Megatron has",
+                        file=CONFIG,
+                    )
 
 
 def _numbers(name: str, value: object) -> list[float]:

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.model.args import linear_layers
-from core.megatron.model.blocks import window_layers_of
+from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
 from core.megatron.model.hybrid import pattern_of
 
 FEATURES: Mapping[str, str] = {
@@ -75,10 +75,17 @@ FEATURES: Mapping[str, str] = {
     "linear_attention": "linear_attention_freq",
     "output_gate": "attention_output_gate",
     "head_gate": "head_wise_attn_gate",
+    "blocks": TEXT,
 }
 """Feature that a family may have → the argument that enables it."""
 _KINDS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """Symbol of a layer in the pattern of a hybrid model → kind of the layer."""
+_BLOCKS: Mapping[Kind, tuple[str, str]] = {
+    "usual": ("full", "dense"),
+    "linear": ("one_linear_attention", "one_linear_mlp"),
+    "none": ("no_attention", "no_mlp"),
+}
+"""Kind of a block of a heterogeneous model → kind of the layer with such attention, such an MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,7 @@ class Model:
         is_local: parameters have the names of the local implementation, not Transformer Engine's.
         kinds: kind of each layer of a hybrid model: mamba, attention, mlp or moe; None for other
             models.
+        blocks: attention and MLP of each layer of a heterogeneous model; None for other models.
         prediction: the same for the layers of a multi-token prediction; None if a hybrid model has
             none.
     """
@@ -117,6 +125,23 @@ class Model:
     prediction: tuple[str, ...] | None = None
     linear: frozenset[int] | None = None
     window: frozenset[int] | None = None
+    blocks: tuple[LayerBlocks, ...] | None = None
+
+    def sizes_of(self, layer: int | None) -> Mapping[str, int]:
+        """Return the extents by name, with those of a heterogeneous model's layer."""
+        if self.blocks is None or layer is None:
+            return self.sizes
+        block, head = self.blocks[layer], self.sizes["head"]
+        groups = self.n_groups_of(layer)
+        inner = {} if block.n_inner is None else {"ffn": block.n_inner}
+        qkv = self.sizes["q"] + 2 * groups * head
+        return {**self.sizes, "kv": groups * head, "qkv": qkv, **inner}
+
+    def n_groups_of(self, layer: int | None) -> int:
+        """Return the number of query groups of a layer."""
+        if self.blocks is None or layer is None:
+            return self.n_groups
+        return self.blocks[layer].n_groups or self.n_groups
 
     def kinds_of(self, layer: int) -> frozenset[str]:
         """Return the kinds of a layer: ``dense`` or ``moe``, ``linear``, ``window`` or ``full``
@@ -124,6 +149,9 @@ class Model:
         """
         if self.kinds is not None:
             return frozenset((self.kinds[layer],))
+        if self.blocks is not None:
+            block = self.blocks[layer]
+            return frozenset((_BLOCKS[block.attention][0], _BLOCKS[block.mlp][1]))
         mlp = "dense" if self.dense is None or layer in self.dense else "moe"
         if self.linear is not None and layer in self.linear:
             return frozenset((mlp, "linear"))
@@ -263,6 +291,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         prediction=prediction,
         linear=linear_layers(fields, n_layers) if "linear_attention" in features else None,
         window=None if window is None else window.layers,
+        blocks=blocks_of(fields),
     )
 
 
@@ -337,6 +366,7 @@ def _features(
         "linear_attention": fields.get("linear_attention_freq"),
         "output_gate": fields.get("attention_output_gate"),
         "head_gate": fields.get("head_wise_attn_gate"),
+        "blocks": fields.get(TEXT),
         "parallel_mamba": fields.get("falconh1_ratio"),
         "mamba_norm": fields.get("falconh1_ratio") and fields.get("rmsnorm", True),
     }

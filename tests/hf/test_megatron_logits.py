@@ -546,6 +546,15 @@ def built(args, family):
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=args["normalization"]
     )
+    if args.get("heterogeneous_layers_config_encoded_json"):
+        from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs as layers
+        from megatron.core.transformer.heterogeneous import heterogeneous_config
+
+        names = ("path", "encoded_json")
+        names = [f"heterogeneous_layers_config_{name}" for name in names]
+        fields |= {name: args[name] for name in names}
+        config = heterogeneous_config.HeterogeneousTransformerConfig(**fields)
+        spec = layers.get_gpt_heterogeneous_layer_spec(config, use_te=False)
     is_linear = [False] * config.num_layers
     is_sparse = config.experimental_attention_variant == "dsa"
     if is_sparse:
@@ -682,8 +691,8 @@ def folders(
 
 def test_the_table_of_families_may_say_that_all_were_compared() -> None:
     # Ling 2's layers are those of GLM-4.5, and MiMo's those of Qwen2 (test_published_families);
-    # Step-3.5 has a forward of its own (test_step3p5).
-    absent = {"bailing_moe_v2", "mimo", "step3p5"}
+    # Step-3.5 has a forward of its own (test_step3p5), Llama-Nemotron a model (test_nemotron_nas).
+    absent = {"bailing_moe_v2", "mimo", "nemotron-nas", "step3p5"}
     assert {MODELS[name][0] for name in RUN} == set(families()) - absent
 
 

@@ -37,8 +37,10 @@ from core.hf.family import Family
 from core.hf.settings import setting_argument, setting_value
 from core.hf.traits import FEATURES, Model
 from core.hf.values import CONFIG, count_of, number_of
+from core.megatron.model.blocks import TEXT, LayerBlocks, blocks_of
 from core.pickle.inert import Global
 
+_BLOCKS = "block_configs"
 _OF_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk")
 """Arguments that a model without experts does not have, whatever its ``config.json`` states."""
 _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
@@ -219,10 +221,31 @@ def groups_of(config: Mapping[str, object], family: Family, *, n_heads: int) -> 
     Raises:
         CorruptError: it is not a positive number.
     """
-    if any(item.way == "one_group" and config.get(item.name) for item in family.settings.values()):
-        return 1
+    for item in family.settings.values():
+        if item.way == "one_group" and config.get(item.name):
+            return 1
+        if item.way == "blocks":
+            # Every layer has its own number; Megatron's argument is the first layer's.
+            blocks = stated_blocks(config, family)
+            return next((block.n_groups for block in blocks if block.n_groups), n_heads)
     names = family.config.get("num_query_groups", ("num_key_value_heads",))
     return number_of(config, names, default=n_heads) if names else n_heads
+
+
+def stated_blocks(config: Mapping[str, object], family: Family) -> tuple[LayerBlocks, ...]:
+    """Return attention and MLP of each layer of a heterogeneous model.
+
+    Raises:
+        CorruptError, UnsupportedError: a layer is malformed, or Megatron has no such one.
+    """
+    names = family.config.get("num_attention_heads", ("num_attention_heads",))
+    fields = {
+        TEXT: json.dumps({_BLOCKS: config.get(_BLOCKS)}),
+        "num_layers": count_of(config, "num_hidden_layers"),
+        "num_attention_heads": number_of(config, names),
+        "hidden_size": count_of(config, "hidden_size"),
+    }
+    return blocks_of(fields) or ()
 
 
 def _check_fixed(config: Mapping[str, object], family: Family) -> None:

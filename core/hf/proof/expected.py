@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from core.arrays.box import Shape
-from core.hf.config_json.config import groups_of
+from core.hf.config_json.config import groups_of, stated_blocks
 from core.hf.config_json.experts import dense_layers, has_experts, shared_size
 from core.hf.config_json.hybrid import PATTERN, PREDICTION, completed
 from core.hf.config_json.per_layer import per_layer_arguments
@@ -358,4 +358,5 @@ def _derive_model(
         prediction=prediction,
         linear=linear,
         window=None if window is None else window.layers,
+        blocks=stated_blocks(config, family) if "blocks" in family.requires else None,
     )

@@ -37,6 +37,7 @@ from core.files.json_object import parse_json_object
 
 TEXT = "heterogeneous_layers_config_encoded_json"
 """Argument with the JSON text."""
+_INNER_MULTIPLE = 256
 _WINDOWS = "sliding_attention_setting"
 _PATH = "heterogeneous_layers_config_path"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -51,11 +52,13 @@ class LayerBlocks:
     Args:
         attention, mlp: ``usual``, ``linear`` (one linear in its place) or ``none``.
         n_groups: number of query groups of usual attention; None for another one.
+        n_inner: inner channels of a usual MLP; None for another one, and where they are unknown.
     """
 
     attention: Kind
     mlp: Kind
     n_groups: int | None
+    n_inner: int | None = None
 
     @property
     def kind(self) -> tuple[Kind, Kind]:
@@ -97,14 +100,16 @@ def blocks_of(fields: Mapping[str, object]) -> tuple[LayerBlocks, ...] | None:
     n_heads, n_layers = fields.get("num_attention_heads"), fields.get("num_layers")
     if len(items) != n_layers:
         raise CorruptError(f"argument {TEXT} has {len(items)} layers, but num_layers is {n_layers}")
-    return tuple(_parse_layer(number, item, n_heads) for number, item in enumerate(items))
+    hidden = fields.get("hidden_size")
+    return tuple(_parse_layer(number, item, n_heads, hidden) for number, item in enumerate(items))
 
 
-def _parse_layer(number: int, item: object, n_heads: object) -> LayerBlocks:
+def _parse_layer(number: int, item: object, n_heads: object, hidden: object) -> LayerBlocks:
     """Return what a layer consists of, from its entry of ``block_configs``.
 
     Args:
         n_heads: number of attention heads of every layer.
+        hidden: channels of the residual stream, or None.
 
     Raises:
         CorruptError: the entry is malformed.
@@ -125,13 +130,25 @@ def _parse_layer(number: int, item: object, n_heads: object) -> LayerBlocks:
             f"layer {number} has no {'num_query_groups' if has_size else 'ffn_hidden_size'} of its "
             f"own in the argument {TEXT}, so the names of its norms are unknown"
         )
+    n_inner = _n_inner(mlp, hidden) if kinds[1] == "usual" else None
     if kinds[0] != "usual":
-        return LayerBlocks(*kinds, None)
+        return LayerBlocks(*kinds, None, n_inner)
     if type(n_groups) is not int or n_groups < 1 or type(n_heads) is not int or n_heads % n_groups:
         raise CorruptError(
             f"argument {TEXT}: layer {number} has {n_groups!r} query groups for {n_heads} heads"
         )
-    return LayerBlocks(*kinds, n_groups)
+    return LayerBlocks(*kinds, n_groups, n_inner)
+
+
+def _n_inner(mlp: Mapping[object, object], hidden: object) -> int | None:
+    """Return the inner channels of a usual MLP; None if they do not follow from its entry."""
+    size, factor = mlp.get("ffn_hidden_size"), mlp.get("ffn_mult")
+    if type(size) is int:
+        return size
+    if not isinstance(factor, (int, float)) or type(hidden) is not int:
+        return None
+    # heterogeneous_config.py: two thirds of it, for the gate, up to a multiple of 256.
+    return -(-int(2 * factor * hidden / 3) // _INNER_MULTIPLE) * _INNER_MULTIPLE
 
 
 def _kind_of(block: Mapping[object, object]) -> Kind:
