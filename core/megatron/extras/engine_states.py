@@ -32,7 +32,9 @@ from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.model.checks import ADAPTER
 
 _ENGINE_MODULE = re.compile(
-    r"(?P<module>(?:.*\.)?(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm))\.weight\d*"
+    r"(?P<module>(?:.*\.)?"
+    # Heterogeneous models have linear modules in the place of an attention or MLP.
+    r"(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm|self_attention|mlp))\.weight\d*"
 )
 _ATTENTION_STATE = re.compile(rf"(.*\.)?core_attention\.{EXTRA_STATE}")
 _NORM_STATE = re.compile(rf"(.*\.)?\w*norm\.{EXTRA_STATE}")
@@ -47,9 +49,8 @@ def requested_states(names: Iterable[str]) -> Iterator[str]:
         names: global names of the model's tensors under Transformer Engine's module names.
     """
     for name in names:
-        if (
-            ADAPTER in name
-        ):  # adapters are Megatron-Bridge's, whose loader does without their states
+        # Adapters are those of Megatron-Bridge, whose loader does without their states.
+        if ADAPTER in name:
             continue
         match = _ENGINE_MODULE.fullmatch(name)
         if match is not None:
