@@ -46,6 +46,7 @@ FOREIGN: Mapping[str, str] = {
     "fp8-param-gather": "Megatron-LM",
     "moe-grouped-gemm": "Megatron-LM",
     "no-use-layer-wise-param-layout": "Megatron-LM",
+    "use-precision-aware-optimizer": "Megatron-LM",
     "bf16": "Megatron-LM",
     "fp16": "Megatron-LM",
     "moe-use-legacy-grouped-gemm": "Megatron-LM",

@@ -48,8 +48,8 @@ def are_remainders(
 ) -> bool:
     """Return whether stored master weights are remainders, judged by a sample.
 
-    Remainders are integers, and some are greater than one. Weights can be so by design; ask for
-    arrays whose elements do not round to the model's weights.
+    Remainders are integers of both signs, most of them far from zero. Weights can be so by design;
+    ask for arrays whose elements do not round to the model's weights.
 
     Args:
         store: store that holds the array; None to judge by the dtype alone.
@@ -60,7 +60,7 @@ def are_remainders(
         return False
     data = sample(store, masters, bind=bind)
     values = struct.unpack(f"<{len(data) // 4}f", data)
-    return any(abs(value) > 1 for value in values) and all(
+    return min(values, default=0) < -1 < 1 < max(values, default=0) and all(
         value.is_integer() and abs(value) <= _LARGEST for value in values
     )
 
