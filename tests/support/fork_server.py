@@ -1,4 +1,4 @@
-"""Runs Python programs in forks of a process that has imported torch and this project already:
+"""Run Python programs in forks of a process that has imported torch and this project already:
 ``python fork_server.py SOCKET``, where SOCKET is the descriptor of a socket that keeps messages
 apart.
 
@@ -39,7 +39,7 @@ MESSAGE_BYTES = 1 << 18
 
 
 def serve(socket_fd: int) -> None:
-    """Runs a program per message, until the other end is closed."""
+    """Run a program for each message, until the other end is closed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in PRELOADED:
@@ -66,7 +66,7 @@ def serve(socket_fd: int) -> None:
 
 
 def _start(request: dict[str, Any], fds: list[int]) -> NoReturn:
-    """Forks the program, and tells its process id and how it ended."""
+    """Fork the program, and report its process id and its exit code."""
     pid = os.fork()
     if pid == 0:
         _be_program(request, fds)
@@ -79,7 +79,7 @@ def _start(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 def _be_program(request: dict[str, Any], fds: list[int]) -> NoReturn:
-    """Runs the program as an interpreter would, to its end."""
+    """Run the program to its end, as an interpreter would."""
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
     for fd in fds:

@@ -1,7 +1,7 @@
-"""Programs in processes of their own that need not import torch anew: see ``fork_server.py``.
+"""Run programs in processes of their own that need not import torch again (``fork_server.py``).
 
-For what another process does with the project's files. What is to be seen of starting itself
-(what is imported, options of the interpreter) needs ``subprocess``.
+Use it for what another process does with the project's files. A test of the start itself (what is
+imported, options of the interpreter) needs ``subprocess``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SERVER = Path(__file__).with_name("fork_server.py")
 
 
 class Forked:
-    """A program that runs.
+    """A running program.
 
     Args:
-        status_fd: a pipe that tells its process id, then its exit code.
+        status_fd: a pipe from which its process id is read, then its exit code.
     """
 
     def __init__(self, status_fd: int) -> None:
@@ -37,12 +37,15 @@ class Forked:
         self.pid = self._number()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code once it has ended; negative for a signal.
+        """Wait until the program has ended, and return its exit code; negative for a signal.
 
         Args:
             timeout: seconds after which it is killed.
         """
-        if not select.select([self._status_fd], [], [], timeout)[0]:
+        # select() takes no descriptor above 1023.
+        poll = select.poll()
+        poll.register(self._status_fd, select.POLLIN)
+        if not poll.poll(None if timeout is None else 1000 * timeout):
             os.kill(self.pid, signal.SIGKILL)
         code = self._number()
         os.close(self._status_fd)
@@ -135,7 +138,7 @@ def run(
 
 @cache
 def _server(owner: int) -> socket.socket:
-    """The socket of this process's server; ends with the process.
+    """Start the server of this process, which ends with it, and return its socket.
 
     Args:
         owner: this process: a fork of it has a server of its own.
