@@ -140,7 +140,7 @@ def _check_kind(
     if after == "te_grouped" and is_local:
         raise UnsupportedError(
             "the local transformer implementation has no te-grouped experts",
-            hint="add --transformer-impl transformer_engine, or use --experts grouped",
+            hint="use --transformer-impl transformer_engine, or --experts grouped",
         )
     if after == "grouped":
         for key in catalog.tensors:
