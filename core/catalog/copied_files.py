@@ -10,10 +10,13 @@ Ranks may yet hold equal bytes for a reason: states before the first step are ze
 with ones, and a model may begin with equal experts or layers (upcycling, depth up-scaling). So
 parts whose elements are all equal prove nothing, and weights of different tensors are only a
 suspicion. Different parts of one tensor, or the moments of different tensors, are a proof.
+
+Not compared: compressed arrays, and strided ones (expanded and transposed tensors).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -35,6 +38,8 @@ DTensor and ShardedTensor do (``core.formats.torch_sharded``).
 COPIED_HINT = (
     "copy each rank's own file again from where the checkpoint was saved, or use an older one"
 )
+_RANK_IN_KEY = re.compile(r"\bexpert_parallel_rank_\d+\b")
+"""Part of the keys of DeepSpeed's ranks, whose optimizers may be replicas of each other."""
 _N_WINDOWS = 16
 _WINDOW_BYTES = 4096
 
@@ -102,11 +107,13 @@ def find_copied_files(
     parts: dict[str, dict[tuple[int, Shape], _HeldPart]] = {name: {} for name in names}
     for fragment in catalog.all_fragments():
         array = fragment.array
-        if array is None or array.extent.file not in names:
+        if array is None or array.extent.file not in names or not fragment.box.n_elements:
             continue
-        if array.extent.encoding is None and not array.extent.is_late and fragment.box.n_elements:
+        extent = array.extent
+        is_dense = extent.strides in (None, c_strides(array.shape)) and extent.axes is None
+        if is_dense and extent.encoding is None and not extent.is_late:
             address, part = _part_of(fragment)
-            parts[array.extent.file][address, fragment.box.shape] = part
+            parts[extent.file][address, fragment.box.shape] = part
     copies = []
     for group in groups:
         first, *others = group
@@ -118,15 +125,19 @@ def find_copied_files(
 
 
 def _part_of(fragment: Fragment) -> tuple[int, _HeldPart]:
-    """Return the address of a fragment's first element, and the part that begins there."""
+    """Return the address of a fragment's first element, and the part that begins there.
+
+    Args:
+        fragment: a part of a dense array.
+    """
     array = fragment.array
     assert array is not None
     size = itemsize(array.dtype)
-    strides = array.extent.strides or c_strides(array.shape)
+    strides = c_strides(array.shape)
     start = sum(index * step for index, step in zip(fragment.at, strides, strict=True))
-    # With gaps or more axes, rows of other parts would be read: only the last axis is dense.
-    is_dense = prod(array.shape) == fragment.box.n_elements or len(array.shape) == 1
-    n = fragment.box.n_elements if is_dense else fragment.box.shape[-1]
+    # Of a part of an array with more than one axis, only the first row is sure to be contiguous.
+    is_contiguous = prod(array.shape) == fragment.box.n_elements or len(array.shape) == 1
+    n = fragment.box.n_elements if is_contiguous else fragment.box.shape[-1]
     return array.extent.offset + start * size, _HeldPart(fragment.key, fragment.box, n * size, size)
 
 
@@ -146,6 +157,9 @@ def _compare(
     for (address, shape), part in parts.items():
         like = other_parts.get((address, shape))
         if like is None or (like.key, like.box) == (part.key, part.box):
+            continue
+        name, like_name = (_RANK_IN_KEY.sub("", item.key) for item in (part, like))
+        if like.key != part.key and like_name == name:
             continue
         is_proven = like.key == part.key or _is_moment(part.key)
         if (suspicion is not None and not is_proven) or _is_constant(store, file, address, part):

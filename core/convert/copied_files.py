@@ -2,40 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+
 from core.catalog.catalog import Catalog
-from core.catalog.copied_files import COPIED_HINT, RANK_FILE_FORMATS
+from core.catalog.copied_files import COPIED_HINT, RANK_FILE_FORMATS, CopiedFile
 from core.convert.job import Job
-from core.errors import CorruptError
+from core.errors import CheckpointingException, CorruptError
 from core.files.store import list_files_below
 from core.formats.torch.zip.identical import identical_files
 from core.megatron.reshard.reshard import load_rules
-from core.opening.canonical import canonical_of, copied_files_of
+from core.opening.canonical import among, canonical_of, copied_files_of, files_of
 from core.opening.open import Checkpoint
 
 
-def check_copied_files(job: Job, source: Checkpoint, used: Catalog | None = None) -> list[str]:
+def check_copied_files(job: Job, source: Checkpoint, used: Catalog) -> list[str]:
     """Raise if a file that a job reads is a copy of another rank's, and note what may be one.
 
     Args:
-        used: the tensors that the job reads, in the source's files; None if the job failed before
-            they were determined.
+        used: the tensors that the job reads, in the source's files.
 
     Raises:
         CorruptError: the layout gives two ranks different parts, but their files are identical.
     """
+    copies = _copied_files(job, source, among(_identical(source), files_of(used)))
+    for copied in copies:
+        if copied.is_proven:
+            raise _error(copied)
+    return [
+        f"{copied.file}: {copied.message}; ckpt validate --headers says more" for copied in copies
+    ]
+
+
+def raise_if_copied(job: Job, source: Checkpoint, err: CheckpointingException) -> None:
+    """Raise in place of an error that a copied file explains.
+
+    Args:
+        err: what the layout or the optimizer of the source was refused with.
+
+    Raises:
+        CorruptError: the layout gives two ranks different parts, but their files are identical.
+    """
+    # What the job would have read is unknown: without the optimizer, its files do not count.
+    if job.optim == "drop":
+        return
+    copies: list[CopiedFile] = []
+    with suppress(CheckpointingException):  # the first error tells more
+        copies = _copied_files(job, source, _identical(source))
+    for copied in copies:
+        if copied.is_proven:
+            raise _error(copied) from err
+
+
+def _identical(source: Checkpoint) -> list[list[str]]:
+    """Return the groups of equal files of a checkpoint in which ranks have files of their own."""
     if source.format.name not in RANK_FILE_FORMATS:
         return []
-    groups = identical_files(source.store, list_files_below(source.store))
+    return identical_files(source.store, list_files_below(source.store))
+
+
+def _copied_files(
+    job: Job, source: Checkpoint, groups: Sequence[Sequence[str]]
+) -> list[CopiedFile]:
+    """Return the files that were copied over those of other ranks, among groups of equal files."""
     if not groups:
-        return []
-    if used is not None:
-        files = {fragment.array.extent.file for fragment in used.all_fragments() if fragment.array}
-        groups = [group for group in groups if files.issuperset(group)]
+        return []  # building the canonical form takes time
     rules = load_rules(job.rules, unknown=job.unknown)
     form = canonical_of(source.catalog, source.store, rules=rules)
-    notes = []
-    for copied in copied_files_of(form, source.catalog, source.store, groups):
-        if copied.is_proven:
-            raise CorruptError(copied.message, file=copied.file, hint=COPIED_HINT)
-        notes.append(f"{copied.file}: {copied.message}; ckpt validate --headers says more")
-    return notes
+    return copied_files_of(form, source.catalog, source.store, groups)
+
+
+def _error(copied: CopiedFile) -> CorruptError:
+    return CorruptError(copied.message, file=copied.file, hint=COPIED_HINT)

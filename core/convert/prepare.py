@@ -16,7 +16,7 @@ from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
-from core.convert.copied_files import check_copied_files
+from core.convert.copied_files import check_copied_files, raise_if_copied
 from core.convert.explain import LayoutLine, explain_layout
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
@@ -324,8 +324,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # may be the reason.
     try:
         form = safe_form(job, source, format, others)
-    except (CorruptError, UnsupportedError):
-        check_copied_files(job, opened)
+    except (CorruptError, UnsupportedError) as err:
+        raise_if_copied(job, opened, err)
         raise
     dst = _choose_dst(job, source, format)
     is_file = is_file_of(format, dst)

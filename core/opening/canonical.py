@@ -7,7 +7,7 @@ understood, else under their stored names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog
@@ -82,13 +82,22 @@ def copied_files_of(
     """
     if not form.is_global:
         return []
-    # The optimizer is absent from the form if its states do not belong to the parameters, for which
-    # copied files are a reason. By rank, all its moments should differ.
-    files = {
-        fragment.array.extent.file for fragment in form.catalog.all_fragments() if fragment.array
-    }
-    copies = find_copied_files(form.catalog, store, [g for g in groups if files.issuperset(g)])
-    if form.failure is not None:
-        unnamed = [group for group in groups if files.isdisjoint(group)]
-        copies += [c for c in find_copied_files(stored, store, unnamed) if c.is_proven]
+    files = files_of(form.catalog)
+    copies = find_copied_files(form.catalog, store, among(groups, files))
+    # If the master weights in a rank's buffers are not those of its weights, the form has no
+    # optimizer. A copied file is a reason; by rank, all its moments should differ.
+    if form.failure is not None and form.failure.rule == "optim.buffers":
+        others = among(groups, files_of(stored) - files)
+        copies += [c for c in find_copied_files(stored, store, others) if c.is_proven]
     return copies
+
+
+def files_of(catalog: Catalog) -> set[str]:
+    """Return the files that hold the tensors of a catalog."""
+    return {fragment.array.extent.file for fragment in catalog.all_fragments() if fragment.array}
+
+
+def among(groups: Sequence[Sequence[str]], files: Collection[str]) -> list[list[str]]:
+    """Return groups of files without those that are not among ``files``, if two are left."""
+    left = ([file for file in group if file in files] for group in groups)
+    return [group for group in left if len(group) > 1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
-from core.errors import CorruptError
+from core.errors import CorruptError, UnsupportedError
 from core.validate.run import validate
 from tests.checks.test_damages import copied
+from tests.support.archives import unpacked
 from tests.support.edited import edit_rank
+from tests.support.rank_files import load_rank_file
 
 MODEL = "model_optim_rng.pt"
 OPTIM = "distrib_optim.pt"
@@ -108,11 +111,16 @@ def test_equal_experts_are_a_suspicion(golden: Path, tmp_path: Path) -> None:
     assert finding.severity == Severity.WARNING and "local_experts.2" in finding.message
 
 
-def test_ranks_of_constants_are_no_alarm(golden: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_ranks_of_constants_are_no_alarm(golden: Path, tmp_path: Path, is_expanded: bool) -> None:
     def fill(content: dict) -> None:
-        for number, tensor in enumerate(content["model"].values()):
+        for number, (name, tensor) in enumerate(content["model"].items()):
             if isinstance(tensor, torch.Tensor):
-                tensor.fill_(number % 2)
+                if is_expanded:  # one element in the file
+                    element = torch.full([1] * tensor.dim(), number % 2, dtype=tensor.dtype)
+                    content["model"][name] = element.expand(tensor.shape)
+                else:
+                    tensor.fill_(number % 2)
 
     folder = resharded(
         golden / GQA / "tp1_pp1",
@@ -123,6 +131,50 @@ def test_ranks_of_constants_are_no_alarm(golden: Path, tmp_path: Path) -> None:
     )
     assert found_in(folder) == []
     assert run(Job(src=folder, dst=tmp_path / "out", to="torch_dist", fsync=False))
+
+
+def test_a_distributed_optimizer_of_norms_is_the_same_on_every_rank(
+    golden: Path, tmp_path: Path
+) -> None:
+    folder = copied(golden / GQA / "tp2_pp1_dp2_distopt/iter_0000010", tmp_path)
+    weights = load_rank_file(folder / "mp_rank_00" / MODEL)["model"]
+    norms = [weight for name, weight in weights.items() if "norm.weight" in name]
+    masters = torch.cat([norm.float() for norm in reversed(norms)])  # in the order of buffers
+    remainders = torch.arange(len(masters)).float() * 37 - 4000
+    job = Job(src=folder, dst=tmp_path / "out", to="torch_dist", fsync=False)
+    for values in (masters, remainders):
+        torch.manual_seed(0)
+        states = {name: torch.rand(len(values)) for name in ("exp_avg", "exp_avg_sq")}
+        buffer = {"param": values, **states, "numel_unpadded": len(values)}
+        content = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): buffer}}
+        for rank in ("mp_rank_00", "mp_rank_01"):
+            torch.save(content, folder / rank / OPTIM)
+        assert found_in(folder) == []
+        if values is masters:
+            run(job)
+        else:  # what cannot be converted is refused for the true reason
+            with pytest.raises(UnsupportedError, match="remainders"):
+                run(replace(job, force=True))
+
+
+def test_replicas_of_deepspeeds_expert_parallel_ranks_are_no_alarm(tmp_path: Path) -> None:
+    path = unpacked("deepspeed_parallel", tmp_path / "golden") / "moe_zero0"
+    files = [path / f"global_step2/expp_rank_{n}_mp_rank_00_optim_states.pt" for n in (0, 1)]
+    # With frozen experts, both ranks have the states of the other parameters.
+    content = torch.load(files[0], weights_only=False)
+    optimizer = content["optimizer"]
+    states = optimizer["optimizer_state_dict"]
+    dense = [n for n, group in enumerate(states["param_groups"]) if not group.get("moe")]
+    states["param_groups"] = [states["param_groups"][n] for n in dense]
+    numbers = {number for group in states["param_groups"] for number in group["params"]}
+    states["state"] = {n: state for n, state in states["state"].items() if n in numbers}
+    optimizer["fp32_groups"] = [optimizer["fp32_groups"][n] for n in dense]
+    for file in files:
+        with file.open("wb") as stream:  # the files are alike: a path would be recorded in each
+            torch.save(content, stream)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert found_in(path) == []
+    assert run(Job(src=path, dst=tmp_path / "out", to="dcp", fsync=False))
 
 
 def test_files_without_checksums_are_not_compared(golden: Path, tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ PRELOADED = (
     *("ckpt_cli.app", "ckpt_cli.completion.answer", "core.formats.registry"),
 )
 """What cannot be imported is passed over."""
-MESSAGE_BYTES = 1 << 18
+MESSAGE_BYTES = 1 << 17
+"""Less than the buffer of a socket, 208 KiB by default."""
 
 
 def serve(socket_fd: int) -> None:
@@ -111,6 +112,10 @@ def _be_program(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> None:
+    # What the server ignores, a program may show; these are the interpreter's own filters.
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
     while arguments[0] == "-W":
         warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
         arguments = arguments[2:]

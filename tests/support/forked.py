@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -45,11 +46,13 @@ class Forked:
         # select() takes no descriptor above 1023.
         poll = select.poll()
         poll.register(self._status_fd, select.POLLIN)
-        if not poll.poll(None if timeout is None else 1000 * timeout):
-            os.kill(self.pid, signal.SIGKILL)
-        code = self._number()
-        os.close(self._status_fd)
-        return code
+        try:
+            if not poll.poll(None if timeout is None else 1000 * timeout):
+                with suppress(ProcessLookupError):  # it may have ended by now
+                    os.kill(self.pid, signal.SIGKILL)
+            return self._number()
+        finally:
+            os.close(self._status_fd)
 
     def _number(self) -> int:
         line = b""

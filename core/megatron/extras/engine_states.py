@@ -38,7 +38,7 @@ _ENGINE_MODULE = re.compile(
 )
 _ATTENTION_STATE = re.compile(rf"(.*\.)?core_attention\.{EXTRA_STATE}")
 _NORM_STATE = re.compile(rf"(.*\.)?\w*norm\.{EXTRA_STATE}")
-_MAMBA_NORM_STATE = re.compile(rf"(.*\.)?mixer\.norm\.{EXTRA_STATE}")
+_MAMBA_NORM_STATE = re.compile(rf"(.*\.)?(?:mamba_)?mixer\.norm\.{EXTRA_STATE}")
 _PROJECTION = re.compile(r"(?P<attention>(?:.*\.)?(?:self|cross)_attention)\.linear_proj\.weight")
 
 

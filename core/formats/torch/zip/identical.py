@@ -8,6 +8,7 @@ zips, cannot be compared without reading their data, and are never in a result.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -27,11 +28,15 @@ def identical_files(store: ReadStore, names: Iterable[str]) -> list[list[str]]:
     Args:
         names: files in the store; those that are not torch zips are skipped.
     """
-    # The end of a file has CRCs of a few records, which differ if the files do.
-    spans = {}
-    for name in names:
-        size = store.size(name)
-        spans[name] = (max(0, size - _END_BYTES), size)
+    # Only files of the same size are read. The end of a file has CRCs of a few records, which
+    # differ if the files do.
+    sizes = {name: store.size(name) for name in names}
+    n_of_size = Counter(sizes.values())
+    spans = {
+        name: (max(0, size - _END_BYTES), size)
+        for name, size in sizes.items()
+        if n_of_size[size] > 1
+    }
     store.expect_ranges((name, start, stop) for name, (start, stop) in spans.items())
     alike: dict[tuple[int, bytes], list[str]] = {}
     for name, (start, stop) in spans.items():
