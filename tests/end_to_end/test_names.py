@@ -265,7 +265,7 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(
         (
             "mcore_legacy/dense_gelu/tp1_pp1",
             "hf",
-            None,
+            "hf:starcoder2",
             UnsupportedError,
             "not of family starcoder2: argument add_qkv_bias is True",
         ),

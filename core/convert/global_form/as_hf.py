@@ -8,6 +8,7 @@ from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.request import FormRequest
 from core.convert.global_form.steps import GlobalStep, apply_checked, blaming_options
 from core.convert.job import Job
+from core.errors import UnsupportedError
 from core.megatron.optimizer.named_groups import with_named_groups
 
 
@@ -19,6 +20,7 @@ def form_as_hf(request: FormRequest, step: GlobalStep) -> GlobalForm:
 
     Raises:
         UsageError: the changes leave an incomplete model.
+        UnsupportedError: a model of megatron.legacy.
     """
     from core.hf import to_hf
     from core.hf.adapters.to_peft import adapter_to_peft, is_adapter
@@ -33,6 +35,12 @@ def form_as_hf(request: FormRequest, step: GlobalStep) -> GlobalForm:
             config=None if job.config is None else request.config_document,
         )
         return GlobalForm(peft, first.renamed, (*step.notes, *first.notes), step.dropped)
+    if request.rules.model_of(first.catalog.tensors).kind.is_legacy:
+        raise UnsupportedError(
+            "the tensors have the names of megatron.legacy, for which there are none of Hugging "
+            "Face",
+            hint="keep the names: --to safetensors",
+        )
     with blaming_options(first, "Megatron"):
         catalog = to_hf(
             with_named_groups(first.catalog, request.rules),

@@ -302,13 +302,25 @@ def test_grouped_experts_stay_with_another_transformer_implementation(tmp_path: 
     # Back again, and with experts that only Transformer Engine has.
     options = {"transformer_impl": "local", "experts": "grouped"}
     reshard(tmp_path / "te", tmp_path / "b", Topology(tp=2), moe=True, **options)
-    assert_same_weights(tmp_path / "b", source)
+    assert_same_weights(_without_extra_states(tmp_path / "b"), source)
     options = {"transformer_impl": "transformer_engine", "experts": "te-grouped"}
     reshard(source, tmp_path / "c", Topology(tp=2), moe=True, **options)
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight0" in _names(tmp_path / "c")
     options = {"transformer_impl": "local", "experts": "sequential"}
     reshard(tmp_path / "c", tmp_path / "d", Topology(tp=2), moe=True, **options)
-    assert_same_weights(tmp_path / "d", save(MOE, Topology(tp=2), tmp_path / "e"))
+    sequential = save(MOE, Topology(tp=2), tmp_path / "e")
+    assert_same_weights(_without_extra_states(tmp_path / "d"), sequential)
+
+
+def _without_extra_states(root: Path) -> Path:
+    """Remove the empty states that files of Transformer Engine have, unlike the synthetic ones."""
+    for folder in rank_dirs(root).values():
+        content = load_rank_file(folder / MODEL_FILE)
+        model = content["model"]
+        for name in [name for name in model if name.endswith("_extra_state")]:
+            assert model.pop(name) is None
+        torch.save(content, folder / MODEL_FILE)
+    return root
 
 
 def test_a_kind_of_experts_that_the_model_cannot_have_is_refused(tmp_path: Path) -> None:
