@@ -237,6 +237,11 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     if "llama4" in family.rope:
         parameters["llama_4_scaling_beta"] = 0.0  # transformers requires it; Megatron has no other
     if "full" in family.rope:
+        if scaling is not None:
+            raise UnsupportedError(
+                f"the arguments scale the rotary embeddings of all layers ({scaling['rope_type']}); "
+                f"{family.model_type} models of transformers scale those without a window alone"
+            )
         entries["rope_parameters"] = sections_of(parameters)
     if "partial" in family.rope:
         part = rope_number(fields, "rotary_percent", default=1.0)
