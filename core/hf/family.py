@@ -313,7 +313,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         switches=table.get("switches", {}),
         experts=_parse_experts(table.get("experts", {})),
         settings={
-            name: Setting(item["name"], item["as"], item.get("every"))
+            name: Setting(item["name"], item["as"], item.get("every"), item.get("written"))
             for name, item in table.get("settings", {}).items()
         },
         rope=frozenset(table.get("rope", ("linear", "llama3", "yarn"))),

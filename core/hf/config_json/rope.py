@@ -239,8 +239,9 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     if "full" in family.rope:
         if scaling is not None:
             raise UnsupportedError(
-                f"the arguments scale the rotary embeddings of all layers ({scaling['rope_type']}); "
-                f"{family.model_type} models of transformers scale those without a window alone"
+                "the arguments scale the rotary embeddings of all layers "
+                f"({scaling['rope_type']}); {family.model_type} models of transformers scale those "
+                "of layers without a window alone"
             )
         entries["rope_parameters"] = sections_of(parameters)
     if "partial" in family.rope:
