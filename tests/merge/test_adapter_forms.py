@@ -60,7 +60,7 @@ def test_bases_of_megatron_fold_as_those_of_transformers(
 
 
 def test_an_adapter_of_transposed_square_matrices_says_so_after_megatron(tmp_path: Path) -> None:
-    # GPT-2's attn.c_proj; what Megatron-Bridge records of a run says nothing about the base's files.
+    # GPT-2's attn.c_proj; Megatron-Bridge records nothing about the base's files.
     gpt2 = unpacked("lora", tmp_path) / "lora" / "gpt2"
     adapter = tmp_path / "adapter"
     adapter.mkdir()
