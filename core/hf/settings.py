@@ -117,8 +117,8 @@ def gelu_note(settings: Mapping[str, Setting], fields: Mapping[str, object]) -> 
     name = setting_value(setting, fields.get(_GELU_ARGUMENT), fields, n_layers=1)
     if _GELUS[str(name)]:
         return (
-            "the model's GELU is the one by tanh, as Megatron's fused bias and GELU is: run Megatron "
-            "without --no-bias-gelu-fusion"
+            "the model's GELU is the one by tanh, as Megatron's fused bias and GELU is: "
+            "run Megatron without --no-bias-gelu-fusion"
         )
     return (
         "the model's GELU is the exact one, and Megatron's fused bias and GELU is the one by tanh: "
