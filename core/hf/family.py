@@ -50,6 +50,8 @@ _FIELDS = frozenset(
 )
 _LISTS = ("dense", "shared", "groups", "requires")
 """Fields of ``[experts]`` that are lists of names."""
+_OPTIONAL_NAMES = ("num_query_groups", "kv_channels")
+"""Arguments in ``[config]`` for which ``config.json`` may have no name."""
 DEFAULT_IMPLEMENTATION = "transformer_engine"
 """Megatron's default for ``--transformer-impl``, since megatron-core 0.6."""
 EXPERT = "{expert}"
@@ -290,13 +292,18 @@ def parse_family(data: bytes, *, file: str) -> Family:
 
 
 def _parse_family(table: Mapping[str, Any]) -> Family:
-    """Build the family from a table."""
+    """Build the family from a table.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError, re.error: it is malformed.
+    """
 
     def rows(section: str) -> tuple[NameRow, ...]:
         return tuple(map(_parse_row, _section_of(table, section)))
 
     if not rows("first"):
         raise ValueError("the table has no embedding ([[first]]) and no rows_of")
+    _check_values(table)
     return Family(
         model_type=table["model_type"],
         aliases=tuple(table.get("aliases", ())),
@@ -313,7 +320,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         switches=table.get("switches", {}),
         experts=_parse_experts(table.get("experts", {})),
         settings={
-            name: Setting(item["name"], item["as"], item.get("every"))
+            name: Setting(item["name"], item["as"], item.get("every"), item.get("written"))
             for name, item in table.get("settings", {}).items()
         },
         rope=frozenset(table.get("rope", ("linear", "llama3", "yarn"))),
@@ -332,6 +339,24 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         mtp=rows("mtp"),
         last=rows("last"),
     )
+
+
+def _check_values(table: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value that is not of the kind that its field needs."""
+    for name in ("model_type", "architecture", "layers"):
+        if not isinstance(table.get(name, ""), str):
+            raise ValueError(f"{name} is {repr(table[name])[:80]}, not a text")
+    inner = table.get("inner", 1)
+    if type(inner) is not int or inner < 1:
+        raise ValueError(f"inner is {repr(inner)[:80]}, not a positive number")
+    if not _texts(table.get("body", "model.")):
+        raise ValueError("body is an empty list")
+    for name, value in table["config"].items():
+        if not _texts(value) and name not in _OPTIONAL_NAMES:
+            raise ValueError(
+                f"{name} in [config] is an empty list; only "
+                f"{' and '.join(_OPTIONAL_NAMES)} may be one"
+            )
 
 
 def _parse_experts(table: Mapping[str, Any]) -> ExpertNames:

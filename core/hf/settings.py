@@ -21,6 +21,8 @@ way                     config.json                  argument
                                                      with linear attention and 0 for another one
 ``inverse_root``        x                            ``softmax_scale`` 1 / √x
 ``flag``                the same                     true or false
+``gelu``                name of a GELU, by tanh or   ``bias_gelu_fusion``: true by tanh, which
+                        exact                        Megatron's fused bias and GELU is
 ``one_group``           ``multi_query``              ``num_query_groups``: 1 if it is true, else the
                                                      number of query heads
 ``blocks``              ``block_configs``, one       ``heterogeneous_layers_config_encoded_json``,
@@ -43,10 +45,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
-from core.files.json_object import parse_json_object
+from core.hf.block_configs import block_configs, check_blocks
 from core.hf.values import CONFIG, count_of
 from core.megatron.model.args import linear_layers
-from core.megatron.model.blocks import TEXT
 
 WAYS = (
     "number",
@@ -59,6 +60,7 @@ WAYS = (
     "linear_layers",
     "inverse_root",
     "flag",
+    "gelu",
     "blocks",
     "one_group",
     "pattern",
@@ -66,13 +68,10 @@ WAYS = (
 )
 _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
-_BLOCKS = {
-    "attention": ("n_heads_in_group", "no_op", "replace_with_linear"),
-    "ffn": ("ffn_mult", "no_op", "replace_with_linear"),
-}
-"""Part of a layer in ``block_configs`` → what may be said about it."""
-_USUAL_ENTRIES = (("hidden_act", "silu"), ("gated", True))
-"""What may be said besides, as all of Megatron's layers are so."""
+_EXACT_GELU = "gelu"
+_GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu_fast": True, _EXACT_GELU: False}
+"""Name of a GELU → whether it is the one by tanh."""
+_GELU_ARGUMENT = "bias_gelu_fusion"
 _ATTENTION = {"linear_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has linear attention."""
 
@@ -86,16 +85,45 @@ class Setting:
         way: one of ``WAYS``.
         every: number of layers after which one without a window, or without linear attention,
             follows, where ``config.json`` does not list them.
+        written: the name of a GELU by tanh that is written; all of them are read.
     """
 
     name: str
     way: str
     every: int | None = None
+    written: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the way exists."""
+        """Raise ValueError unless the way exists and has what it needs."""
         if self.way not in WAYS:
             raise ValueError(f"a setting has the unknown way {self.way!r}")
+        if self.way == "gelu" and not _GELUS.get(str(self.written)):
+            raise ValueError(f"the setting {self.name!r} has no GELU by tanh that is `written`")
+
+
+def gelu_note(settings: Mapping[str, Setting], fields: Mapping[str, object]) -> str | None:
+    """Return what a user must know about the GELU of a model.
+
+    Args:
+        settings: those of the model's family.
+        fields: all training arguments by name.
+
+    Returns:
+        None if the family has no such setting.
+    """
+    setting = settings.get(_GELU_ARGUMENT)
+    if setting is None:
+        return None
+    name = setting_value(setting, fields.get(_GELU_ARGUMENT), fields, n_layers=1)
+    if _GELUS[str(name)]:
+        return (
+            "the model's GELU is the one by tanh, as Megatron's fused bias and GELU is: "
+            "run Megatron without --no-bias-gelu-fusion"
+        )
+    return (
+        "the model's GELU is the exact one, and Megatron's fused bias and GELU is the one by tanh: "
+        "run Megatron with --no-bias-gelu-fusion"
+    )
 
 
 def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers: int) -> object:
@@ -123,9 +151,17 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         _check_indexers(setting, config)
         return 1
     if setting.way == "blocks":
-        _check_blocks(setting, value)
+        check_blocks(setting.name, value)
         # Megatron's training script compares other values of the text with its arguments.
         return json.dumps(dict(config), sort_keys=True)
+    if setting.way == "gelu":
+        if value not in _GELUS:
+            raise UnsupportedError(
+                f"{setting.name} is {repr(value)[:80]}; such models are only supported with "
+                f"{' or '.join(map(repr, _GELUS))}",
+                file=CONFIG,
+            )
+        return _GELUS[str(value)]
     if value is None:
         return None
     if setting.way == "flag":
@@ -166,10 +202,12 @@ def setting_value(
         types = _layer_types(setting, argument, has_window=True, n_layers=n_layers)
         return [int(kind == "sliding_attention") for kind in types]
     if setting.way == "blocks":
-        text = str(argument).encode()
-        return parse_json_object(text, file=f"the argument {TEXT}")[setting.name]
+        return block_configs(fields)
     if setting.way == "flag":
         return bool(argument)
+    if setting.way == "gelu":
+        # Megatron's fused one is its default.
+        return setting.written if argument is None or argument else _EXACT_GELU
     if setting.way == "one_group":
         heads = count_of(fields, "num_attention_heads")
         groups = count_of(fields, "num_query_groups", default=heads)
@@ -330,32 +368,6 @@ def _layer_types(
         "full_attention" if not has_window or exception else "sliding_attention"
         for exception in is_exception
     ]
-
-
-def _check_blocks(setting: Setting, value: object) -> None:
-    """Raise unless every layer is described by what Megatron builds.
-
-    Raises:
-        CorruptError: it is no list of descriptions.
-        UnsupportedError: a layer has something that Megatron does not build.
-    """
-    if not isinstance(value, list) or not value:
-        raise CorruptError(
-            f"{setting.name} is {repr(value)[:80]}, not a list of descriptions of layers",
-            file=CONFIG,
-        )
-    for number, layer in enumerate(value):
-        parts = layer if isinstance(layer, Mapping) else {}
-        for part, names in _BLOCKS.items():
-            block = parts.get(part)
-            entries = block if isinstance(block, Mapping) else {}
-            for name, entry in entries.items():
-                if name not in names and entry and (name, entry) not in _USUAL_ENTRIES:
-                    raise UnsupportedError(
-                        f"{name} of layer {number} is {repr(entry)[:80]}, which no layer of "
-                        "Megatron has",
-                        file=CONFIG,
-                    )
 
 
 def _numbers(name: str, value: object) -> list[float]:

@@ -42,6 +42,7 @@ from core.hf.optimizer.states import (
     states_by_name,
 )
 from core.hf.optimizer.to_global import NO_STATES, convert_states
+from core.hf.settings import gelu_note
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
 from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
@@ -61,6 +62,8 @@ _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
+_ENGINE_ONLY = frozenset({"hybrid", "parallel_mamba", "linear_attention"})
+"""Features of layers that Megatron builds of Transformer Engine's modules alone."""
 _LINEAR = re.compile(
     r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj|self_attention|mlp)\.weight$"
 )
@@ -203,7 +206,12 @@ def to_megatron(
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
         *_building_notes(family, config, model),
-        *((_names_note(model),) if transformer_impl is None else ()),
+        *(() if (gelu := gelu_note(family.settings, fields)) is None else (gelu,)),
+        *(
+            (_names_note(family, model, is_composite=separated is not None),)
+            if transformer_impl is None
+            else ()
+        ),
         *(() if note is None else (note,)),
         *(() if restored is None else restored.notes),
     ]
@@ -266,14 +274,19 @@ def _notes(
         yield f"{names}: copies of other tensors, not stored twice"
 
 
-def _names_note(model: Model) -> str:
-    """Return the note about the implementation whose module names are written by default."""
+def _names_note(family: Family, model: Model, *, is_composite: bool) -> str:
+    """Return the note about the implementation whose module names are written by default.
+
+    Args:
+        family: family of the model.
+        model: the text model.
+        is_composite: the model has towers besides.
+    """
     if model.is_local:
         return "module names are for --transformer-impl local"
-    return (
-        "module names are for Transformer Engine, Megatron's default; for "
-        "--transformer-impl local, add that option"
-    )
+    note = "module names are for Transformer Engine, Megatron's default"
+    has_local = not (is_composite or family.builder or _ENGINE_ONLY & family.requires)
+    return f"{note}; for --transformer-impl local, add that option" if has_local else note
 
 
 def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:

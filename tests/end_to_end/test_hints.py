@@ -45,6 +45,7 @@ FOREIGN: Mapping[str, str] = {
     "verify-integrity": "Megatron-LM",
     "fp8-param-gather": "Megatron-LM",
     "moe-grouped-gemm": "Megatron-LM",
+    "no-bias-gelu-fusion": "Megatron-LM",
     "no-use-layer-wise-param-layout": "Megatron-LM",
     "use-precision-aware-optimizer": "Megatron-LM",
     "bf16": "Megatron-LM",

@@ -365,9 +365,15 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2": ("gpt2", GPT2),
-    "gpt2_untied": ("gpt2", {**GPT2, "n_inner": 48, "tie_word_embeddings": False}),
+    "gpt2_untied": (
+        "gpt2",
+        {**GPT2, "n_inner": 48, "tie_word_embeddings": False, "activation_function": "gelu"},
+    ),
     "gpt_bigcode": ("gpt_bigcode", {**GPT2, "n_inner": 48}),
-    "gpt_bigcode_heads": ("gpt_bigcode", {**GPT2, "multi_query": False}),
+    "gpt_bigcode_heads": (
+        "gpt_bigcode",
+        {**GPT2, "multi_query": False, "activation_function": "gelu"},
+    ),
     "gpt_neox": (
         "gpt_neox",
         {

@@ -260,6 +260,22 @@ def _starship(phi3: Path, folder: Path) -> Path:
         (('model_type = "starship"', ""), "the field 'model_type' is missing"),
         (('megatron = "mlp.linear_fc1.weight"', 'megatron = "mlp.fc9"'), "no row of layer is"),
         (('fuse = "gated"', ""), "does not match its parts"),
+        (
+            ('model_type = "starship"', 'model_type = "starship"\nbody = []'),
+            "body is an empty list",
+        ),
+        (
+            ('model_type = "starship"', 'model_type = "starship"\nlayers = 3'),
+            "layers is 3, not a text",
+        ),
+        (
+            ('model_type = "starship"', 'model_type = "starship"\ninner = "x"'),
+            "inner is 'x', not a positive number",
+        ),
+        (
+            ('hidden_size = "hidden_size"', "hidden_size = []"),
+            r"hidden_size in \[config\] is an empty list; only num_query_groups and kv_channels",
+        ),
     ],
 )
 def test_a_table_with_a_mistake_is_refused_naming_it(change: tuple[str, str], message: str) -> None:

@@ -6,6 +6,7 @@ That they come back and have the same logits is in test_round_trip and test_mega
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import UnsupportedError
-from core.hf import to_megatron
+from core.hf import to_hf, to_megatron
+from core.pickle.inert import make_namespace
 from tests.hf.models import arguments, assert_same, catalog_of, config_of, contents, saved, tensors
 
 QKV = "self_attention.linear_qkv.weight"
@@ -118,6 +120,40 @@ def test_one_key_head_for_all_queries_is_one_query_group(tmp_path: Path) -> None
         run(Job(src=ranks, dst=back, to="hf", fsync=False))
         assert_same(tensors(back), tensors(folder))
         assert (back / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "written"),
+    [
+        ("gpt2", "activation_function", "gelu_new"),
+        ("gpt_bigcode", "activation_function", "gelu_pytorch_tanh"),
+        ("gpt_neox", "hidden_act", "gelu_new"),
+        ("starcoder2", "hidden_act", "gelu_pytorch_tanh"),
+    ],
+)
+def test_the_gelu_is_megatrons_fused_one_or_the_exact_one(
+    family: str, name: str, written: str, tmp_path: Path
+) -> None:
+    folder = saved(family, tmp_path / "model")
+    source, config = catalog_of(folder)[1], config_of(folder)
+    for value, is_fused in (("gelu", False), ("gelu_pytorch_tanh", True), ("gelu_fast", True)):
+        made = to_megatron(source, config | {name: value})
+        fields = arguments(made)
+        assert fields["bias_gelu_fusion"] is is_fused
+        option = "without --no-bias-gelu-fusion" if is_fused else "with --no-bias-gelu-fusion"
+        assert any(note.endswith(option) for note in made.notes)
+        # config.json as the arguments alone describe it, and as a run with the other option says.
+        kept = {key: item for key, item in fields.items() if "config" not in key}
+        for fusion in (is_fused, not is_fused):
+            args = make_namespace(kept | {"bias_gelu_fusion": fusion})
+            back = to_hf(replace(made, args=args), model_type=family)
+            stated = json.loads(back.documents["config.json"])[name]
+            assert stated == (written if fusion else "gelu")
+            args = make_namespace(fields | {"bias_gelu_fusion": fusion})
+            stated = json.loads(to_hf(replace(made, args=args)).documents["config.json"])[name]
+            assert stated == (value if fusion is is_fused else written if fusion else "gelu")
+    with pytest.raises(UnsupportedError, match=f"{name} is 'relu'"):
+        to_megatron(source, config | {name: "relu"})
 
 
 def test_what_megatron_has_no_layers_for_is_refused_with_the_reason(tmp_path: Path) -> None:

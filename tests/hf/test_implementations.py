@@ -100,6 +100,18 @@ def test_a_familys_own_table_may_state_the_other_one(golden: Path, tmp_path: Pat
     assert "module names are for --transformer-impl local" in middle.notes
 
 
+@pytest.mark.parametrize(
+    ("name", "has_local"), [("llama", True), ("olmo2", False), ("nemotron_h", False)]
+)
+def test_only_what_the_other_one_can_build_is_advised_to_use_it(
+    name: str, has_local: bool, tmp_path: Path
+) -> None:
+    folder = saved(name, tmp_path / "model")
+    notes = to_megatron(catalog_of(folder)[1], config_of(folder)).notes
+    (note,) = [note for note in notes if note.startswith("module names are for")]
+    assert ("--transformer-impl local" in note) is has_local
+
+
 @pytest.mark.parametrize("impl", [None, "local"])
 def test_models_of_both_implementations_are_compared_and_merged_with_the_original(
     impl: str | None, tmp_path: Path

@@ -5,6 +5,7 @@ Llama layers put together as ``block_configs`` says, and so are the logits.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import UnsupportedError
 from core.hf import to_hf, to_megatron
+from core.hf.block_configs import block_configs
+from core.hf.config_json.origin import ARGUMENT
 from core.hf.proof.comparison import find_differences
 from core.megatron.model.blocks import TEXT
+from core.pickle.inert import make_namespace
 from tests.hf.models import (
     LLAMA3,
     arguments,
@@ -224,6 +228,43 @@ def test_the_arguments_are_those_that_megatron_compares_with_the_text(
         "num_query_groups": text["num_attention_heads"] // per_group[0],
     }.items() <= fields.items()
     assert fields["heterogeneous_layers_config_path"]  # by which Megatron chooses the layers
+
+
+def test_megatrons_own_names_of_the_sizes_become_those_of_decilm(
+    model: tuple[Path, torch.Tensor],
+) -> None:
+    folder, _ = model
+    store, source = catalog_of(folder)
+    middle = to_megatron(source, config_of(folder))
+    fields = arguments(middle)
+    layers: list[dict[str, Any]] = []
+    for number, block in enumerate(BLOCKS):
+        attention, mlp = dict(block["attention"]), dict(block["ffn"])
+        if per_group := attention.pop("n_heads_in_group"):
+            attention["num_query_groups"] = 8 // per_group
+        if mlp.pop("ffn_mult", None):
+            mlp["ffn_hidden_size"] = INNER[number]
+        layers.append({"attention": attention, "mlp": mlp})
+    described = {**json.loads(str(fields[TEXT])), "block_configs": layers}
+    changed = {key: value for key, value in fields.items() if key != ARGUMENT}
+    changed |= {TEXT: json.dumps(described)}
+    made = to_hf(replace(middle, args=make_namespace(changed)))
+    config = json.loads(made.documents["config.json"])
+    for found, wanted in zip(config["block_configs"], BLOCKS, strict=True):
+        assert found.keys() == {"attention", "ffn"}
+        groups = wanted["attention"]["n_heads_in_group"]
+        assert found["attention"].get("n_heads_in_group") == groups
+        assert not {"num_query_groups", "ffn_hidden_size"} & {*found["attention"], *found["ffn"]}
+    again = to_megatron(source, config)
+    assert {key: meta.shape for key, meta in again.tensors.items()} == {
+        key: meta.shape for key, meta in middle.tensors.items()
+    }
+    assert_same(contents(made, store), tensors(folder))
+    # Of these no ffn_mult gives the size.
+    layers[0]["mlp"]["ffn_hidden_size"] = 300
+    changed |= {TEXT: json.dumps(described)}
+    with pytest.raises(UnsupportedError, match="layer 0 has an MLP of 300 inner channels"):
+        block_configs(changed)
 
 
 @pytest.mark.parametrize(

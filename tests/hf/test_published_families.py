@@ -77,6 +77,8 @@ def test_kimis_published_configuration_describes_the_same_model(tmp_path: Path) 
 def test_olmo3s_published_configuration_keeps_its_yarn_and_a_note_tells_of_it(
     tmp_path: Path,
 ) -> None:
+    from transformers import Olmo3Config
+
     folder = saved("olmo3_yarn", tmp_path / "model")
     store, source = catalog_of(folder)
     new = config_of(folder)
@@ -99,8 +101,14 @@ def test_olmo3s_published_configuration_keeps_its_yarn_and_a_note_tells_of_it(
         back = to_hf(made)
         assert json.loads(back.documents["config.json"]) == config
         assert_same(contents(back, store), tensors(folder))
-    # What Megatron cannot express without changing other layers is refused.
+    # transformers fills in a section that is missing or null.
     rope = new["rope_parameters"]
+    for sections in ({}, {"full_attention": rope["full_attention"], "sliding_attention": None}):
+        filled = {**new, "rope_parameters": sections}
+        theirs = Olmo3Config(**filled).rope_parameters["sliding_attention"]
+        assert theirs["rope_theta"] == 5e5
+        assert arguments(to_megatron(source, filled))["rotary_base"] == 500000
+    # What Megatron cannot express without changing other layers is refused.
     scaled = {**rope, "sliding_attention": rope["full_attention"]}
     with pytest.raises(UnsupportedError, match="'yarn' in layers with a window"):
         to_megatron(source, {**new, "rope_parameters": scaled})

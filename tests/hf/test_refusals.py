@@ -401,6 +401,18 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         UnsupportedError,
         "rotary_seq_len_interpolation_factor and use_rope_scaling are both set",
     ),
+    "a scaling of layers with a window": (
+        "olmo3",
+        {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
+        UnsupportedError,
+        r"scale the rotary embeddings of all layers \(llama3\)",
+    ),
+    "an interpolation of layers with a window": (
+        "olmo3",
+        {"rotary_seq_len_interpolation_factor": 2},
+        UnsupportedError,
+        r"scale the rotary embeddings of all layers \(linear\)",
+    ),
     "biases with norms of queries": (
         "qwen3",
         {"add_qkv_bias": True},

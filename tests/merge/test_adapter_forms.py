@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.errors import UsageError
 from tests.merge.test_adapter import fold
 from tests.merge.test_merge import tensors_of
+from tests.support.archives import unpacked
 from tests.support.megatron_lora import FORMS, unpack_adapters
 from tests.support.rank_files import assert_same_bits
 
@@ -54,6 +57,35 @@ def test_bases_of_megatron_fold_as_those_of_transformers(
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert_same_bits(found[name], tensor, name)
+
+
+def test_an_adapter_of_transposed_square_matrices_says_so_after_megatron(tmp_path: Path) -> None:
+    # GPT-2's attn.c_proj; Megatron-Bridge records nothing about the base's files.
+    gpt2 = unpacked("lora", tmp_path) / "lora" / "gpt2"
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    weights = load_file(gpt2 / "adapter" / "adapter_model.safetensors")
+    square = {key: weight for key, weight in weights.items() if "attn.c_proj.lora_" in key}
+    assert square
+    save_file(square, adapter / "adapter_model.safetensors")
+    config = json.loads((gpt2 / "adapter" / "adapter_config.json").read_text())
+    config |= {"bias": "none", "fan_in_fan_out": False}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    base = gpt2 / "base"
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    run(Job(src=adapter, dst=ranks, to="megatron", config=base / "config.json", fsync=False))
+    run(Job(src=ranks, dst=back, to="hf", fsync=False))
+    assert json.loads((back / "adapter_config.json").read_text())["fan_in_fan_out"] is True
+    assert load_file(back / "adapter_model.safetensors").keys() == square.keys()
+    merged = tensors_of(gpt2 / "merged")
+    for form in (ranks, back):
+        found = tensors_of(fold(base, form, tmp_path / f"{form.name}_folded"))
+        names = [name for name in found if name.endswith("attn.c_proj.weight")]
+        assert names
+        for name in names:
+            wanted = merged.get(name, merged.get(name.removeprefix("transformer.")))
+            assert wanted is not None
+            assert_same_bits(found[name], wanted, name)
 
 
 def test_a_model_is_not_an_adapter(adapters: Path, tmp_path: Path) -> None:

@@ -238,6 +238,8 @@ def arguments_of(model: Mapping[str, object]) -> dict[str, object]:
     fields["swiglu"] = is_gated and activation == "torch.nn.functional.silu"
     fields["quick_geglu"] = is_gated and (activation or "").endswith(".quick_gelu")
     fields["squared_relu"] = not is_gated and (activation or "").endswith(".squared_relu")
+    if not is_gated and activation == "torch.nn.functional.gelu":
+        fields["bias_gelu_fusion"] = bool(model.get("bias_activation_fusion"))
     fields["untie_embeddings_and_output_weights"] = not model.get(
         "share_embeddings_and_output_weights", True
     )

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from core.hf.family import Family
-from core.hf.name_tables import Pair, pairs_of
+from core.hf.name_tables import FamilyPart, Pair, pairs_of
 from core.hf.traits import Model
 
 ADAPTER = ".adapter."
@@ -54,8 +54,15 @@ def adapted_pairs(family: Family, model: Model) -> Iterator[Pair]:
     for pair in pairs_of(family, replace(model, n_experts=0)):
         is_matrix = pair.names[0].endswith(WEIGHT) and len(pair.shape) == 2
         if is_matrix and not pair.names[0].startswith(_PADDED) and not pair.is_swapped:
-            # The rows of an adapter's second matrix are those of the layer either way.
-            yield replace(pair, is_transposed=False)
+            yield pair
+
+
+def linear_layers_of(pair: Pair) -> tuple[FamilyPart, ...]:
+    """Return the layers that a weight consists of, with their weights' shapes as (out, in).
+
+    That is the order of an adapter's matrices even where the weight is stored as (in, out).
+    """
+    return replace(pair, is_transposed=False).tensors
 
 
 def module_of(name: str) -> str:

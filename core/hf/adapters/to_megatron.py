@@ -24,6 +24,7 @@ from core.hf.adapters.linear import (
     MAX_LAYERS,
     WEIGHT,
     adapted_pairs,
+    linear_layers_of,
     module_of,
 )
 from core.hf.adapters.peft import (
@@ -73,7 +74,7 @@ class _Layer:
     @property
     def parts(self) -> Iterator[tuple[str, Shape, Adaptation]]:
         """Module, shape of the weight, and adapter of each adapted Hugging Face tensor."""
-        for tensor, item in zip(self.pair.tensors, self.items, strict=True):
+        for tensor, item in zip(linear_layers_of(self.pair), self.items, strict=True):
             if item is not None:
                 yield module_of(tensor.names[0]), tensor.shape, item
 
@@ -226,7 +227,7 @@ def _layers(
 
     for pair in pairs:
         items = []
-        for tensor in pair.tensors:
+        for tensor in linear_layers_of(pair):
             name = next((name for name in tensor.names if name in adaptations), None)
             items.append(None if name is None else adaptations[name])
             if name is not None:

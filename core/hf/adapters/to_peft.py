@@ -22,6 +22,7 @@ from core.hf.adapters.linear import (
     MAX_LAYERS,
     WEIGHT,
     adapted_pairs,
+    linear_layers_of,
     module_of,
 )
 from core.hf.adapters.peft import ADAPTER_CONFIG, PREFIX, check_config, parse_config
@@ -37,7 +38,7 @@ from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import ADAPTER_ARGUMENT, fields_of
 
 _STEM = "adapter_model"
-_TARGETS = "target_modules"
+_TARGETS, _TRANSPOSED = "target_modules", "fan_in_fan_out"
 
 
 def is_adapter(catalog: AnyCatalog) -> bool:
@@ -86,10 +87,11 @@ def adapter_to_peft(
     tensors: dict[str, tuple[TensorMeta, Callable[[], list[Fragment]]]] = {}
     used: set[str] = set()
     modules: set[str] = set()
+    orientations: set[bool] = set()
     for pair in adapted_pairs(family, model):
         for key, name, part in _adapters_of(pair, weights):
             meta = weights[key]
-            n_rows = pair.tensors[part].shape[0]
+            n_rows = linear_layers_of(pair)[part].shape[0]
             expected = (rank, pair.shape[1]) if key.endswith(LINEAR_IN) else (n_rows, rank)
             is_fused = key.endswith(ADAPTER + LINEAR_OUT)
             stored = (pair.shape[0], rank) if is_fused else expected
@@ -100,6 +102,7 @@ def adapter_to_peft(
                     key=key,
                 )
             used.add(key)
+            orientations.add(pair.is_transposed)
             modules.add(module_of(pair.tensors[part].names[0]))
             shape = (n_rows, meta.shape[1]) if is_fused else meta.shape
             tensors[name] = (
@@ -113,6 +116,12 @@ def adapter_to_peft(
             f"transformers can have: {listed_keys(unused)}",
             key=min(unused),
             hint="adapters of experts, embeddings and output layers are not converted",
+        )
+
+    if len(orientations) > 1:
+        raise UnsupportedError(
+            f"{family.model_type} models store some of the adapted weights transposed and others "
+            f"not, and {_TRANSPOSED} in {ADAPTER_CONFIG} is one value for all"
         )
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -129,7 +138,7 @@ def adapter_to_peft(
         tensors={name: tensors[name][0] for name in sorted(tensors, key=natural_order)},
         fragments_of=fragments_of,
         bind=catalog.bind,
-        documents={ADAPTER_CONFIG: _with_targets(text, modules)},
+        documents={ADAPTER_CONFIG: _completed(text, modules, is_transposed=True in orientations)},
         notes=catalog.notes,
         dropped=(*dropped, *(f"{name} (not stored in adapters of peft)" for name in names)),
         facets={
@@ -207,9 +216,18 @@ def _config_text(fields: Mapping[str, object]) -> bytes:
     return text.encode()
 
 
-def _with_targets(text: bytes, modules: set[str]) -> bytes:
-    """Return the configuration with the names of the adapted modules, if it does not have them."""
+def _completed(text: bytes, modules: set[str], *, is_transposed: bool) -> bytes:
+    """Return the configuration with what it lacks, or states otherwise, about the adapted weights.
+
+    Args:
+        text: content of ``adapter_config.json``.
+        modules: names of the adapted modules.
+        is_transposed: the base stores their weights as (in, out).
+    """
     config = parse_config(text)
-    if _TARGETS in config:
-        return text
-    return json.dumps({**config, _TARGETS: sorted(modules)}, indent=2).encode()
+    changes: dict[str, object] = {}
+    if _TARGETS not in config:
+        changes[_TARGETS] = sorted(modules)
+    if bool(config.get(_TRANSPOSED)) != is_transposed:
+        changes[_TRANSPOSED] = is_transposed
+    return json.dumps({**config, **changes}, indent=2).encode() if changes else text

@@ -102,18 +102,19 @@ def plain_rotation(config: Mapping[str, object]) -> dict[str, object]:
 
     Raises:
         UnsupportedError: layers with a window have a scaling, or the others have another base.
-        CorruptError: ``rope_parameters`` has no section for a kind of layer.
+        CorruptError: ``rope_parameters`` or one of its sections is no mapping.
     """
     result = {name: config[name] for name in config if name not in _NAMES}
     both = config.get("rope_parameters")
     if both is None:  # transformers 4: rope_scaling is that of layers without a window
         return {**result, "rope_theta": config.get("rope_theta")}
-    window, full = (
-        both.get(name) if isinstance(both, Mapping) else None for name in (WINDOW, FULL)
-    )
+    if not isinstance(both, Mapping):
+        raise CorruptError(f"rope_parameters is {repr(both)[:80]}, no mapping", file="config.json")
+    # transformers fills in a section that is missing.
+    window, full = ({} if both.get(name) is None else both[name] for name in (WINDOW, FULL))
     if not isinstance(window, Mapping) or not isinstance(full, Mapping):
         raise CorruptError(
-            f"rope_parameters has no mappings for {WINDOW} and {FULL}", file="config.json"
+            f"{WINDOW} or {FULL} of rope_parameters is no mapping", file="config.json"
         )
     kind = window.get("rope_type") or "default"
     if kind != "default":
@@ -137,7 +138,6 @@ def sections_of(parameters: Mapping[str, object]) -> dict[str, object]:
     """Return ``rope_parameters`` with a section for each kind of layer.
 
     Args:
-        parameters: those of layers without a window; the others have their base alone.
+        parameters: those of all layers.
     """
-    plain = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
-    return {FULL: dict(parameters), WINDOW: plain}
+    return {FULL: dict(parameters), WINDOW: dict(parameters)}

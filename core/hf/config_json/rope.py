@@ -237,6 +237,12 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     if "llama4" in family.rope:
         parameters["llama_4_scaling_beta"] = 0.0  # transformers requires it; Megatron has no other
     if "full" in family.rope:
+        if scaling is not None:
+            raise UnsupportedError(
+                "the arguments scale the rotary embeddings of all layers "
+                f"({scaling['rope_type']}); {family.model_type} models of transformers scale those "
+                "of layers without a window alone"
+            )
         entries["rope_parameters"] = sections_of(parameters)
     if "partial" in family.rope:
         part = rope_number(fields, "rotary_percent", default=1.0)

@@ -37,7 +37,8 @@ from core.files.json_object import parse_json_object
 
 TEXT = "heterogeneous_layers_config_encoded_json"
 """Argument with the JSON text."""
-_INNER_MULTIPLE = 256
+INNER_MULTIPLE = 256
+"""The inner channels that a factor (``ffn_mult``) gives are a multiple of it."""
 _WINDOWS = "sliding_attention_setting"
 _PATH = "heterogeneous_layers_config_path"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -148,7 +149,7 @@ def _n_inner(mlp: Mapping[object, object], hidden: object) -> int | None:
     if not isinstance(factor, (int, float)) or type(hidden) is not int:
         return None
     # heterogeneous_config.py: two thirds of it, for the gate, up to a multiple of 256.
-    return -(-int(2 * factor * hidden / 3) // _INNER_MULTIPLE) * _INNER_MULTIPLE
+    return -(-int(2 * factor * hidden / 3) // INNER_MULTIPLE) * INNER_MULTIPLE
 
 
 def _kind_of(block: Mapping[object, object]) -> Kind:
