@@ -98,6 +98,6 @@ def files_of(catalog: Catalog) -> set[str]:
 
 
 def among(groups: Sequence[Sequence[str]], files: Collection[str]) -> list[list[str]]:
-    """Return groups of files without those that are not among ``files``, if two are left."""
-    left = ([file for file in group if file in files] for group in groups)
-    return [group for group in left if len(group) > 1]
+    """Return groups of files without those that are not among ``files``, if two remain."""
+    reduced = ([file for file in group if file in files] for group in groups)
+    return [group for group in reduced if len(group) > 1]
