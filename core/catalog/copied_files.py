@@ -64,7 +64,7 @@ class CopiedFile:
 
     @property
     def message(self) -> str:
-        """What is wrong, in one clause."""
+        """The text of an error or a finding about ``file``, without a full stop."""
         rank, colon, name = self.key.partition(":")
         if self.key == self.other_key:
             parts = f"different parts of {self.key}"

@@ -12,7 +12,7 @@ from core.errors import CheckpointingException, CorruptError
 from core.files.store import list_files_below
 from core.formats.torch.zip.identical import identical_files
 from core.megatron.reshard.reshard import load_rules
-from core.opening.canonical import among, canonical_of, copied_files_of, files_of
+from core.opening.canonical import canonical_of, copied_files_of, files_of, without_other_files
 from core.opening.open import Checkpoint
 
 
@@ -25,7 +25,7 @@ def check_copied_files(job: Job, source: Checkpoint, used: Catalog) -> list[str]
     Raises:
         CorruptError: the layout gives two ranks different parts, but their files are identical.
     """
-    copies = _copied_files(job, source, among(_identical(source), files_of(used)))
+    copies = _copied_files(job, source, without_other_files(_identical(source), files_of(used)))
     for copied in copies:
         if copied.is_proven:
             raise _error(copied)

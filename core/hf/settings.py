@@ -101,29 +101,31 @@ class Setting:
             raise ValueError(f"the setting {self.name!r} has no GELU by tanh that is `written`")
 
 
-def gelu_note(settings: Mapping[str, Setting], fields: Mapping[str, object]) -> str | None:
-    """Return what a user must know about the GELU of a model.
+def gelu_notes(settings: Mapping[str, Setting], fields: Mapping[str, object]) -> list[str]:
+    """Return a note on the option of Megatron that a model's GELU needs.
 
     Args:
         settings: those of the model's family.
         fields: all training arguments by name.
 
     Returns:
-        None if the family has no such setting.
+        One note; none if the family has no such setting.
     """
     setting = settings.get(_GELU_ARGUMENT)
     if setting is None:
-        return None
+        return []
     name = setting_value(setting, fields.get(_GELU_ARGUMENT), fields, n_layers=1)
     if _GELUS[str(name)]:
-        return (
+        note = (
             "the model's GELU is the one by tanh, as Megatron's fused bias and GELU is: "
             "run Megatron without --no-bias-gelu-fusion"
         )
-    return (
-        "the model's GELU is the exact one, and Megatron's fused bias and GELU is the one by tanh: "
-        "run Megatron with --no-bias-gelu-fusion"
-    )
+    else:
+        note = (
+            "the model's GELU is the exact one, and Megatron's fused bias and GELU is the one by "
+            "tanh: run Megatron with --no-bias-gelu-fusion"
+        )
+    return [note]
 
 
 def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers: int) -> object:

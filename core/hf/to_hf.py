@@ -22,7 +22,7 @@ from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, re
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.optimizer.to_named import hf_states
-from core.hf.settings import gelu_note
+from core.hf.settings import gelu_notes
 from core.hf.tensors.hf_tensor import hf_tensors, weights_in
 from core.hf.towers.to_hf import separate_towers
 from core.hf.traits import Model, model_of
@@ -101,8 +101,7 @@ def to_hf(
 
     # Describe the model in config.json, and list the entries that cannot be stored.
     documents: dict[str, bytes] = {}
-    gelu = gelu_note(family.settings, fields)
-    notes = [*catalog.notes, *family.notes(), *(() if gelu is None else (gelu,))]
+    notes = [*catalog.notes, *family.notes(), *gelu_notes(family.settings, fields)]
     if has_config:
         values = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         documents[CONFIG], note = _config_document(

@@ -42,7 +42,7 @@ from core.hf.optimizer.states import (
     states_by_name,
 )
 from core.hf.optimizer.to_global import NO_STATES, convert_states
-from core.hf.settings import gelu_note
+from core.hf.settings import gelu_notes
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
 from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
@@ -206,7 +206,7 @@ def to_megatron(
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
         *_building_notes(family, config, model),
-        *(() if (gelu := gelu_note(family.settings, fields)) is None else (gelu,)),
+        *gelu_notes(family.settings, fields),
         *(
             (_names_note(family, model, is_composite=separated is not None),)
             if transformer_impl is None

@@ -83,11 +83,11 @@ def copied_files_of(
     if not form.is_global:
         return []
     files = files_of(form.catalog)
-    copies = find_copied_files(form.catalog, store, among(groups, files))
+    copies = find_copied_files(form.catalog, store, without_other_files(groups, files))
     # If the master weights in a rank's buffers are not those of its weights, the form has no
     # optimizer. A copied file is a reason; by rank, all its moments should differ.
     if form.failure is not None and form.failure.rule == "optim.buffers":
-        others = among(groups, files_of(stored) - files)
+        others = without_other_files(groups, files_of(stored) - files)
         copies += [c for c in find_copied_files(stored, store, others) if c.is_proven]
     return copies
 
@@ -97,7 +97,7 @@ def files_of(catalog: Catalog) -> set[str]:
     return {fragment.array.extent.file for fragment in catalog.all_fragments() if fragment.array}
 
 
-def among(groups: Sequence[Sequence[str]], files: Collection[str]) -> list[list[str]]:
+def without_other_files(groups: Sequence[Sequence[str]], files: Collection[str]) -> list[list[str]]:
     """Return groups of files without those that are not among ``files``, if two remain."""
     reduced = ([file for file in group if file in files] for group in groups)
     return [group for group in reduced if len(group) > 1]

@@ -52,6 +52,7 @@ _AUDIO = {
     "num_mel_bins": 8,
     "max_source_positions": 10,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _QWEN3_5_TEXT = {
     **_TEXT,
@@ -114,9 +115,7 @@ COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
                 **_TEXT,
                 "head_dim": 8,
                 "rope_parameters": _MROPE,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 10,
+                **_EXPERTS,
             },
             "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
         },
@@ -130,9 +129,7 @@ COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {
                 **_QWEN3_5_TEXT,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 10,
+                **_EXPERTS,
                 "shared_expert_intermediate_size": 14,
             },
             "vision_config": _QWEN3_VISION,
@@ -183,9 +180,7 @@ COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
                     **_TEXT,
                     "head_dim": 8,
                     "rope_parameters": _MROPE,
-                    "num_experts": 4,
-                    "num_experts_per_tok": 2,
-                    "moe_intermediate_size": 10,
+                    **_EXPERTS,
                 },
                 "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
                 "audio_config": {

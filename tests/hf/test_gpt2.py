@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
@@ -22,6 +21,7 @@ from core.errors import UnsupportedError
 from core.hf import to_hf, to_megatron
 from core.pickle.inert import make_namespace
 from tests.hf.models import arguments, assert_same, catalog_of, config_of, contents, saved, tensors
+from tests.hf.stepped import save_stepped
 
 QKV = "self_attention.linear_qkv.weight"
 
@@ -70,14 +70,7 @@ def test_states_of_transposed_matrices_are_their_own_both_ways(tmp_path: Path) -
         eos_token_id=1,
     )
     model = GPT2LMHeadModel(config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-    weights, states = get_state_dict(model, optimizer)
-    torch.save({"model": weights, "optimizer": states}, tmp_path / "state.pt")
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    states = save_stepped(model, torch.optim.AdamW(model.parameters()), tmp_path)
     run(
         Job(
             src=tmp_path / "state.pt",
@@ -96,7 +89,7 @@ def test_states_of_transposed_matrices_are_their_own_both_ways(tmp_path: Path) -
         dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
         for number in range(2):
             key = f"transformer.h.{number}.attn.c_attn.weight"
-            wanted = _in_megatrons_order(states["state"][key][state], 4)  # type: ignore[index]
+            wanted = _in_megatrons_order(states[key][state], 4)
             assert torch.equal(found[name][number], wanted), (state, number)
 
     run(Job(src=tmp_path / "megatron", dst=tmp_path / "back", to="ucp", names="hf", fsync=False))
@@ -106,7 +99,7 @@ def test_states_of_transposed_matrices_are_their_own_both_ways(tmp_path: Path) -
             key = f"transformer.h.{number}.{module}.weight"
             for state in ("exp_avg", "exp_avg_sq"):
                 found = torch.load(zero / key / f"{state}.pt", weights_only=False)["param"]
-                assert torch.equal(found, states["state"][key][state]), (key, state)  # type: ignore[index]
+                assert torch.equal(found, states[key][state]), (key, state)
 
 
 def test_one_key_head_for_all_queries_is_one_query_group(tmp_path: Path) -> None:

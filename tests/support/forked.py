@@ -58,7 +58,9 @@ class Forked:
         line = b""
         while not line.endswith(b"\n"):
             read = os.read(self._status_fd, 1)
-            assert read, "the server of forks has ended"
+            if not read:
+                _server.cache_clear()  # the next program gets another one
+                raise RuntimeError("the server of forks has ended")
             line += read
         return int(line)
 
@@ -159,7 +161,8 @@ def _server(owner: int) -> socket.socket:
     @atexit.register
     def close() -> None:
         if os.getpid() == owner:
-            ours.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # it has ended already
+                ours.shutdown(socket.SHUT_RDWR)
             ours.close()
             process.wait()
 

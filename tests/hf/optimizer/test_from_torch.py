@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.convert.run import Job, Report, run
 from core.errors import UnsupportedError
+from tests.hf.stepped import save_stepped
 from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs
 
 CONFIG = LlamaConfig(
@@ -45,14 +44,7 @@ def _convert(
     """Take two steps with an optimizer, save with torch, and convert to rank files."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
-    optimizer = optimizer_of(model)
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-    weights, states = get_state_dict(model, optimizer)
-    torch.save({"model": weights, "optimizer": states}, tmp_path / "state.pt")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    save_stepped(model, optimizer_of(model), tmp_path)
     return run(
         Job(
             src=tmp_path / "state.pt",
