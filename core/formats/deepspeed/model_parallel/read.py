@@ -23,18 +23,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.catalog.facets import WeightCopies
 from core.errors import CorruptError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT, rank_files
 from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined, with_replicas
 from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, rules_of
 from core.formats.deepspeed.partitioned import read_data_parallel
-from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
+from core.formats.deepspeed.runs import UnkeyedTensor, pair_with_copy, tensor_of_array
 from core.formats.deepspeed.state_file import read_state_file
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
     from core.files.store import ReadStore
+    from core.formats.deepspeed.model_parallel.grid import StageGrid
     from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
     from core.formats.deepspeed.partitioned import PartitionedStates
 
@@ -104,7 +107,31 @@ def read_model_parallel(
         notes=tuple(dict.fromkeys(notes)),
         dropped=tuple(dict.fromkeys(item for stage in stages for item in stage.dropped)),
         extras={name: value for stage in stages for name, value in stage.extras.items()},
+        copies=None
+        if head.copies is None
+        else WeightCopies(lambda: _pair_copies(store, by_rank, layers, grid)),
     )
+
+
+def _pair_copies(
+    store: ReadStore,
+    by_rank: Sequence[PartitionedStates],
+    layers: Mapping[int, Mapping[int, str]],
+    grid: StageGrid,
+) -> list[tuple[str, StoredArray, StoredArray]]:
+    """Return the pieces of all ranks' master weights with the copies in model and layer files."""
+    pairs = [pair for rank in by_rank if rank.copies is not None for pair in rank.copies.pairs()]
+    for layer, files in layers.items():
+        for tp_rank, file in files.items():
+            state = read_state_file(store, file)
+            for short, value in state.root.items():
+                if not isinstance(value, TensorLeaf):
+                    continue
+                name, copy = f"{layer}.{short}", state.arrays[value.key]
+                # Every stage is asked: which layers it has is recorded nowhere.
+                for rank in by_rank[tp_rank :: grid.tp]:
+                    pairs += pair_with_copy(name, rank.masters_of(name), copy)
+    return pairs
 
 
 def _read_rank(store: ReadStore, rank: int, *, is_single: bool) -> PartitionedStates:
