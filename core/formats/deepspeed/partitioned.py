@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.facets import WeightCopies
+from core.catalog.key_patterns import some_of
 from core.errors import CheckpointingException, CorruptError, MissingShardError
 from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
 from core.formats.deepspeed.facets import ZeroFacts
@@ -159,11 +160,23 @@ def read_partitioned(
         param_groups=head.param_groups,
         names_of=names_of if len(model.groups) == len(head.fp32) else {},
         other_entries=head.other_entries,
-        notes=unlisted.notes,
+        notes=[*_frozen_notes(model, weights), *unlisted.notes],
         dropped=[*unlisted.dropped, *by_parameter.dropped],
         copies=None if head.stage == 3 else WeightCopies(lambda: pair_copies(model, shapes, runs)),
         masters_of=runs,
     )
+
+
+def _frozen_notes(model: ModelStates, weights: Mapping[str, UnkeyedTensor]) -> list[str]:
+    """Return a note on frozen parameters, which have no master weights in float32."""
+    narrow = [name for name in model.frozen if weights[name].dtype in ("bfloat16", "float16")]
+    if not narrow:
+        return []
+    dtype = weights[narrow[0]].dtype
+    return [
+        f"frozen parameters have no float32 master weights, they are {dtype}: {some_of(narrow)} "
+        "(--dtype fp32 makes all weights float32)"
+    ]
 
 
 def pair_copies(
