@@ -237,6 +237,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job.src,
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
+        needs_optimizer=job.optim != "drop",
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
