@@ -111,10 +111,10 @@ from ckpt_cli.screen.blocks import (
 )
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
+from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
 from core.catalog.catalog import TensorMeta
 from core.catalog.key_patterns import LIST_THEM
-from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UnsupportedError, UsageError
 from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
@@ -423,7 +423,7 @@ def _measure(
             summary.view,
             chosen,
             threads=options.threads,
-            memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+            memory_bytes=options.memory or default_memory(),
             progress=report_bytes(progress, Phase.MEASURING),
         )
 

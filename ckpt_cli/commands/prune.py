@@ -29,9 +29,9 @@ from ckpt_cli.pages.prune_page import prune_json, prune_lines
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import screen_of
+from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
 from core.checks.level import Level
-from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UsageError
 from core.prune.decision import KeepRules
 from core.prune.run import PruneJob, Pruning, examine, remove
@@ -53,7 +53,7 @@ def prune(options: PruneOptions) -> int:
         rules=KeepRules(keep_last=options.keep_last, keep_every=options.keep_every),
         level=Level.DEEP if options.deep else Level.HEADERS,
         threads=options.threads,
-        memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+        memory_bytes=options.memory or default_memory(),
     )
     _check_asking(options)
     form = progress_form(options.progress, is_quiet=options.quiet)
