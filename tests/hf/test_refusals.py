@@ -551,15 +551,19 @@ def test_only_a_configuration_and_names_that_are_not_megatrons_make_hugging_face
 
 
 @pytest.mark.parametrize(
-    "change", [{"indexer_types": ["full", "shared", "full"]}, {"index_topk_freq": 4}], ids=str
+    ("types", "message"),
+    [
+        (["shared", "full", "full"], "neither the first ones nor at regular intervals"),
+        (["full", "shared"], "not 3 times full or shared"),
+        (["full", "shared", "some"], "not 3 times full or shared"),
+    ],
 )
-def test_layers_that_share_the_choice_of_an_indexer_are_refused(
-    change: dict[str, Any], folders: Folders
+def test_layers_without_an_indexer_that_megatron_does_not_have_are_refused(
+    types: list[str], message: str, folders: Folders
 ) -> None:
     catalog, config = folders("glm_moe_dsa")
-    del config["indexer_types"]
-    with pytest.raises(UnsupportedError, match="earlier layer's indexer"):
-        to_megatron(catalog, config | change)
+    with pytest.raises((UnsupportedError, CorruptError), match=message):
+        to_megatron(catalog, config | {"indexer_types": types})
 
 
 @pytest.mark.parametrize(
