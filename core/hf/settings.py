@@ -27,8 +27,8 @@ way                     config.json                  argument
                                                      number of query heads
 ``blocks``              ``block_configs``, one       ``heterogeneous_layers_config_encoded_json``,
                         description per layer        the text of a ``config.json`` with them
-``indexers``            ``indexer_types``, one name  ``dsa_indexer_topk_freq``, n if every n-th layer
-                        per layer                    has an indexer of its own
+``indexers``            ``indexer_types``, one name  ``dsa_indexer_topk_freq``: every n-th layer has
+                        per layer                    an indexer of its own
 ``first_indexers``      the same                     ``dsa_indexer_skip_topk_offset``, the number of
                                                      layers at the beginning that all have one
 ``pattern``             ``layers_block_type`` or     ``hybrid_override_pattern``, one symbol per

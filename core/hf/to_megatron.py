@@ -34,6 +34,7 @@ from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, pairs_of
+from core.hf.notes import notes_on_model
 from core.hf.optimizer.groups import PARAM_GROUPS
 from core.hf.optimizer.restored import restored_optimizer
 from core.hf.optimizer.states import (
@@ -42,7 +43,6 @@ from core.hf.optimizer.states import (
     states_by_name,
 )
 from core.hf.optimizer.to_global import NO_STATES, convert_states
-from core.hf.settings import gelu_notes
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
 from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
@@ -210,7 +210,7 @@ def to_megatron(
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
         *_building_notes(family, config, model),
-        *gelu_notes(family.settings, fields),
+        *notes_on_model(family, fields),
         *_names_notes(
             family, model, is_composite=separated is not None, requested=transformer_impl
         ),
@@ -332,7 +332,6 @@ def _building_notes(family: Family, config: Mapping[str, object], model: Model) 
             "builds them since megatron-core 0.19, and every pipeline stage must begin with a "
             "layer that has an indexer"
         )
-    yield from family.notes()
     unsaid = unsaid_rope(config, family)
     if unsaid is not None:
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"

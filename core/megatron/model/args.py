@@ -300,7 +300,9 @@ def linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
 
 
 def layers_without_indexer(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
-    """Return the numbers of the layers of sparse attention that use an earlier layer's choice of keys.
+    """Return the numbers of the layers of sparse attention without an indexer of their own.
+
+    They use the choice of keys of an earlier layer.
 
     The first ``dsa_indexer_skip_topk_offset`` layers have an indexer of their own, at least one,
     and every ``dsa_indexer_topk_freq``-th layer from there.
