@@ -541,7 +541,8 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         notes=(
             *source.notes,
             *linked.notes,
-            f"{len(links)} files are hard links to the source's; no data was copied",
+            ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
+            + " to the source's; no data was copied",
         ),
         dropped_entries=(unread_entries(unread),) if unread else (),
         form=linked.catalog,

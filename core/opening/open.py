@@ -34,7 +34,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import some_of
@@ -520,7 +520,17 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
         raise refusal_of(store, known=err.hint or "", below=below) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
-    return format, checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
+    below = checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
+    # What the index lists is no separate checkpoint, whatever its folder is called. The index is
+    # read only if there is something to decide.
+    if below and format.list_indexed is not None:
+        own = {
+            place.as_posix()
+            for file in format.list_indexed(store)
+            for place in (PurePosixPath(file), *PurePosixPath(file).parents)
+        }
+        below = [path for path in below if path not in own]
+    return format, below
 
 
 def _is_checkpoint(store: SourceStore) -> bool:

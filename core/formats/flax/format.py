@@ -38,6 +38,7 @@ from core.files.json_object import read_json_object
 from core.files.store import check_name
 from core.formats.flax.scanner import ChunkedArray, FlatPart, Scanner
 from core.formats.format import Format, no_folders
+from core.formats.huggingface.index import list_indexed
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import Path, join_path, nest_leaves
 
@@ -189,4 +190,5 @@ FORMAT = Format(
     lay_out=None,
     aliases=("msgpack",),
     own_folders=no_folders,
+    list_indexed=list_indexed,
 )

@@ -52,7 +52,7 @@ from core.errors import (
 )
 from core.formats.format import Format, no_folders
 from core.formats.huggingface.files import with_carried
-from core.formats.huggingface.index import WeightIndex, read_index
+from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
 from core.formats.torch.format import SUFFIXES, catalog_of, parse
 from core.formats.trainer.state import with_training_state
 from core.formats.trainer.torch_models import torch_models, with_torch_models
@@ -437,4 +437,5 @@ FORMAT = Format(
     lay_out=None,
     has_live_objects=True,
     own_folders=no_folders,
+    list_indexed=list_indexed,
 )

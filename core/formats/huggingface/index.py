@@ -10,10 +10,11 @@ Source: transformers 4.30 to 5.23 and huggingface_hub 2.4.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.errors import CorruptError
+from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
 from core.files.store import check_name
 
@@ -34,6 +35,16 @@ class WeightIndex:
     file: str
     file_of: dict[str, str]
     total_bytes: int | None
+
+
+def list_indexed(store: ReadStore) -> set[str]:
+    """Return the files that the indexes of a directory list, as far as these can be read."""
+    listed: set[str] = set()
+    for name in store.files():
+        if name.endswith(".json") and ".index." in name:
+            with suppress(CheckpointingException):
+                listed.update(read_index(store, name).file_of.values())
+    return listed
 
 
 def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:

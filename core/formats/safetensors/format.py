@@ -43,7 +43,7 @@ from core.errors import (
 from core.formats.format import Format
 from core.formats.huggingface import bin_format
 from core.formats.huggingface.files import config_of, with_carried
-from core.formats.huggingface.index import WeightIndex
+from core.formats.huggingface.index import WeightIndex, list_indexed
 from core.formats.safetensors.files import (
     INDEX_SUFFIX,
     PIECES_DIR,
@@ -380,4 +380,5 @@ FORMAT = Format(
     splits_files=True,
     records_ties=True,
     own_folders=_own_folders,
+    list_indexed=list_indexed,
 )
