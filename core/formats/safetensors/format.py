@@ -128,24 +128,36 @@ def read(store: ReadStore) -> Catalog:
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """Read the complete tensors of those files of a directory that can be read.
+    """Read the complete tensors of a file, or of the files of a directory.
 
     Args:
-        store: the directory.
-        report: receives the error of every file that is skipped or missing.
+        store: the file or the directory.
+        report: receives an error for every file that is damaged or missing.
 
     Raises:
         CheckpointingException: it is unclear which files to read, or a tensor is in two of them.
     """
     if is_pipeline(store):
         return read_pipeline(store, lambda view: _salvage_component(view, report), report=report)
+    # A file that the user named is read alone, whatever lies next to it.
+    is_file = store.entry is not None and not store.entry.endswith(INDEX_SUFFIX)
+    names = [store.entry] if is_file and store.entry else files_of(store, report).names
     headers: list[Header] = []
-    for name in files_of(store, report).names:
+    for name in names:
+        problems: list[CheckpointingException] = []
         try:
-            header = read_header(store, name)
+            header = read_header(store, name, report=problems.append)
         except CheckpointingException as err:
             report(err)
             continue
+        # A cut file has hundreds of tensors beyond its end: one error stands for all of them.
+        if problems:
+            if len(problems) > 1:
+                problems[0].message += f" ({len(problems) - 1} more entries have errors)"
+            report(problems[0])
+            lost = {problem.key for problem in problems}
+            arrays = {key: array for key, array in header.arrays.items() if key not in lost}
+            header = replace(header, arrays=arrays)
         if not has_pieces(header):
             headers.append(header)
     return _catalog_of_headers(headers)

@@ -120,7 +120,9 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
     size = store.size(file)
     if size < begin + 8:
         raise TruncatedError(
-            f"the file has {size} bytes, too few for the length of its header (8 bytes)", file=file
+            f"the file has {size} bytes, too few for the length of its header (8 bytes)",
+            file=file,
+            hint="copy the file again",
         )
     header_bytes = int.from_bytes(store.read(file, begin, 8), "little")
     start = begin + 8 + header_bytes
