@@ -236,6 +236,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job.src,
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
+        drop_missing=job.drop_missing,
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
@@ -246,7 +247,10 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             check_merge(job)
             job = replace(job, optim="drop")
             others += open_others(
-                merge, missing_chunks=job.missing_chunks, on_open=source.store.on_open
+                merge,
+                missing_chunks=job.missing_chunks,
+                drop_missing=job.drop_missing,
+                on_open=source.store.on_open,
             )
             source = with_joined_store(source, others)
         else:

@@ -10,7 +10,7 @@ from itertools import islice
 from core.errors import CheckpointingException, TruncatedError, UnsupportedError
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
-from core.formats.safetensors.files import SUFFIX
+from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.safetensors.header import looks_like_header
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.tree import stream_kind
@@ -60,6 +60,8 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Check
         else f"point at one of them: {listed(places)}"
     )
     if loose:
+        if sum(name.endswith(SUFFIX) for name in loose) > 1:
+            hint += f"; files of one model need an index (model{INDEX_SUFFIX})"
         count = (
             "one torch or safetensors file"
             if len(loose) == 1

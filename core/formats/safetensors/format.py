@@ -44,6 +44,7 @@ from core.formats.format import Format
 from core.formats.huggingface import bin_format
 from core.formats.huggingface.files import config_of, with_carried
 from core.formats.huggingface.index import WeightIndex, list_indexed
+from core.formats.missing_entries import report_missing
 from core.formats.safetensors.files import (
     INDEX_SUFFIX,
     PIECES_DIR,
@@ -314,11 +315,13 @@ def _check_index(headers: Sequence[Header], index: WeightIndex) -> list[str]:
     arrays_of = {header.file: header.arrays for header in headers}
     for key, name in index.file_of.items():
         if key not in arrays_of[name]:
-            raise MissingShardError(
-                f"{index.file} lists the tensor in this file, but it is missing there",
-                file=name,
-                key=key,
-                hint=_MIXED,
+            report_missing(
+                MissingShardError(
+                    f"{index.file} lists the tensor in this file, but it is missing there",
+                    file=name,
+                    key=key,
+                    hint=_MIXED,
+                )
             )
     for name, arrays in arrays_of.items():
         for key in arrays:

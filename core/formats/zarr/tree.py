@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from core.catalog.key_patterns import listed_keys, rename_hint, some_of
 from core.errors import MissingShardError, Report, UnsafeError, UnsupportedError
 from core.files.store import check_name
+from core.formats.missing_entries import report_missing
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -92,15 +93,14 @@ def compare_with_index(
         report: receives an error for each array that is listed, but not stored.
     """
     for path in sorted({*listed} - {*stored}):
-        report(
-            MissingShardError(
-                f"{file} lists the array, but its directory is missing",
-                file=path_in(path, marker),
-                key=path,
-                hint="copy the checkpoint again, with all its files; if the array was removed on "
-                "purpose, update the list: zarr.consolidate_metadata(PATH)",
-            )
+        err = MissingShardError(
+            f"{file} lists the array, but its directory is missing",
+            file=path_in(path, marker),
+            key=path,
+            hint="copy the checkpoint again, with all its files; if the array was removed on "
+            "purpose, update the list: zarr.consolidate_metadata(PATH)",
         )
+        report_missing(err, report)
     unlisted = sorted({*stored} - {*listed})
     if not listed or not unlisted:
         return []
