@@ -43,11 +43,12 @@ from core.errors import (
 from core.formats.format import Format
 from core.formats.huggingface import bin_format
 from core.formats.huggingface.files import config_of, with_carried
-from core.formats.huggingface.index import WeightIndex, list_indexed
+from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
 from core.formats.missing_entries import report_missing
 from core.formats.safetensors.files import (
     INDEX_SUFFIX,
     PIECES_DIR,
+    STEMS,
     SUFFIX,
     files_of,
     further_models,
@@ -125,7 +126,8 @@ def read(store: ReadStore) -> Catalog:
     catalog = _with_further_models(catalog, store)
     catalog = with_objects(catalog, read_objects(store))
     catalog = with_training_state(catalog, store, is_ordered=False)
-    return with_carried(catalog, store).noted(notes)
+    catalog = with_carried(catalog, store).noted(notes)
+    return catalog if files.index is None else _with_deltas(catalog, files.index)
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
@@ -162,6 +164,13 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         if not has_pieces(header):
             headers.append(header)
     return _catalog_of_headers(headers)
+
+
+def _with_deltas(catalog: Catalog, index: WeightIndex) -> Catalog:
+    """Return the catalog with what the index says about differences instead of weights."""
+    if index.deltas is None:
+        return catalog
+    return catalog.with_facet(index.deltas).noted([f"these are {index.deltas.title}"])
 
 
 def _read_component(store: ReadStore) -> Catalog | None:
@@ -210,7 +219,12 @@ def _read_file(store: ReadStore, name: str) -> Catalog:
         notes.append(
             f"non-tensor entries are in {OBJECTS_FILE}; pass the directory to read them too"
         )
-    return catalog.noted(notes)
+    catalog = catalog.noted(notes)
+    # Files of differences record a checksum for each tensor; the index next to them says the rest.
+    index = STEMS[0] + INDEX_SUFFIX
+    if header.arrays.keys() & header.metadata.keys() and store.exists(index):
+        return _with_deltas(catalog, read_index(store, index))
+    return catalog
 
 
 def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
