@@ -157,6 +157,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         metadata_only=options.metadata_only,
         weights_only=options.weights_only,
         drop_unknown=options.drop_unknown,
+        drop_missing=options.drop_missing,
         memory_bytes=options.memory or default_memory(),
         threads=options.threads or worker_threads() or defaults.threads,
         resume=options.resume,

@@ -728,6 +728,14 @@ class TransferOptions:
         bool,
         Flag("--drop-unknown", rich_help_panel=CONTENT, help="Drop objects of unknown classes."),
     ] = False
+    drop_missing: Annotated[
+        bool,
+        Flag(
+            "--drop-missing",
+            rich_help_panel=CONTENT,
+            help="Leave out entries that an index lists without data.",
+        ),
+    ] = False
 
     # Engine: resources, checksums and durability.
     memory: Memory = None

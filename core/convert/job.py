@@ -117,6 +117,7 @@ class Job:
         weights_only: set aside every object that ``torch.load(weights_only=True)`` refuses, even
             where it could stay as it was.
         drop_unknown: drop objects of unknown classes where the target cannot hold them.
+        drop_missing: leave out entries that an index lists without data.
         missing_chunks: ``fill`` zarr chunks that are not stored, or ``error`` to refuse them
             (``core.opening.open``).
         replicas: ``error`` compares the copies of a tensor that several ranks hold and refuses
@@ -179,6 +180,7 @@ class Job:
     metadata_only: bool = False
     weights_only: bool = False
     drop_unknown: bool = False
+    drop_missing: bool = False
     missing_chunks: str = "fill"
     replicas: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES

@@ -237,6 +237,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job.src,
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
+        drop_missing=job.drop_missing,
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
@@ -247,7 +248,10 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             check_merge(job)
             job = replace(job, optim="drop")
             others += open_others(
-                merge, missing_chunks=job.missing_chunks, on_open=source.store.on_open
+                merge,
+                missing_chunks=job.missing_chunks,
+                drop_missing=job.drop_missing,
+                on_open=source.store.on_open,
             )
             source = with_joined_store(source, others)
         else:
@@ -558,7 +562,8 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         notes=(
             *source.notes,
             *linked.notes,
-            f"{len(links)} files are hard links to the source's; no data was copied",
+            ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
+            + " to the source's; no data was copied",
         ),
         dropped_entries=(unread_entries(unread),) if unread else (),
         form=linked.catalog,
