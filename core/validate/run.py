@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check
+from core.checks.content.store_checksums import are_files_of_manifest
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.metadata.hf_model import unchecked
@@ -47,6 +48,7 @@ class Validation:
         n_files, n_bytes: number and total size of the regular files.
         n_tensors: number of global tensors in the metadata; 0 if unknown.
         n_ends: number of files whose first bytes were read.
+        is_proven: every byte was read, or is that of the manifest by the checksums of a store.
         n_checks: number of checks that ran.
         seconds: wall time.
         notes: notes on the choice of the checkpoint, and on files and checkpoints near it that were
@@ -68,6 +70,7 @@ class Validation:
     n_checks: int
     seconds: float
     n_ends: int = 0
+    is_proven: bool = False
     notes: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     against: tuple[str, int] | None = None
@@ -264,6 +267,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
         n_ends=len(subject.ends.heads),
+        is_proven=subject.level == Level.DEEP or are_files_of_manifest(subject),
         notes=subject.notes,
         unchecked=(*unread, *unchecked(subject)),
         against=None if reference is None else (reference.label, subject.n_compared),
