@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 MERGE, CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
 
 _CHECKPOINTS = frozenset(
-    {"src", "path", "paths", "a", "b", "against", "dst", "output", "add_delta", "lora"}
+    {"src", "path", "paths", "a", "b", "against", "dst", "output", "add_delta", "lora", "root"}
 )
 """Arguments that name checkpoints."""
 
