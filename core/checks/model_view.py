@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
-from core.formats.megatron.format import MODEL_FILE
+from core.formats.megatron.format import model_file_in
 from core.formats.torch.format import load_object
 from core.megatron.reshard.from_global import common_entries
 from core.megatron.reshard.from_ranks import ranks_of
@@ -63,7 +63,9 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
     if ranks is not None and ranks.n_unopened:
         opened: dict[tuple[object, int], str] = {}
         for coords, (folder, _) in ranks_of(catalog).items():
-            opened.setdefault((dict(coords).get("pp"), store.sizes(folder)[MODEL_FILE]), folder)
+            sizes = store.sizes(folder)
+            size = sizes[model_file_in(sizes) or ""]
+            opened.setdefault((dict(coords).get("pp"), size), folder)
         sample = set(opened.values())
     problems: list[CheckpointingException] = []
     model = understood(catalog, rules, report=problems.append, sample=sample)
