@@ -338,16 +338,14 @@ def _add_state(
     """
     rule = chunk.rules.rule_of(name)
     if rule.kind != "opaque":
-        # A tensor subclass is pickled as a call of a function, with the class as an argument.
-        class_name = type(leaf).__name__
-        if isinstance(leaf, Inert):
-            classes = [str(part) for part in leaf.args if isinstance(part, Global)]
-            class_name = classes[-1] if classes else str(leaf.fn)
+        class_name = _class_of(leaf)
         raise UnsupportedError(
             f"this entry is a {class_name}, not a plain tensor",
             key=name,
             rank=chunk.folder,
-            hint="save the model once without quantized or otherwise special parameters",
+            hint="make plain tensors of them with --dequantize bf16"
+            if class_name.endswith(".Float8Tensor")
+            else "save the model once without quantized or otherwise special parameters",
         )
 
     # Keep every distinct value: ranks may disagree, which is decided when the model is complete.
@@ -359,6 +357,21 @@ def _add_state(
         if not same(values[0], leaf):
             values.append(leaf)
         model.order.setdefault(global_name, (chunk.position, place[0], number, place[1]))
+
+
+def _class_of(leaf: object) -> str:
+    """Return the name of the class of a pickled object."""
+    if not isinstance(leaf, Inert):
+        return type(leaf).__name__
+    # A tensor subclass is pickled as a call: of a method of its class, or of a function with the
+    # class as an argument. Element types are arguments, too.
+    name = str(leaf.fn)
+    if isinstance(leaf.fn, Global) and "." in leaf.fn.name:
+        return name.rpartition(".")[0]
+    classes = [
+        str(part) for part in leaf.args if isinstance(part, Global) and part.module != "torch"
+    ]
+    return classes[-1] if classes else name
 
 
 def _add_expert_states(model: RankModel, rules: Rules) -> None:
