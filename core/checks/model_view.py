@@ -10,7 +10,7 @@ from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
 from core.formats.megatron.format import model_file_in
 from core.formats.torch.format import load_object
-from core.megatron.reshard.from_global import common_entries
+from core.megatron.reshard.from_global import common_entries, is_one_rank
 from core.megatron.reshard.from_ranks import ranks_of
 from core.megatron.reshard.problems import Understood, understood
 from core.megatron.reshard.reshard import is_megatron
@@ -53,7 +53,9 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
         return ModelView()
     try:
         catalog = loaded(catalog, store, load_object)
-        if not catalog.is_rank_local and not is_megatron(catalog, rules):
+        if not catalog.is_rank_local and (
+            not is_megatron(catalog, rules) or is_one_rank(catalog, rules)
+        ):
             return ModelView()
     except CheckpointingException:
         return ModelView()  # reported by the checks of files
