@@ -65,7 +65,7 @@ class RankFacts:
             ``core.megatron.optimizer.flat.content.OptimFile`` in a target; of a layer-wise
             optimizer, data parallel rank → skeleton. Ranks without such a file are absent.
         optimizer_kind: form of the optimizer in the files (``float16``, ``distributed``,
-            ``layer-wise``), or None.
+            ``layer-wise``, or ``optim.pt``, which is not read), or None.
         is_single_rank: one rank's directory or file was opened, not the complete checkpoint; it can
             be inspected, but not converted.
         n_unopened: number of ranks whose files were not opened because they look like those of

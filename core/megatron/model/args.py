@@ -19,7 +19,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.blocks import TEXT, blocks_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import LayerPattern, pattern_of
-from core.megatron.model.pipeline_args import LAYOUT, pipeline_of
+from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
 from core.pickle.inert import Inert, as_mapping, attributes
@@ -90,6 +90,8 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
                 file=file,
             )
         vpp = n_chunks
+    if pp > 1 and is_v_shaped(fields):
+        vpp = vpp or 2  # a schedule with two chunks, which an argument need not say
 
     # An ETP that equals TP, or that no experts use, means the same as no ETP.
     if etp == tp or (ep == 1 and not fields.get("num_experts")):
