@@ -10,7 +10,7 @@ removed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,21 @@ class WriteOptions:
     shard_bytes: int | None = None
     recorded_ranks: int = 0
     is_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCopies:
+    """The facet of a checkpoint that has fp32 master weights as its weights, and rounded copies.
+
+    The copies are no tensors of the catalog. Whether they are the rounded master weights is not
+    checked when the catalog is read (``core.megatron.optimizer.proof.find_different_copies``).
+
+    Args:
+        pairs: returns (key of the weight, master weights, copy) for every stored piece; the two
+            arrays have the same elements in the same order.
+    """
+
+    pairs: Callable[[], Sequence[tuple[str, StoredArray, StoredArray]]]
 
 
 @dataclass(frozen=True, slots=True)

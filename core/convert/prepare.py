@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import FsdpDtensorFacts, MegatronModel
+from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
@@ -48,7 +48,7 @@ from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
-from core.errors import CorruptError, UnsupportedError, UsageError
+from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
@@ -59,6 +59,7 @@ from core.formats.torch.format import load_object
 from core.hf import is_hf
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology
+from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
 from core.opening.objects import check_safety, loaded, state_dict
@@ -242,6 +243,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     )
     others: list[Checkpoint] = []
     try:
+        source = _compare_copies(source)
         # The other sources of a merge share a store with the first one.
         merge = job.merge
         if merge is not None:
@@ -273,6 +275,32 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         source.store.close()
         for other in others:
             other.store.close()
+
+
+def _compare_copies(source: Checkpoint) -> Checkpoint:
+    """Return a source with a note on copies of its weights: not carried, and equal or not."""
+    copies = source.catalog.facet(WeightCopies)
+    if copies is None:
+        return source
+    note = "the 16-bit copies of the weights in the model files are not carried; "
+    try:
+        pairs = copies.pairs()
+        different = find_different_copies(source.store, pairs)
+    except CheckpointingException as err:
+        note += f"they could not be compared with the master weights ({err.message})"
+    else:
+        n = len({key for key, _, _ in pairs})
+        if different:
+            key, copy = different[0]
+            note += (
+                f"{len(different):,} of {n:,} are not the rounded master weights, which are "
+                f"written: {key} in {copy.extent.file} differs (ckpt validate lists all)"
+            )
+        elif n:
+            note += "they are the rounded master weights, in a sample of each"
+        else:
+            note = ""
+    return replace(source, notes=(*source.notes, note)) if note else source
 
 
 def _check_bucket(job: Job, dst: RemotePath) -> None:
