@@ -61,7 +61,13 @@ from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
-from core.opening.objects import check_safety, loaded, state_dict
+from core.opening.objects import (
+    KEEP_OBJECTS,
+    check_safety,
+    has_tensors,
+    loaded,
+    state_dict,
+)
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
 from core.opening.state_above import with_files_above
@@ -363,6 +369,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # Lay out the files.
     if is_file and not format.nests:
         target = tensors_only(target)
+    _raise_if_empty(source, target, format)
     write = replace(
         target.write,
         max_file_bytes=job.max_file_bytes,
@@ -416,6 +423,24 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
             )
         ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
+    )
+
+
+def _raise_if_empty(source: Checkpoint, target: TargetCatalog, format: Format) -> None:
+    """Raise if the destination would hold no tensor although the source does.
+
+    Raises:
+        UnsupportedError: it would; numbers of the source would be lost.
+    """
+    if target.tensors or has_tensors(target.objects.values()):
+        return
+    catalog = source.catalog
+    if not (catalog.tensors or has_tensors(catalog.objects.values())):
+        return
+    raise UnsupportedError(
+        f"no tensor would be written to {format.title}: all that the source has would be left out",
+        file=source.store.label,
+        hint="leave fewer entries out" if catalog.tensors else KEEP_OBJECTS,
     )
 
 
