@@ -279,8 +279,10 @@ def _untie_changed(
         new_of: new key by old key of the entries that were renamed.
         config: the configuration, or None.
     """
+    if config is None:
+        return _ChangeStep(after)
     first, pair = (find_tie_pair(catalog.tensors, config) for catalog in (before, after))
-    if config is None or pair is None or not {pair.embedding, pair.head} <= after.tensors.keys():
+    if pair is None or not {pair.embedding, pair.head} <= after.tensors.keys():
         return _ChangeStep(after)
     if not is_tied(config, has_head=first is None or first.head in before.tensors):
         return _ChangeStep(after)

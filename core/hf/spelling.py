@@ -36,6 +36,8 @@ _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 """Beginnings of names → what they are without the modules that only hold the others, in order."""
 
+_MOST_TRUNKS = 8
+
 
 def make_plain_name(name: str) -> str:
     """Return a name without the modules that only some versions put around the others."""
@@ -58,7 +60,9 @@ def match_names(names: Iterable[str], keys: Collection[str]) -> dict[str, str]:
     plain: dict[str, list[str]] = {}
     for key in keys:
         plain.setdefault(make_plain_name(key), []).append(key)
-    trunks = dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)
+    # A trunk holds most of a model, so the first names with the most keys are enough.
+    firsts = Counter(key.partition(".")[0] for key in keys if "." in key)
+    trunks = [name for name, _ in firsts.most_common(_MOST_TRUNKS)]
     present = frozenset(keys)
 
     def find_key(name: str) -> str | None:
@@ -71,9 +75,9 @@ def match_names(names: Iterable[str], keys: Collection[str]) -> dict[str, str]:
             spellings.append(without_trunk)
         return next((plain[each][0] for each in spellings if len(plain.get(each, ())) == 1), None)
 
-    key_of = {name: key for name in names if (key := find_key(name)) is not None}
-    counts = Counter(key_of.values())
-    return {name: key for name, key in key_of.items() if name == key or counts[key] == 1}
+    matches = [(name, match) for name in names if (match := find_key(name)) is not None]
+    counts = Counter(match for _, match in matches)
+    return {name: match for name, match in matches if name == match or counts[match] == 1}
 
 
 def name_like(catalog: Catalog, first: Catalog) -> tuple[Catalog, dict[str, str]]:

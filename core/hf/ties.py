@@ -11,17 +11,22 @@ configurations of composite models, which tie if the value is true at the top or
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import with_documents
+from core.changes.rename import rename_entries
 from core.changes.tie import INPUT, OUTPUT, untie
 from core.hf.proof.expected import describe_model
+from core.hf.spelling import match_names
 from core.hf.values import CONFIG
 
 TIE = "tie_word_embeddings"
 TEXT_CONFIG = "text_config"
+_REPEATED = re.compile(r"(^|\.)(layers|mtp)\.")
+"""Part of the names of layers, of which those that predict further tokens may have copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +54,25 @@ def find_tie_pair(
     Returns:
         None if no tensor, or more than one, can be the embedding or the output layer.
     """
-    # Layers that predict further tokens may have copies of both.
+    described = None if config is None else describe_model(config)
+    if described is not None:
+        (embedding,) = described.family.first[0].hf
+        names = (embedding, described.family.head)
+        tails = (embedding.partition(".")[2], names[1])
+        key_of = match_names(
+            names, [key for key in keys if key.endswith(tails) and not _REPEATED.search(key)]
+        )
+        if key_of:
+            return TiePair(*(key_of.get(name, name) for name in names))
     embeddings, heads = (
-        [key for key in keys if pattern.search(key) and ".layers." not in key and "mtp." not in key]
+        [key for key in keys if pattern.search(key) and not _REPEATED.search(key)]
         for pattern in (INPUT, OUTPUT)
     )
-    if len(heads) > 1 or len(embeddings) > 1 or not (embeddings or heads):
+    if len(heads) > 1 or len(embeddings) != 1:
         return None
-    described = None if config is None else describe_model(config)
-    if not embeddings:
-        # The output layer alone may be stored, for both.
-        if described is None:
-            return None
-        (embedding,) = described.family.first[0].hf
-        return TiePair(embedding, heads[0])
     (embedding,) = embeddings
     if heads:
         return TiePair(embedding, heads[0])
-    if described is not None:
-        return TiePair(embedding, described.family.head)
     before, _, _ = embedding.partition("model.")
     return TiePair(embedding, f"{before}lm_head.weight")
 
@@ -110,6 +115,22 @@ def with_own_head(catalog: Catalog, pair: TiePair) -> Catalog:
     aliases = catalog.aliases
     is_alias = aliases.get(pair.head, pair.head) == aliases.get(pair.embedding, pair.embedding)
     return untie(catalog, [(pair.head, pair.embedding)]) if is_alias else catalog
+
+
+def with_embedding(catalog: Catalog, config: Mapping[str, object]) -> Catalog:
+    """Return a catalog in which the one stored tensor of a tie is the embedding.
+
+    transformers loads a tied model whose files have only the output layer.
+    """
+    pair = find_tie_pair(catalog.tensors, config)
+    if pair is None or pair.embedding in catalog.tensors or pair.head not in catalog.tensors:
+        return catalog
+    if not is_tied(config, has_head=True):
+        return catalog
+    entries = (*catalog.tensors, *catalog.objects)
+    return rename_entries(
+        catalog, {key: pair.embedding if key == pair.head else key for key in entries}
+    )
 
 
 def with_config(catalog: Catalog, config: Mapping[str, object]) -> Catalog:
