@@ -62,7 +62,13 @@ from core.megatron.model.topology import Topology
 from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
-from core.opening.objects import check_safety, loaded, state_dict
+from core.opening.objects import (
+    KEEP_OBJECTS,
+    check_safety,
+    has_tensors,
+    loaded,
+    state_dict,
+)
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
 from core.opening.state_above import with_files_above
@@ -396,6 +402,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # Lay out the files.
     if is_file and not format.nests:
         target = tensors_only(target)
+    _raise_if_empty(source, target, format)
     write = replace(
         target.write,
         max_file_bytes=job.max_file_bytes,
@@ -466,6 +473,24 @@ def _objects_bytes(source: Catalog, n_entries: int) -> int:
     n_values = count_values([values, source.skeleton])
     n_bytes = _VALUE_BYTES * n_values + _ENTRY_BYTES * n_entries
     return max(0, n_bytes - _ORDINARY_OBJECTS_BYTES)
+
+
+def _raise_if_empty(source: Checkpoint, target: TargetCatalog, format: Format) -> None:
+    """Raise if the destination would hold no tensor although the source does.
+
+    Raises:
+        UnsupportedError: it would; numbers of the source would be lost.
+    """
+    if target.tensors or has_tensors(target.objects.values()):
+        return
+    catalog = source.catalog
+    if not (catalog.tensors or has_tensors(catalog.objects.values())):
+        return
+    raise UnsupportedError(
+        f"no tensor would be written to {format.title}: all that the source has would be left out",
+        file=source.store.label,
+        hint="leave fewer entries out" if catalog.tensors else KEEP_OBJECTS,
+    )
 
 
 def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:

@@ -41,6 +41,7 @@ from core.convert.sizes import check_source_sizes
 from core.errors import UnsupportedError, UsageError
 from core.formats.format import Format
 from core.formats.torch.format import load_object
+from core.formats.torch.object_tensors import with_array_tensors
 from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
 from core.megatron.extras.float8_weights import dequantize_rank_weights
 from core.megatron.reshard.reshard import load_rules
@@ -83,6 +84,8 @@ def global_form(
     catalog = with_documents(
         loaded(without_state.catalog, source.store, load_object), documents_above(source)
     )
+    if not (format.has_live_objects or format.is_mcore or format.partition == "ranks"):
+        catalog = with_array_tensors(catalog, source.store)
     if job.param_order is not None:
         if job.optim == "drop":
             raise UsageError(
