@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
@@ -14,6 +13,7 @@ from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.safetensors.header import looks_like_header
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.tree import stream_kind
+from core.opening.other_software import explain_unrecognised
 
 CHECKPOINTS_BELOW = "opening.below"
 """Rule of the error for a directory that is no checkpoint, but contains some."""
@@ -23,19 +23,6 @@ _MOST_OPENED = 32
 """Maximum number of files of a directory whose first bytes are read."""
 _MOST_FOLDERS = 1000
 _MOST_LEVELS = 3
-_OTHER_FORMATS = (
-    (re.compile(r"\.gguf$"), "a GGUF file"),
-    (re.compile(r"\.nemo$"), "a NeMo archive"),
-    (re.compile(r"\.(h5|keras)$"), "a Keras file"),
-    (re.compile(r"\.msgpack$"), "a Flax file"),
-    (re.compile(r"\.onnx$"), "an ONNX model"),
-    (re.compile(r"\.npz$"), "a NumPy archive"),
-    (re.compile(r"\.npy$"), "a NumPy array"),
-    (
-        re.compile(r"(\.data-\d+-of-\d+|\.ckpt(-\d+)?\.(index|meta)|^saved_model\.pb)$"),
-        "a TensorFlow checkpoint",
-    ),
-)
 
 
 def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> CheckpointingException:
@@ -73,12 +60,9 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Check
         message = "not a checkpoint directory, but it contains checkpoints"
         return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
     # Otherwise another program's files can explain it.
-    title = next(
-        (title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None
+    return explain_unrecognised(store, known=known) or UnsupportedError(
+        "not a checkpoint in a known format", file=store.label, hint=known
     )
-    if title is not None:
-        return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
-    return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
 
 
 def _refusal_of_file(store: SourceStore, file: str, known: str) -> CheckpointingException:
@@ -90,10 +74,9 @@ def _refusal_of_file(store: SourceStore, file: str, known: str) -> Checkpointing
     substitute = substitute_in(store, file)
     if substitute is not None:
         return UnsupportedError(substitute.title, file=store.label, hint=substitute.hint)
-    title = next((title for expression, title in _OTHER_FORMATS if expression.search(file)), None)
-    if title is not None:
-        return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
-    return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
+    return explain_unrecognised(store, known=known) or UnsupportedError(
+        "not a checkpoint in a known format", file=store.label, hint=known
+    )
 
 
 def checkpoints_below(
