@@ -9,13 +9,14 @@ from typing import Any, Self
 
 from core.convert.report.dropped import DroppedReason
 from core.device.device import Device
+from core.files.syscalls import default_memory_bytes
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.version import MegatronVersion
 from core.merge.request import Merge
 from core.team.protocol import Figures
 
 MIB = 1 << 20
-DEFAULT_MEMORY_BYTES = 512 * MIB
+DEFAULT_MEMORY_BYTES = default_memory_bytes()
 DEFAULT_THREADS = 2
 
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")

@@ -66,6 +66,7 @@ from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
 from core.opening.state_above import with_files_above
 from core.opening.target import keeps_nesting, tensors_only
+from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
@@ -388,7 +389,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         memory_bytes=job.memory_bytes,
         beside_bytes=job.beside_bytes
         + source.store.limit_reading(job.own_memory_bytes, threads=job.threads)
-        + _sending_bytes(job, dst, images),
+        + _sending_bytes(job, dst, images)
+        + _objects_bytes(source.catalog, 0 if format.nests else len(target.objects)),
         compares=job.replicas == "error",
     )
     if plan.n_ignored:
@@ -421,6 +423,21 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
+
+
+def _objects_bytes(source: Catalog, n_entries: int) -> int:
+    """Return the memory that objects take in excess of what every process is expected to take.
+
+    Python's values are many times as large as in a pickle.
+
+    Args:
+        source: the catalog with the objects.
+        n_entries: number of objects that are written each by itself.
+    """
+    values = [item.value for item in source.objects.values() if item.raw_key is None]
+    n_values = count_values([values, source.skeleton])
+    n_bytes = _VALUE_BYTES * n_values + _ENTRY_BYTES * n_entries
+    return max(0, n_bytes - _ORDINARY_OBJECTS_BYTES)
 
 
 def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:
@@ -633,6 +650,11 @@ def _iteration_path(path: str, iteration: object) -> str:
 
 
 _SUFFIXES = {"torch": ".pt"}
+_VALUE_BYTES, _ENTRY_BYTES = 450, 3 << 10
+"""Memory per value in an object, and per object of the destination, of a process that reads the
+ones and writes the others (measured: 190 bytes for an int in a list to 430 for a value in a dict).
+"""
+_ORDINARY_OBJECTS_BYTES = 16 << 20
 
 
 def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:

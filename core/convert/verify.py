@@ -50,7 +50,7 @@ def check_memory(plan: Plan, memory_bytes: int) -> None:
         raise CapacityError(
             f"--verify needs {-(-least // MIB):,} MiB of memory, "
             f"but the limit is {memory_bytes // MIB:,} MiB",
-            hint=f"set the memory limit to at least {-(-least // MIB)} MiB",
+            hint=f"set --memory to at least {-(-least // MIB)}MiB",
         )
 
 
