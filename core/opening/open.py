@@ -57,9 +57,9 @@ from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nem
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
-from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
-from core.opening.unrecognised import checkpoints_below, listed, refusal_of
+from core.opening.other_software import refuse_other_software
+from core.opening.unrecognised import absent, checkpoints_below, listed, refusal_of
 from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
 
@@ -521,6 +521,7 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
         raise UnsupportedError(
             "the directory is empty", file=store.label, hint="point at a checkpoint"
         )
+    refuse_other_software(store)
     try:
         format = sniffed(store)
     except UnsupportedError as err:

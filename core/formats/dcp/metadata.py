@@ -90,6 +90,19 @@ __all__ = [
 _MAX_EXTENT = 1 << 62
 
 
+_OTHER_SOFTWARE = {
+    "bytecheckpoint": "merge the checkpoint with ByteCheckpoint's scripts/merge_bcp.py",
+    "olmo_core": "convert the checkpoint with OLMo-core's "
+    "src/examples/huggingface/convert_checkpoint_to_hf.py",
+}
+"""Package whose classes replace DCP's in ``.metadata`` → what can be done with its checkpoints."""
+
+
+def _hint_of(class_name: str) -> str | None:
+    """Return what can be done with metadata of a class of other software; None if it is unknown."""
+    return _OTHER_SOFTWARE.get(class_name.partition(".")[0])
+
+
 def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
     """Read the content of a ``.metadata`` file.
 
@@ -332,7 +345,9 @@ class _ColumnBuilder:
                     f"not checkpoint metadata: the pickle would run {class_name} when it is loaded",
                     hint="do not load it with any other program; find out who wrote it",
                 )
-            raise CorruptError(f"the pickle is a {class_name}, not DCP's Metadata")
+            hint = _hint_of(class_name)
+            kind = CorruptError if hint is None else UnsupportedError
+            raise kind(f"the pickle is a {class_name}, not DCP's Metadata", hint=hint)
         self.state = _state(root)
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, DcpItem] = {}
@@ -639,7 +654,8 @@ def _item_fields(index: object, info: object) -> tuple[str, Any, str, Any, Any, 
     if type(index) is not IndexRecord or type(info) is not StorageRecord:
         kinds = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
         raise UnsupportedError(
-            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes"
+            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes",
+            hint=_hint_of(str(kinds[1])),
         )
     try:
         (index_state,) = index
