@@ -174,8 +174,10 @@ def _frozen_notes(model: ModelStates, weights: Mapping[str, UnkeyedTensor]) -> l
         return []
     dtype = weights[narrow[0]].dtype
     return [
-        f"frozen parameters have no float32 master weights, they are {dtype}: {some_of(narrow)} "
-        "(--dtype fp32 makes all weights float32)"
+        (
+            f"frozen parameters have no float32 master weights, they are {dtype}: "
+            f"{some_of(narrow)} (--dtype fp32 makes all weights float32)"
+        )
     ]
 
 
