@@ -46,7 +46,7 @@ from core.convert.report.lightning import model_options
 from core.convert.report.load_line import WrittenResult, load_line
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
-from core.convert.target_form import cut_form, safe_form, with_objects_loaded
+from core.convert.target_form import cut_form, safe_form, settle_attributes, with_objects_loaded
 from core.convert.verify import check_memory
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
@@ -333,6 +333,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         carries_files = format.carries_files and not is_file
         files = with_tokenizer(form.catalog, job.tokenizer, carries_files=carries_files)
         form = replace(form, catalog=files)
+    form = settle_attributes(form, (opened, *others), format, exclude=job.exclude)
     recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
     catalog, target = cut_form(job, recordable, format)
     copied_notes = check_copied_files(job, opened, catalog)

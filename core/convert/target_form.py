@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from core.catalog.attributes import (
+    as_entries,
+    entry_values,
+    from_entries,
+    lost_attributes,
+    without_any_attributes,
+    without_stale_attributes,
+)
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts, TrainingState
-from core.catalog.key_patterns import listed_keys
+from core.catalog.key_patterns import listed_keys, matcher
 from core.catalog.optimizer_keys import param_of, state_key, state_of
 from core.changes.rename import rename_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
 from core.convert.job import Job
 from core.convert.options import cuts_experts, writes_fsdp_dtensor
-from core.convert.report.dropped import parse_dropped
+from core.convert.report.dropped import DroppedEntries, parse_dropped
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
@@ -110,6 +118,43 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
         checked.catalog, write=replace(checked.catalog.write, weights_only=weights_only)
     )
     return replace(form, catalog=catalog, dropped=(*form.dropped, *parse_dropped(checked.dropped)))
+
+
+def settle_attributes(
+    form: GlobalForm, sources: Sequence[Checkpoint], format: Format, *, exclude: Sequence[str] = ()
+) -> GlobalForm:
+    """Give attributes the form that the destination stores, and list those that it cannot.
+
+    Args:
+        form: from ``safe_form``.
+        sources: the opened source; for a merge, all sources.
+        format: the format of the destination.
+        exclude: globs of entries that the user has dropped, with their attributes.
+    """
+    catalog = without_stale_attributes(form.catalog, sources[0].catalog)
+    # Megatron's files, and the state dicts of its models, have the entries that Megatron knows.
+    is_megatron = format.partition == "ranks" or catalog.facet(MegatronModel) is not None
+    if is_megatron or not (format.keeps_attributes or format.keeps_objects):
+        catalog = without_any_attributes(catalog)
+    settled = from_entries(catalog) if format.keeps_attributes else as_entries(catalog)
+    notes = form.notes
+    new = [name for name in entry_values(catalog) if name in settled.objects]
+    if new:
+        pops = "; ".join(f"state_dict.pop({name!r})" for name in new)
+        note = f"metadata and attributes become the {'entries' if new[1:] else 'entry'} "
+        note += " and ".join(new)
+        notes = (*notes, f"{note} (before a strict load_state_dict: {pops})")
+
+    dropped = []
+    matchers = [matcher(pattern) for pattern in exclude]
+    for source in sources:
+        for path, values in lost_attributes(source.catalog, catalog).items():
+            if not any(matches(path) for matches in matchers):
+                owner = "" if source is sources[0] else f" of {source.path.name}"
+                names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
+                reason = "metadata and attributes without a place in the destination"
+                dropped.append(DroppedEntries(names, reason, f"{reason}: {', '.join(names)}"))
+    return replace(form, catalog=settled, notes=notes, dropped=(*form.dropped, *dropped))
 
 
 def keeps_unknown_classes(format: Format) -> bool:

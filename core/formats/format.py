@@ -49,6 +49,8 @@ class Format:
             tensors inside them. If not, those tensors become separate entries.
         nests: whether nested containers are stored as they are, with tensors and other values
             inside them.
+        keeps_attributes: whether attributes of tensors and containers have a place in the files
+            (``core.catalog.attributes``). If not, they become entries, where objects can be stored.
         records_ties: whether tensors that are equal according to ``Catalog.aliases`` are written
             once, and their other names only recorded.
         has_live_objects: whether torch's own loader turns the format's objects into instances of
@@ -86,6 +88,7 @@ class Format:
     keeps_objects: bool = True
     has_objects_beside: bool = False
     nests: bool = False
+    keeps_attributes: bool = False
     records_ties: bool = False
     has_live_objects: bool = False
     carries_files: bool = False

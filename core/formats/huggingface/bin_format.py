@@ -138,6 +138,8 @@ def read(store: ReadStore) -> Catalog:
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
+    if shards is not None and shards.index is not None:
+        catalog = replace(catalog, attributes=shards.index.attributes)
     facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
     stem = "model" if stem.startswith("pytorch_model") else stem
     return catalog.with_facet(replace(facts, stem=stem))

@@ -4,13 +4,16 @@ On disk, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``::
 
     {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
 
+Other members of the metadata are attributes of the index (``core.catalog.attributes``), except the
+number of parameters, which also follows from the tensors.
+
 Source: transformers 4.30 to 5.23 and huggingface_hub 2.4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
@@ -19,6 +22,10 @@ from core.files.store import check_name
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+
+INDEX_SUFFIX = ".index.json"
+_OF_THE_TENSORS = ("total_size", "total_parameters")
+"""Members of the metadata that follow from the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +36,18 @@ class WeightIndex:
         file: name of the index.
         file_of: tensor → file.
         total_bytes: size of all tensors as recorded in the index; None if it is missing.
+        metadata: the metadata that do not follow from the tensors.
     """
 
     file: str
     file_of: dict[str, str]
     total_bytes: int | None
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def attributes(self) -> dict[str, Mapping[str, object]]:
+        """The metadata as attributes of the index, by its name."""
+        return {self.file: self.metadata} if self.metadata else {}
 
 
 def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
@@ -71,4 +85,9 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     if isinstance(total, float) and total.is_integer():
         total = int(total)
-    return WeightIndex(file, file_of, total if type(total) is int else None)
+    others = {
+        name: value
+        for name, value in (metadata.items() if isinstance(metadata, Mapping) else ())
+        if name not in _OF_THE_TENSORS
+    }
+    return WeightIndex(file, file_of, total if type(total) is int else None, others)
