@@ -364,7 +364,7 @@ class Catalog(Generic[ArrayT_co]):
         """Return a copy with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def with_hidden(self: Catalog, arrays: Mapping[str, StoredArray]) -> Catalog:
+    def with_hidden(self, arrays: Mapping[str, ArrayT_co]) -> Catalog[ArrayT_co]:
         """Return a copy with more hidden tensors, each of which is one array.
 
         Args:
@@ -374,7 +374,7 @@ class Catalog(Generic[ArrayT_co]):
             return self
         old_fragments_of = self.fragments_of
 
-        def fragments_of(key: str) -> Sequence[Fragment]:
+        def fragments_of(key: str) -> Sequence[Fragment[ArrayT_co]]:
             array = arrays.get(key)
             return old_fragments_of(key) if array is None else (whole_fragment(key, array),)
 

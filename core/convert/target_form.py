@@ -18,9 +18,17 @@ from core.catalog.attributes import (
     without_stale_attributes,
 )
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts, TrainingState
+from core.catalog.facets import (
+    HuggingFaceModel,
+    MegatronModel,
+    RankFacts,
+    TorchFileFacts,
+    TrainingState,
+)
+from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import listed_keys, matcher
 from core.catalog.optimizer_keys import param_of, state_key, state_of
+from core.catalog.stored import PlannedArray, StoredArray
 from core.changes.rename import rename_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
@@ -31,6 +39,7 @@ from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
 from core.formats.format import Format
+from core.formats.huggingface.files import is_tokenizer_file
 from core.formats.torch.format import load_object
 from core.formats.torch.refused import names_importable
 from core.megatron.placement.adapter_rows import to_stored_order
@@ -155,6 +164,41 @@ def settle_attributes(
                 reason = "metadata and attributes without a place in the destination"
                 dropped.append(DroppedEntries(names, reason, f"{reason}: {', '.join(names)}"))
     return replace(form, catalog=settled, notes=notes, dropped=(*form.dropped, *dropped))
+
+
+def with_folders_beside(
+    catalog: Catalog, target: TargetCatalog, source: Checkpoint, format: Format
+) -> tuple[Catalog, TargetCatalog]:
+    """Carry the directories beside Megatron's files into a format that has them, or to the model.
+
+    The tokenizer's files of a Megatron checkpoint are those of the directory itself where the
+    model gets Hugging Face's names.
+
+    Args:
+        catalog, target: from ``cut_form``.
+        source: the opened source.
+    """
+    folders = tuple(f"{folder}/" for folder in source.format.side_folders)
+    is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
+    carried: dict[str, str] = {}
+    for path, key in carried_of(source.catalog).items():
+        if not path.startswith(folders) or not folders:
+            continue
+        name = path.partition("/")[2]
+        if is_hf and is_tokenizer_file(name):
+            carried[name] = key
+        elif not is_hf and (format.side_folders or format.carries_files):
+            carried[path] = key
+    sources: dict[str, StoredArray] = {}
+    planned: dict[str, PlannedArray] = {}
+    for key in carried.values():
+        array = source.catalog.whole_array(key)
+        if key not in catalog.hidden:
+            sources[key] = array
+        if key not in target.hidden:
+            planned[key] = PlannedArray(key, array.dtype, array.shape)
+    target = replace(target, carried={**carried_of(target), **carried})
+    return catalog.with_hidden(sources), target.with_hidden(planned)
 
 
 def keeps_unknown_classes(format: Format) -> bool:

@@ -70,6 +70,8 @@ class Format:
             if the format can only be read completely.
         carries_files: whether files next to the weights (``Catalog.carried``,
             ``Catalog.documents``) can be stored.
+        side_folders: names of direct subdirectories that are carried unchanged into other formats
+            with that subdirectory (Megatron's ``tokenizer``).
         own_folders: returns the direct subdirectories that hold files of the checkpoint. A
             checkpoint in any other subdirectory is a separate one. None if every subdirectory
             belongs to the checkpoint.
@@ -100,7 +102,12 @@ class Format:
     notes_of: Callable[[TargetCatalog], Sequence[str]] | None = None
     check: Callable[[TargetCatalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None
+    side_folders: tuple[str, ...] = ()
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
+
+
+MEGATRON_FOLDERS = ("tokenizer",)
+"""The directory that Megatron-LM and Megatron-Bridge write into that of an iteration."""
 
 
 def no_folders(store: ReadStore) -> tuple[str, ...]:

@@ -50,8 +50,8 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.formats.format import Format, no_folders
-from core.formats.huggingface.files import with_carried
+from core.formats.format import Format
+from core.formats.huggingface.files import module_folders, with_carried
 from core.formats.huggingface.index import WeightIndex, read_index
 from core.formats.torch.format import SUFFIXES, catalog_of, parse
 from core.formats.trainer.state import with_training_state
@@ -438,5 +438,5 @@ FORMAT = Format(
     salvage=salvage,
     lay_out=None,
     has_live_objects=True,
-    own_folders=no_folders,
+    own_folders=module_folders,
 )

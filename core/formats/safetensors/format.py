@@ -54,7 +54,7 @@ from core.errors import (
 from core.files.json_object import parse_json_object
 from core.formats.format import Format
 from core.formats.huggingface import bin_format
-from core.formats.huggingface.files import config_of, with_carried
+from core.formats.huggingface.files import config_of, module_folders, with_carried
 from core.formats.huggingface.index import WeightIndex
 from core.formats.safetensors.files import (
     INDEX_SUFFIX,
@@ -137,7 +137,7 @@ def read(store: ReadStore) -> Catalog:
     catalog = with_attributes(_with_further_models(catalog, store), attributes)
     catalog = with_objects(catalog, read_objects(store))
     catalog = with_training_state(catalog, store, is_ordered=False)
-    return with_carried(catalog, store).noted(notes)
+    return with_carried(catalog, store, without=(PIECES_DIR,)).noted(notes)
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
@@ -179,8 +179,9 @@ def _salvage_component(store: ReadStore, report: Report) -> Catalog | None:
 
 
 def _own_folders(store: ReadStore) -> tuple[str, ...]:
-    """Return the directories with pieces of tensors, or with components of a pipeline."""
-    return (PIECES_DIR, *(component_folders(store) if is_pipeline(store) else ()))
+    """Return the directories with pieces of tensors, components of a pipeline, or modules."""
+    components = component_folders(store) if is_pipeline(store) else ()
+    return (PIECES_DIR, *components, *module_folders(store))
 
 
 def _read_file(store: ReadStore, name: str) -> Catalog:

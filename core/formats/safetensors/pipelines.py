@@ -111,7 +111,7 @@ def read_pipeline(
         parts[name] = part
     if not any(part.tensors for part in parts.values()) and report is None:
         raise UnsupportedError("no component of the pipeline has weights", file=store.label)
-    return _joined(parts, with_carried(_empty(), store))
+    return _joined(parts, with_carried(_empty(), store, without=component_folders(store)))
 
 
 _COPY = "copy the pipeline again, with all its directories"

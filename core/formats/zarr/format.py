@@ -54,7 +54,7 @@ from core.errors import (
     raising,
 )
 from core.files.json_object import read_json_object, read_small_file
-from core.formats.format import Format
+from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
     common_image,
@@ -341,6 +341,7 @@ FORMAT = Format(
     read=read,
     salvage=salvage,
     lay_out=lay_out,
+    side_folders=MEGATRON_FOLDERS,
     partition="grid",
     is_mcore=True,
 )
