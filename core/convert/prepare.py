@@ -67,6 +67,7 @@ from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
+from core.opening.numbered_optimizers import with_integer_keys
 from core.opening.objects import check_safety, loaded, state_dict
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
@@ -318,6 +319,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     source = with_objects_loaded(
         replace(source, catalog=without_state.catalog), exclude=job.exclude
     )
+    if source.format.has_text_keys and not format.has_text_keys:
+        source = replace(source, catalog=with_integer_keys(source.catalog))
     if job.metadata_only:
         return _prepare_links(job, opened, format)
     if job.replicas != "error" and job.tie:

@@ -49,6 +49,8 @@ class Format:
             tensors inside them. If not, those tensors become separate entries.
         nests: whether nested containers are stored as they are, with tensors and other values
             inside them.
+        has_text_keys: whether the keys of all dicts around entries are text, whatever they were
+            when the checkpoint was saved.
         keeps_attributes: whether attributes of tensors and containers have a place in the files
             (``core.catalog.attributes``). If not, they become entries, where objects can be stored.
         records_ties: whether tensors that are equal according to ``Catalog.aliases`` are written
@@ -90,6 +92,7 @@ class Format:
     keeps_objects: bool = True
     has_objects_beside: bool = False
     nests: bool = False
+    has_text_keys: bool = False
     keeps_attributes: bool = False
     records_ties: bool = False
     has_live_objects: bool = False

@@ -196,6 +196,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    has_text_keys=True,
     side_folders=MEGATRON_FOLDERS,
     aliases=("torch_dcp", "fsdp_dtensor"),
     partition="as_stored",

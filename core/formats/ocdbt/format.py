@@ -320,6 +320,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    has_text_keys=True,
     keeps_attributes=True,
     aliases=("ocdbt",),
     splits_files=True,
