@@ -189,6 +189,30 @@ class WeightFileFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightDeltas:
+    """The facet of weight updates: differences to an older version, not weights.
+
+    Args:
+        version, base_version: version that the update leads to, and the one that it is applied to.
+        encoding: how a tensor's bytes differ from those of the older version (``xor``).
+        compression: how the differences are compressed (``zstd``).
+    """
+
+    version: str
+    base_version: str
+    encoding: str
+    compression: str
+
+    @property
+    def title(self) -> str:
+        """A description for messages."""
+        return (
+            f"differences of weights ({self.encoding}, {self.compression}) from version "
+            f"{self.base_version} to {self.version}, not weights"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineFacts:
     """The facet of a pipeline of several models, whose keys begin with the model's name.
 

@@ -73,6 +73,7 @@ from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
 from core.opening.state_above import with_files_above
 from core.opening.target import keeps_nesting, tensors_only
+from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
@@ -243,6 +244,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job.src,
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
+        drop_missing=job.drop_missing,
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
@@ -253,7 +255,10 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             check_merge(job)
             job = replace(job, optim="drop")
             others += open_others(
-                merge, missing_chunks=job.missing_chunks, on_open=source.store.on_open
+                merge,
+                missing_chunks=job.missing_chunks,
+                drop_missing=job.drop_missing,
+                on_open=source.store.on_open,
             )
             source = with_joined_store(source, others)
         else:
@@ -400,7 +405,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         memory_bytes=job.memory_bytes,
         beside_bytes=job.beside_bytes
         + source.store.limit_reading(job.own_memory_bytes, threads=job.threads)
-        + _sending_bytes(job, dst, images),
+        + _sending_bytes(job, dst, images)
+        + _objects_bytes(source.catalog, 0 if format.nests else len(target.objects)),
         compares=job.replicas == "error",
     )
     if plan.n_ignored:
@@ -433,6 +439,21 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
+
+
+def _objects_bytes(source: Catalog, n_entries: int) -> int:
+    """Return the memory that objects take in excess of what every process is expected to take.
+
+    Python's values are many times as large as in a pickle.
+
+    Args:
+        source: the catalog with the objects.
+        n_entries: number of objects that are written each by itself.
+    """
+    values = [item.value for item in source.objects.values() if item.raw_key is None]
+    n_values = count_values([values, source.skeleton])
+    n_bytes = _VALUE_BYTES * n_values + _ENTRY_BYTES * n_entries
+    return max(0, n_bytes - _ORDINARY_OBJECTS_BYTES)
 
 
 def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:
@@ -567,7 +588,8 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         notes=(
             *source.notes,
             *linked.notes,
-            f"{len(links)} files are hard links to the source's; no data was copied",
+            ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
+            + " to the source's; no data was copied",
         ),
         dropped_entries=(unread_entries(unread),) if unread else (),
         form=linked.catalog,
@@ -679,6 +701,11 @@ def _iteration_path(path: str, iteration: object) -> str:
 
 
 _SUFFIXES = {"torch": ".pt"}
+_VALUE_BYTES, _ENTRY_BYTES = 450, 3 << 10
+"""Memory per value in an object, and per object of the destination, of a process that reads the
+ones and writes the others (measured: 190 bytes for an int in a list to 430 for a value in a dict).
+"""
+_ORDINARY_OBJECTS_BYTES = 16 << 20
 
 
 def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:

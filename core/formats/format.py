@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,8 +75,11 @@ class Format:
         side_folders: names of direct subdirectories that are carried unchanged into other formats
             with that subdirectory (Megatron's ``tokenizer``).
         own_folders: returns the direct subdirectories that hold files of the checkpoint. A
-            checkpoint in any other subdirectory is a separate one. None if every subdirectory
-            belongs to the checkpoint.
+            checkpoint in any other subdirectory is a separate one, unless ``list_indexed`` names a
+            file in it. None if every subdirectory belongs to the checkpoint.
+        list_indexed: returns the names of the files that an index of the checkpoint lists, as far
+            as it can be read; they belong to the checkpoint wherever they lie. None if the format
+            has no index, or looks for files by their names alone.
     """
 
     name: str
@@ -107,6 +110,7 @@ class Format:
     salvage: Callable[[ReadStore, Report], Catalog] | None = None
     side_folders: tuple[str, ...] = ()
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
+    list_indexed: Callable[[ReadStore], Collection[str]] | None = None
 
 
 MEGATRON_FOLDERS = ("tokenizer",)

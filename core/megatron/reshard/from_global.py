@@ -19,7 +19,7 @@ from itertools import filterfalse
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.changes.select import is_optimizer_key
-from core.errors import CorruptError, UnsupportedError
+from core.errors import UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (
     OPTIMIZER,
@@ -33,7 +33,7 @@ from core.megatron.extras.common_state import (
 )
 from core.megatron.extras.order import by_place
 from core.megatron.model.args import facts_of
-from core.megatron.model.checks import check_complete, check_shape, fc2_of, gate_notes, with_gate
+from core.megatron.model.checks import check_complete, check_shapes, gate_notes, with_gate
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
@@ -238,28 +238,15 @@ def _find_tensors(
         keep_padded=keep_padded_vocab,
         stored=[shape[0] for shape in vocab_shapes.values() if shape],
     )
-    _check_shapes(metas, gated_facts, rules)
+    check_shapes(
+        {name: meta.shape for name, meta in metas.items()},
+        {name: rules.rule_of(name) for name in metas},
+        gated_facts,
+    )
     cut = cut_vocab(vocab_shapes, gated_facts, n_rows=true_rows.n_rows, target_tp=target_tp)
     metas |= {name: replace(metas[name], shape=shape) for name, shape in cut.shapes.items()}
     notes = [*gate_notes(facts, gated_facts), *true_rows.notes, *cut.notes]
     return _StoredTensors(origins, metas, true_rows.n_rows, gated_facts, notes)
-
-
-def _check_shapes(metas: Mapping[str, TensorMeta], facts: ModelFacts, rules: Rules) -> None:
-    """Raise unless the shapes fit their rules, the arguments and one another.
-
-    Raises:
-        CorruptError: a shape does not fit.
-    """
-    for name, meta in metas.items():
-        rule = rules.rule_of(name)
-        axis = rule.cut_axis
-        if axis is not None and axis >= len(meta.shape):
-            raise CorruptError(
-                f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=name
-            )
-        partner = metas.get(fc2_of(name))
-        check_shape(name, meta.shape, None if partner is None else partner.shape, rule, facts)
 
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
