@@ -53,6 +53,7 @@ from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
+from core.formats.huggingface.files import files_in_folder, with_files
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nemo_context
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
@@ -174,6 +175,8 @@ def open_checkpoint(
                 if samples and format.sample is not None
                 else format.read(store)
             )
+            for folder in format.side_folders if store.entry is None else ():
+                catalog = with_files(catalog, files_in_folder(store, folder))
             if catalog.common is not None and location.path.name == WEIGHTS:
                 catalog = _with_context_above(catalog, location.path)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
