@@ -19,7 +19,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.blocks import TEXT, blocks_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import LayerPattern, pattern_of
-from core.megatron.model.pipeline_args import LAYOUT, pipeline_of
+from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
 from core.pickle.inert import Inert, as_mapping, attributes
@@ -31,7 +31,7 @@ No version of Megatron reads it.
 """
 SINCE_0_19 = "mamba_training_ssm_states_dtype"
 """An argument that Megatron's training script has since core 0.19."""
-_GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
+_GATED = ("swiglu", "quick_geglu", "gated_linear_unit", "glu_activation", "geglu", "reglu")
 _REFUSED = {
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",
     "encoder_pipeline_model_parallel_size": "encoder-decoder pipelines",
@@ -90,6 +90,8 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
                 file=file,
             )
         vpp = n_chunks
+    if pp > 1 and is_v_shaped(fields):
+        vpp = vpp or 2  # a schedule with two chunks, which an argument need not say
 
     # An ETP that equals TP, or that no experts use, means the same as no ETP.
     if etp == tp or (ep == 1 and not fields.get("num_experts")):
@@ -205,13 +207,25 @@ class _AttentionSizes:
 def _attention_of(fields: Mapping[str, object]) -> _AttentionSizes:
     n_heads = _required_size(fields, "num_attention_heads")
     is_mla = bool(fields.get("multi_latent_attention"))
-    has_groups = fields.get("group_query_attention") and not is_mla
-    n_groups = size_in(fields, "num_query_groups") if has_groups else n_heads
+    n_groups = n_heads if is_mla else _n_groups(fields)
     hidden_size = size_in(fields, "hidden_size")
     head_dim = size_in(fields, "kv_channels")
     if head_dim is None and hidden_size is not None:
         head_dim = hidden_size // n_heads
     return _AttentionSizes(n_heads, n_groups or n_heads, head_dim, hidden_size, is_mla)
+
+
+def _n_groups(fields: Mapping[str, object]) -> int | None:
+    """Return the number of heads of keys and values; None if each head has its own.
+
+    Source: epfLLM/Megatron-LLM 0b9fc0e5 and bigcode-project/Megatron-LM 182df0c0
+    ``megatron/model/transformer.py`` for the arguments of forks.
+    """
+    if fields.get("group_query_attention"):
+        return size_in(fields, "num_query_groups")
+    if fields.get("use_multiquery_attn"):
+        return size_in(fields, "num_attention_heads_kv")
+    return 1 if fields.get("attention_head_type") == "multiquery" else None
 
 
 def _named_sizes(fields: Mapping[str, object], *, is_mla: bool) -> dict[str, int]:
