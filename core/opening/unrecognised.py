@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
 
-from core.errors import CheckpointingException, UnsupportedError
+from core.errors import CheckpointingException, TruncatedError, UnsupportedError
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
-from core.formats.safetensors.files import SUFFIX
+from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.safetensors.header import looks_like_header
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.tree import stream_kind
@@ -38,7 +38,7 @@ _OTHER_FORMATS = (
 )
 
 
-def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> UnsupportedError:
+def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> CheckpointingException:
     """Return the error for a directory or file that no format recognises.
 
     Args:
@@ -60,6 +60,8 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Unsup
         else f"point at one of them: {listed(places)}"
     )
     if loose:
+        if sum(name.endswith(SUFFIX) for name in loose) > 1:
+            hint += f"; files of one model need an index (model{INDEX_SUFFIX})"
         count = (
             "one torch or safetensors file"
             if len(loose) == 1
@@ -79,15 +81,18 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Unsup
     return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
 
 
-def _refusal_of_file(store: SourceStore, file: str, known: str) -> UnsupportedError:
+def _refusal_of_file(store: SourceStore, file: str, known: str) -> CheckpointingException:
     """Return the error for a file that no format recognises."""
-    title = next((title for expression, title in _OTHER_FORMATS if expression.search(file)), None)
-    if title is not None:
-        return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
-    # A Git LFS pointer or a server's message in place of the weights has a remedy of its own.
+    # An empty file, a Git LFS pointer or a server's message in place of the weights has a remedy of
+    # its own, whatever the file is called.
+    if store.size(file) == 0:
+        return TruncatedError("the file is empty", file=store.label, hint="copy the file again")
     substitute = substitute_in(store, file)
     if substitute is not None:
         return UnsupportedError(substitute.title, file=store.label, hint=substitute.hint)
+    title = next((title for expression, title in _OTHER_FORMATS if expression.search(file)), None)
+    if title is not None:
+        return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
     return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
 
 

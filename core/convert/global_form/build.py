@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from core.catalog.facets import WeightDeltas
 from core.catalog.files_beside import with_documents
 from core.changes.quantize import dequantized_type
 from core.convert.global_form.as_hf import form_as_hf
@@ -37,7 +38,7 @@ from core.convert.options import is_cut
 from core.convert.report.dropped import unread_entries
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes
-from core.errors import UsageError
+from core.errors import UnsupportedError, UsageError
 from core.formats.format import Format
 from core.formats.torch.format import load_object
 from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
@@ -68,6 +69,15 @@ def global_form(
     from core.hf.adapters.peft import is_peft
     from core.hf.torchtitan.to_hf import from_torchtitan, is_torchtitan
 
+    for checkpoint in (source, *others):
+        deltas = checkpoint.catalog.facet(WeightDeltas)
+        if deltas is not None:
+            raise UnsupportedError(
+                f"the files hold {deltas.title}",
+                file=str(checkpoint.path),
+                hint=f"apply them to a checkpoint of version {deltas.base_version} first, as the "
+                "rollout engine does (SGLang's /pull_weights), and convert that checkpoint",
+            )
     # Read the objects, the layout rules and the configuration that describes the model.
     without_state = without_training_state(source.catalog, job, format)
     catalog = with_documents(

@@ -37,6 +37,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from core.arrays.dtypes import dtype_of
@@ -67,6 +68,7 @@ from core.formats.dcp.records import (
     read_by_c,
     read_by_machine,
 )
+from core.formats.missing_entries import report_missing
 from core.pickle.inert import Global
 from core.pickle.names import dangerous_uses
 from core.pickle.reader import gc_paused, judge, note_uses, noting_uses
@@ -170,9 +172,16 @@ class _Parsed(NamedTuple):
 
     def checked(self, label: str) -> DcpMetadata:
         """Return the metadata, or raise the first problem."""
-        if self.problems:
-            raise self.problems[0].as_error(label)
-        return self.metadata
+        tensors = dict(self.metadata.tensors)
+        for problem in self.problems:
+            err = problem.as_error(label)
+            # An entry with some of its chunks is damaged, not one without data.
+            tensor = None if err.key is None else tensors.get(err.key)
+            if err.rule != "dcp.no_item" or (tensor is not None and tensor.n_chunks):
+                raise err
+            report_missing(err)
+            tensors.pop(problem.key or "", None)
+        return replace(self.metadata, tensors=tensors) if self.problems else self.metadata
 
 
 _parsed_files: ContextVar[dict[bytes, _Parsed] | None] = ContextVar(

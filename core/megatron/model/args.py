@@ -131,6 +131,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     n_experts = _n_experts(fields, topology)
     moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
     linear = linear_layers(fields, n_layers)
+    unindexed = layers_without_indexer(fields, n_layers)
     blocks = blocks_of(fields)
     n_groups = attention.n_groups
     if blocks is not None:
@@ -142,6 +143,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     is_alike = (
         fields.get("moe_layer_freq", 1) in (None, 1)
         and not linear
+        and not unindexed
         and not is_allotted
         and hybrid is None
         and blocks is None
@@ -168,6 +170,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         is_stacked=is_alike,
         expert_names=None if n_experts is None else _expert_names(fields),
         linear_layers=linear,
+        unindexed_layers=unindexed,
         is_allotted=is_allotted,
         is_prediction_renamed="mtp_hybrid_override_pattern" in fields
         or "hybrid_layer_pattern" in fields,
@@ -310,6 +313,27 @@ def linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     return frozenset(range(n_layers)) - frozenset(range(step - 1, n_layers, step))
 
 
+def layers_without_indexer(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
+    """Return the numbers of the layers of sparse attention without an indexer of their own.
+
+    They use the choice of keys of an earlier layer.
+
+    The first ``dsa_indexer_skip_topk_offset`` layers have an indexer of their own, at least one,
+    and every ``dsa_indexer_topk_freq``-th layer from there.
+
+    Raises:
+        CorruptError: an argument is not a number.
+
+    Source: Megatron-LM d98e8a64 ``transformer/experimental_attention_variant/dsa.py``.
+    """
+    every = size_in(fields, "dsa_indexer_topk_freq") or 1
+    offset = fields.get("dsa_indexer_skip_topk_offset") or 0
+    if type(offset) is not int or offset < 0:
+        raise CorruptError(f"argument dsa_indexer_skip_topk_offset is {offset!r}, not a number")
+    first = max(offset, 1) - 1
+    return frozenset(layer for layer in range(first, n_layers) if (layer - first) % every)
+
+
 def _listed_layers(fields: Mapping[str, object], name: str, n_layers: int) -> frozenset[int] | None:
     """Return the numbers of the layers with a 1 in a list; None if the argument is not a list.
 
@@ -436,6 +460,8 @@ LAYOUT_FIELDS = (
     "mtp_num_layers",
     TEXT,
     "linear_attention_freq",
+    "dsa_indexer_topk_freq",
+    "dsa_indexer_skip_topk_offset",
     "num_experts",
     "moe_layer_freq",
     "moe_grouped_gemm",

@@ -41,6 +41,7 @@ from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
 State = dict[str, torch.Tensor]
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -407,6 +408,11 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
             "not read, as loaders only read model-00001-of-00002.safetensors …: "
             "adapter_model.safetensors"
         ),
+    ),
+    "all weights in one file beside the index of lost shards": (
+        {INDEX: index_of(WEIGHT_MAP), "model-00001-of-00002.safetensors": A, SINGLE: A},
+        ["a"],
+        f"{SINGLE} was read, as transformers does; {INDEX} is out of date",
     ),
     "the same weights under another name": (
         {"consolidated.safetensors": A, "model.safetensors": A},
