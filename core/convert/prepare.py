@@ -252,6 +252,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
         drop_missing=job.drop_missing,
+        needs_optimizer=job.optim != "drop",
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
