@@ -56,9 +56,10 @@ from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nem
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
 from core.opening.absent import absent
+from core.opening.code_in_pickles import naming_code_first
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.unrecognised import checkpoints_below, listed, refusal_of
-from core.pickle.reader import gc_paused, noting_uses
+from core.pickle.reader import gc_paused
 from core.pickle.uses import Use
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -159,11 +160,11 @@ def open_checkpoint(
     store, format = location.store, location.format
     store.on_open = on_open
     try:
-        if location.failure is not None:
-            raise location.failure
-        assert format is not None, "nothing failed, so a format was recognised"
         # Metadata consists of so many small objects that the garbage collector would dominate.
-        with noting_uses() as uses, gc_paused():
+        with naming_code_first(store) as uses, gc_paused():
+            if location.failure is not None:
+                raise location.failure
+            assert format is not None, "nothing failed, so a format was recognised"
             catalog = (
                 format.sample(store)
                 if samples and format.sample is not None

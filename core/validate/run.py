@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check
 from core.checks.content.store_checksums import are_files_of_manifest
-from core.checks.finding import Finding, Severity
+from core.checks.finding import HOSTILE, Finding, Severity
 from core.checks.level import Level
 from core.checks.metadata.hf_model import unchecked
 from core.checks.opening import UNREADABLE, is_covered_by_finding
@@ -260,7 +260,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         path=str(subject.path),
         format=format,
         level=subject.level,
-        findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
+        findings=tuple(sorted(_with_hostile_hints(subject), key=lambda finding: finding.order)),
         n_files=len(files),
         n_bytes=sum(files.values()),
         n_tensors=len(form.catalog.tensors) if form is not None and form.is_global else 0,
@@ -275,6 +275,14 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         contains_checkpoints=subject.failure is not None
         and subject.failure.rule == CHECKPOINTS_BELOW,
     )
+
+
+def _with_hostile_hints(subject: Subject) -> Iterator[Finding]:
+    """Yield the findings; those on a hostile file have its hint, not that to fetch it again."""
+    hints = {finding.file: finding.hint for finding in subject.findings if finding.code in HOSTILE}
+    for finding in subject.findings:
+        is_other = finding.file in hints and finding.code not in HOSTILE
+        yield replace(finding, hint=hints[finding.file]) if is_other else finding
 
 
 def _run_check(check: Check, subject: Subject) -> None:
