@@ -109,6 +109,7 @@ from ckpt_cli.screen.blocks import (
     table,
     tree_rows,
 )
+from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.progress import show_progress
@@ -174,7 +175,13 @@ def inspect(options: InspectOptions) -> int:
         _print_checkpoint(checkpoint, options)
     finally:
         checkpoint.store.close()
-    return checkpoint.problems[0].exit_code if checkpoint.problems else 0
+    if not checkpoint.problems:
+        return 0
+    # The page is the output; whoever reads errors only sees why the exit code is not 0.
+    sys.stdout.flush()
+    failure = failure_of(checkpoint.problems[0])
+    print(failure.text(screen_of(sys.stderr), is_one_line=True), file=sys.stderr)
+    return failure.exit_code
 
 
 def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
