@@ -58,7 +58,7 @@ from core.formats.zarr.fill import missing_chunk, unstored
 from core.opening.absent import absent
 from core.opening.code_in_pickles import naming_code_first
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
-from core.opening.unrecognised import checkpoints_below, listed, refusal_of
+from core.opening.unrecognised import NEAR, Search, listed, refusal_of, search_below
 from core.pickle.reader import gc_paused
 from core.pickle.uses import Use
 
@@ -517,11 +517,14 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
     try:
         format = sniffed(store)
     except UnsupportedError as err:
-        below = [] if store.entry is not None else checkpoints_below(store, _is_checkpoint)
+        below = Search(()) if store.entry is not None else search_below(store, _is_checkpoint)
         raise refusal_of(store, known=err.hint or "", below=below) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
-    return format, checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
+    own_folders = format.own_folders(store)
+    return format, [
+        *search_below(store, _is_checkpoint, without=own_folders, most_levels=NEAR).paths
+    ]
 
 
 def _is_checkpoint(store: SourceStore) -> bool:
