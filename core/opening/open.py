@@ -33,6 +33,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,7 +58,7 @@ from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
 from core.opening.absent import absent
 from core.opening.code_in_pickles import naming_code_first
-from core.opening.iterations import ITERATION_DIR, iteration_dirs
+from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
 from core.opening.unrecognised import NEAR, Search, listed, refusal_of, search_below
 from core.pickle.reader import gc_paused
 from core.pickle.uses import Use
@@ -87,6 +88,8 @@ _INDEX_FILE = re.compile(
     r"|^manifest\.ocdbt|^config\.json|^model_index\.json)$"
 )
 """Files that describe their directory; opening one opens the directory."""
+_MOST_TRIED = 3
+"""Maximum number of iterations that are tried beside a damaged one."""
 _MAX_DESCENT = 8
 """Maximum number of directories to descend through; a link may lead back to its own directory."""
 
@@ -177,6 +180,8 @@ def open_checkpoint(
         store.close()
         if isinstance(err, CheckpointingException):
             _name_iteration(err, path, location.path)
+        if isinstance(err, CorruptError):
+            err.hint = _with_intact_iteration(err.hint, location)
         raise
     # A step that was chosen by its directory's name may have another number in its metadata.
     number = location.iteration if catalog.iteration is None else catalog.iteration
@@ -226,6 +231,22 @@ def _name_iteration(err: CheckpointingException, path: Path, chosen: Path) -> No
         return
     if not any(is_at_or_below(err.file, str(place)) for place in (path, chosen)):
         err.file = f"{chosen.relative_to(path).as_posix()}/{err.file}"
+
+
+def _with_intact_iteration(hint: str | None, location: Located) -> str | None:
+    """Return the hint of an error about a damaged iteration, with one beside it that can be read.
+
+    Args:
+        hint: what else the user can do.
+    """
+    for path in list_other_iterations(location.passed, location.path)[:_MOST_TRIED]:
+        other = locate_checkpoint(path)
+        with closing(other.store), suppress(CheckpointingException), gc_paused():
+            if other.format is not None:
+                other.format.read(other.store)
+                advice = f"use {path}, which can be read"
+                return f"{hint}; or {advice}" if hint else advice
+    return hint
 
 
 def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
