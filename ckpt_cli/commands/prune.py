@@ -30,9 +30,9 @@ from ckpt_cli.pages.prune_page import prune_json, prune_lines
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import screen_of
+from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
 from core.checks.level import Level
-from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UsageError
 from core.prune.decision import KeepRules
 from core.prune.run import PruneJob, Pruning, examine, remove
@@ -56,7 +56,7 @@ def prune(options: PruneOptions) -> int:
         level=Level.DEEP if options.deep else Level.HEADERS,
         trusts_metadata=options.trust_metadata,
         threads=options.threads,
-        memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+        memory_bytes=options.memory or default_memory(),
     )
     _check_asking(options)
     form = progress_form(options.progress, is_quiet=options.quiet)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
@@ -277,10 +278,32 @@ class Catalog(Generic[ArrayT_co]):
     dropped: tuple[str, ...] = ()
     write: WriteOptions = field(default_factory=WriteOptions)
     facets: Mapping[type, object] = field(default_factory=dict)
+    _by_entry: Callable[[str], dict[int, list[Fragment[ArrayT_co]]]] = field(
+        init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        # A layer has a few stacks (weights and biases), whose entries are asked for in turn.
+        object.__setattr__(self, "_by_entry", lru_cache(maxsize=8)(self._sort_by_entry))
 
     def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
         """Return the fragments of one tensor, replicas included, in a stable order."""
         return self.fragments_of(key)
+
+    def entry_fragments(self, key: str, number: int) -> Sequence[Fragment[ArrayT_co]]:
+        """Return the fragments of a tensor that contain elements of one entry of its first axis.
+
+        For tensors that stack others, such as the experts of a layer, which are asked for entry by
+        entry: the time is that of the entry's fragments, not of the tensor's.
+        """
+        return self._by_entry(key).get(number, ())
+
+    def _sort_by_entry(self, key: str) -> dict[int, list[Fragment[ArrayT_co]]]:
+        entries: dict[int, list[Fragment[ArrayT_co]]] = {}
+        for fragment in self.fragments_of(key):
+            for number in range(fragment.box.offset[0], fragment.box.end[0]):
+                entries.setdefault(number, []).append(fragment)
+        return entries
 
     def all_fragments(self) -> Iterator[Fragment[ArrayT_co]]:
         """Yield every fragment of every tensor and hidden tensor."""

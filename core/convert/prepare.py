@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import FsdpDtensorFacts, MegatronModel
+from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
@@ -48,7 +48,7 @@ from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
-from core.errors import CorruptError, UnsupportedError, UsageError
+from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
@@ -59,14 +59,22 @@ from core.formats.torch.format import load_object
 from core.hf import is_hf
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology
+from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
 from core.opening.code_in_pickles import naming_code_first
-from core.opening.objects import check_safety, loaded, state_dict
+from core.opening.objects import (
+    KEEP_OBJECTS,
+    check_safety,
+    has_tensors,
+    loaded,
+    state_dict,
+)
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
 from core.opening.state_above import with_files_above
 from core.opening.target import keeps_nesting, tensors_only
+from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
@@ -237,17 +245,22 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job.src,
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
+        drop_missing=job.drop_missing,
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
     try:
+        source = _compare_copies(source)
         # The other sources of a merge share a store with the first one.
         merge = job.merge
         if merge is not None:
             check_merge(job)
             job = replace(job, optim="drop")
             others += open_others(
-                merge, missing_chunks=job.missing_chunks, on_open=source.store.on_open
+                merge,
+                missing_chunks=job.missing_chunks,
+                drop_missing=job.drop_missing,
+                on_open=source.store.on_open,
             )
             source = with_joined_store(source, others)
         else:
@@ -275,6 +288,32 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         source.store.close()
         for other in others:
             other.store.close()
+
+
+def _compare_copies(source: Checkpoint) -> Checkpoint:
+    """Return a source with a note on copies of its weights: not carried, and equal or not."""
+    copies = source.catalog.facet(WeightCopies)
+    if copies is None:
+        return source
+    note = "the 16-bit copies of the weights in the model files are not carried; "
+    try:
+        pairs = copies.pairs()
+        different = find_different_copies(source.store, pairs)
+    except CheckpointingException as err:
+        note += f"they could not be compared with the master weights ({err.message})"
+    else:
+        n = len({key for key, _, _ in pairs})
+        if different:
+            key, copy = different[0]
+            note += (
+                f"{len(different):,} of {n:,} are not the rounded master weights, which are "
+                f"written: {key} in {copy.extent.file} differs (ckpt validate lists all)"
+            )
+        elif n:
+            note += "they are the rounded master weights, in a sample of each"
+        else:
+            note = ""
+    return replace(source, notes=(*source.notes, note)) if note else source
 
 
 def _check_bucket(job: Job, dst: RemotePath) -> None:
@@ -370,6 +409,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # Lay out the files.
     if is_file and not format.nests:
         target = tensors_only(target)
+    _raise_if_empty(source, target, format)
     write = replace(
         target.write,
         max_file_bytes=job.max_file_bytes,
@@ -391,7 +431,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         memory_bytes=job.memory_bytes,
         beside_bytes=job.beside_bytes
         + source.store.limit_reading(job.own_memory_bytes, threads=job.threads)
-        + _sending_bytes(job, dst, images),
+        + _sending_bytes(job, dst, images)
+        + _objects_bytes(source.catalog, 0 if format.nests else len(target.objects)),
         compares=job.replicas == "error",
     )
     if plan.n_ignored:
@@ -423,6 +464,39 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
             )
         ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
+    )
+
+
+def _objects_bytes(source: Catalog, n_entries: int) -> int:
+    """Return the memory that objects take in excess of what every process is expected to take.
+
+    Python's values are many times as large as in a pickle.
+
+    Args:
+        source: the catalog with the objects.
+        n_entries: number of objects that are written each by itself.
+    """
+    values = [item.value for item in source.objects.values() if item.raw_key is None]
+    n_values = count_values([values, source.skeleton])
+    n_bytes = _VALUE_BYTES * n_values + _ENTRY_BYTES * n_entries
+    return max(0, n_bytes - _ORDINARY_OBJECTS_BYTES)
+
+
+def _raise_if_empty(source: Checkpoint, target: TargetCatalog, format: Format) -> None:
+    """Raise if the destination would hold no tensor although the source does.
+
+    Raises:
+        UnsupportedError: it would; numbers of the source would be lost.
+    """
+    if target.tensors or has_tensors(target.objects.values()):
+        return
+    catalog = source.catalog
+    if not (catalog.tensors or has_tensors(catalog.objects.values())):
+        return
+    raise UnsupportedError(
+        f"no tensor would be written to {format.title}: all that the source has would be left out",
+        file=source.store.label,
+        hint="leave fewer entries out" if catalog.tensors else KEEP_OBJECTS,
     )
 
 
@@ -548,7 +622,8 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         notes=(
             *source.notes,
             *linked.notes,
-            f"{len(links)} files are hard links to the source's; no data was copied",
+            ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
+            + " to the source's; no data was copied",
         ),
         dropped_entries=(unread_entries(unread),) if unread else (),
         form=linked.catalog,
@@ -635,6 +710,11 @@ def _iteration_path(path: str, iteration: object) -> str:
 
 
 _SUFFIXES = {"torch": ".pt"}
+_VALUE_BYTES, _ENTRY_BYTES = 450, 3 << 10
+"""Memory per value in an object, and per object of the destination, of a process that reads the
+ones and writes the others (measured: 190 bytes for an int in a list to 430 for a value in a dict).
+"""
+_ORDINARY_OBJECTS_BYTES = 16 << 20
 
 
 def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:

@@ -508,7 +508,7 @@ def _cache_bytes(job: DiffJob, *catalogs: Catalog, runtime_bytes: int) -> int:
         subject = "1 thread needs" if job.threads == 1 else f"{job.threads} threads need"
         raise CapacityError(
             f"{subject} {n_mib:,} MiB of memory, but the limit is {job.memory_bytes // MIB:,} MiB",
-            hint=f"set the memory limit to at least {n_mib} MiB"
+            hint=f"set --memory to at least {n_mib}MiB"
             + (", or use fewer threads" if job.threads > 1 else ""),
         )
     # Half of the remaining memory for each side.

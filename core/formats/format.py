@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -69,8 +69,11 @@ class Format:
         carries_files: whether files next to the weights (``Catalog.carried``,
             ``Catalog.documents``) can be stored.
         own_folders: returns the direct subdirectories that hold files of the checkpoint. A
-            checkpoint in any other subdirectory is a separate one. None if every subdirectory
-            belongs to the checkpoint.
+            checkpoint in any other subdirectory is a separate one, unless ``list_indexed`` names a
+            file in it. None if every subdirectory belongs to the checkpoint.
+        list_indexed: returns the names of the files that an index of the checkpoint lists, as far
+            as it can be read; they belong to the checkpoint wherever they lie. None if the format
+            has no index, or looks for files by their names alone.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Format:
     check: Callable[[TargetCatalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
+    list_indexed: Callable[[ReadStore], Collection[str]] | None = None
 
 
 def no_folders(store: ReadStore) -> tuple[str, ...]:

@@ -33,9 +33,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import some_of
@@ -54,12 +54,13 @@ from core.files.url import is_hub_page, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nemo_context
+from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
-from core.opening.absent import absent
 from core.opening.code_in_pickles import naming_code_first
 from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
-from core.opening.unrecognised import NEAR, Search, listed, refusal_of, search_below
+from core.opening.other_software import refuse_other_software
+from core.opening.unrecognised import NEAR, Search, absent, listed, refusal_of, search_below
 from core.pickle.reader import gc_paused
 from core.pickle.uses import Use
 
@@ -136,6 +137,7 @@ def open_checkpoint(
     iteration: int | None = None,
     samples: bool = False,
     missing_chunks: str = FILL,
+    drop_missing: bool = False,
     on_open: Callable[[int], None] | None = None,
 ) -> Checkpoint:
     """Find the checkpoint at ``path`` and read its metadata.
@@ -146,6 +148,7 @@ def open_checkpoint(
         samples: open only one of several similar files, if the format supports it. The catalog is
             then good for inspecting, not for converting.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
+        drop_missing: leave out entries that an index lists without data; a note names them.
         on_open: becomes that of the store (``core.files.store.SourceStore``); the caller resets it
             when the files that are opened are no longer to be counted.
 
@@ -164,7 +167,8 @@ def open_checkpoint(
     store.on_open = on_open
     try:
         # Metadata consists of so many small objects that the garbage collector would dominate.
-        with naming_code_first(store) as uses, gc_paused():
+        allowed = leaving_out_missing() if drop_missing else nullcontext(())
+        with naming_code_first(store) as uses, gc_paused(), allowed as left_out:
             if location.failure is not None:
                 raise location.failure
             assert format is not None, "nothing failed, so a format was recognised"
@@ -176,6 +180,9 @@ def open_checkpoint(
             if catalog.common is not None and location.path.name == WEIGHTS:
                 catalog = _with_context_above(catalog, location.path)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
+        if left_out:
+            keys = some_of(list(left_out))
+            notes = (*notes, f"left out, as an index lists it without data: {keys}")
     except BaseException as err:
         store.close()
         if isinstance(err, CheckpointingException):
@@ -535,6 +542,7 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
         raise UnsupportedError(
             "the directory is empty", file=store.label, hint="point at a checkpoint"
         )
+    refuse_other_software(store)
     try:
         format = sniffed(store)
     except UnsupportedError as err:
@@ -543,9 +551,18 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
     if store.entry is not None or format.own_folders is None:
         return format, []
     own_folders = format.own_folders(store)
-    return format, [
-        *search_below(store, _is_checkpoint, without=own_folders, most_levels=NEAR).paths
-    ]
+    search = search_below(store, _is_checkpoint, without=own_folders, most_levels=NEAR)
+    below = [*search.paths]
+    # What the index lists is no separate checkpoint, whatever its folder is called. The index is
+    # read only if there is something to decide.
+    if below and format.list_indexed is not None:
+        own = {
+            place.as_posix()
+            for file in format.list_indexed(store)
+            for place in (PurePosixPath(file), *PurePosixPath(file).parents)
+        }
+        below = [path for path in below if path not in own]
+    return format, below
 
 
 def _is_checkpoint(store: SourceStore) -> bool:

@@ -72,6 +72,7 @@ from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import (
     folders_of,
     has_item_files,
+    list_indexed,
     metadata_of,
     salvaged,
 )
@@ -203,4 +204,5 @@ FORMAT = Format(
     has_live_objects=True,
     notes_of=_aside_notes,
     own_folders=folders_of,
+    list_indexed=list_indexed,
 )

@@ -31,9 +31,9 @@ Differences from ``zero_to_fp32.py``: parameters that are neither in an optimize
 list of frozen parameters (ZeRO-1 with frozen parameters) are read from the 16-bit copies, with a
 note; 64-bit buffers stay 64-bit.
 
-Not carried, with a note: the 16-bit copies of ZeRO-1 and 2, which are the rounded master weights,
-and states that are not as long as their flat group (factored optimizers). Not carried: facts about
-the partition.
+Not carried, with a note: the 16-bit copies of ZeRO-1 and 2, which conversions and ``validate``
+compare with the master weights, in a sample of each; and states that are not as long as their flat
+group (factored optimizers). Not carried: facts about the partition.
 
 Versions: 0.3.17 and later, including elastic ZeRO-1 checkpoints and ``BF16_Optimizer``.
 
@@ -61,7 +61,7 @@ from core.formats.deepspeed.files import (
 from core.formats.deepspeed.model_parallel.grid import recorded_size
 from core.formats.deepspeed.model_parallel.read import read_model_parallel
 from core.formats.deepspeed.model_states import iteration_of, parse_model_states, version_of
-from core.formats.deepspeed.partitioned import ROUNDED_COPIES, read_data_parallel
+from core.formats.deepspeed.partitioned import read_data_parallel
 from core.formats.deepspeed.runs import tensor_of_array
 from core.formats.deepspeed.state_file import read_state_file
 from core.formats.deepspeed.tree import (
@@ -133,16 +133,14 @@ def _catalog_of(partitioned: PartitionedStates) -> Catalog:
     catalog = assemble_catalog(
         tree, format="deepspeed", version=version_of(model), files=[model.state, partitioned.state]
     )
-    notes = list(partitioned.notes)
-    if partitioned.facts.stage != 3:
-        notes.append(ROUNDED_COPIES)
-    return replace(
+    catalog = replace(
         catalog,
         iteration=iteration_of(model),
         aliases=partitioned.aliases,
-        notes=tuple(notes),
+        notes=tuple(partitioned.notes),
         dropped=tuple(partitioned.dropped),
     ).with_facet(partitioned.facts)
+    return catalog if partitioned.copies is None else catalog.with_facet(partitioned.copies)
 
 
 def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:

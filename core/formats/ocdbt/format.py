@@ -45,6 +45,7 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format
+from core.formats.missing_entries import report_missing
 from core.formats.ocdbt.arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.ocdbt.leaves import storable
@@ -212,14 +213,17 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
         if name in arrays:
             continue
         if leaf.is_array:
-            raise MissingShardError(
-                f"{TREE} lists the entry ({leaf.kind}), but its array is missing",
-                file=root + TREE,
-                key=name,
-                hint="copy the checkpoint again, with all its files",
+            report_missing(
+                MissingShardError(
+                    f"{TREE} lists the entry ({leaf.kind}), but its array is missing",
+                    file=root + TREE,
+                    key=name,
+                    hint="copy the checkpoint again, with all its files",
+                )
             )
+            continue
         objects[name] = leaf.value
-    paths = {name: leaf.path for name, leaf in leaves.items()}
+    paths = {name: leaf.path for name, leaf in leaves.items() if name in arrays or name in objects}
     return OrbaxItem(
         arrays, objects, paths | {name: (name,) for name in arrays if name not in paths}
     )

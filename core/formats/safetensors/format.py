@@ -43,10 +43,12 @@ from core.errors import (
 from core.formats.format import Format
 from core.formats.huggingface import bin_format
 from core.formats.huggingface.files import config_of, with_carried
-from core.formats.huggingface.index import WeightIndex
+from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
+from core.formats.missing_entries import report_missing
 from core.formats.safetensors.files import (
     INDEX_SUFFIX,
     PIECES_DIR,
+    STEMS,
     SUFFIX,
     files_of,
     further_models,
@@ -124,31 +126,51 @@ def read(store: ReadStore) -> Catalog:
     catalog = _with_further_models(catalog, store)
     catalog = with_objects(catalog, read_objects(store))
     catalog = with_training_state(catalog, store, is_ordered=False)
-    return with_carried(catalog, store).noted(notes)
+    catalog = with_carried(catalog, store).noted(notes)
+    return catalog if files.index is None else _with_deltas(catalog, files.index)
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """Read the complete tensors of those files of a directory that can be read.
+    """Read the complete tensors of a file, or of the files of a directory.
 
     Args:
-        store: the directory.
-        report: receives the error of every file that is skipped or missing.
+        store: the file or the directory.
+        report: receives an error for every file that is damaged or missing.
 
     Raises:
         CheckpointingException: it is unclear which files to read, or a tensor is in two of them.
     """
     if is_pipeline(store):
         return read_pipeline(store, lambda view: _salvage_component(view, report), report=report)
+    # A file that the user named is read alone, whatever lies next to it.
+    is_file = store.entry is not None and not store.entry.endswith(INDEX_SUFFIX)
+    names = [store.entry] if is_file and store.entry else files_of(store, report).names
     headers: list[Header] = []
-    for name in files_of(store, report).names:
+    for name in names:
+        problems: list[CheckpointingException] = []
         try:
-            header = read_header(store, name)
+            header = read_header(store, name, report=problems.append)
         except CheckpointingException as err:
             report(err)
             continue
+        # A cut file has hundreds of tensors beyond its end: one error stands for all of them.
+        if problems:
+            if len(problems) > 1:
+                problems[0].message += f" ({len(problems) - 1} more entries have errors)"
+            report(problems[0])
+            lost = {problem.key for problem in problems}
+            arrays = {key: array for key, array in header.arrays.items() if key not in lost}
+            header = replace(header, arrays=arrays)
         if not has_pieces(header):
             headers.append(header)
     return _catalog_of_headers(headers)
+
+
+def _with_deltas(catalog: Catalog, index: WeightIndex) -> Catalog:
+    """Return the catalog with what the index says about differences instead of weights."""
+    if index.deltas is None:
+        return catalog
+    return catalog.with_facet(index.deltas).noted([f"these are {index.deltas.title}"])
 
 
 def _read_component(store: ReadStore) -> Catalog | None:
@@ -197,7 +219,12 @@ def _read_file(store: ReadStore, name: str) -> Catalog:
         notes.append(
             f"non-tensor entries are in {OBJECTS_FILE}; pass the directory to read them too"
         )
-    return catalog.noted(notes)
+    catalog = catalog.noted(notes)
+    # Files of differences record a checksum for each tensor; the index next to them says the rest.
+    index = STEMS[0] + INDEX_SUFFIX
+    if header.arrays.keys() & header.metadata.keys() and store.exists(index):
+        return _with_deltas(catalog, read_index(store, index))
+    return catalog
 
 
 def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
@@ -302,11 +329,13 @@ def _check_index(headers: Sequence[Header], index: WeightIndex) -> list[str]:
     arrays_of = {header.file: header.arrays for header in headers}
     for key, name in index.file_of.items():
         if key not in arrays_of[name]:
-            raise MissingShardError(
-                f"{index.file} lists the tensor in this file, but it is missing there",
-                file=name,
-                key=key,
-                hint=_MIXED,
+            report_missing(
+                MissingShardError(
+                    f"{index.file} lists the tensor in this file, but it is missing there",
+                    file=name,
+                    key=key,
+                    hint=_MIXED,
+                )
             )
     for name, arrays in arrays_of.items():
         for key in arrays:
@@ -380,4 +409,5 @@ FORMAT = Format(
     splits_files=True,
     records_ties=True,
     own_folders=_own_folders,
+    list_indexed=list_indexed,
 )

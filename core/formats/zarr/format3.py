@@ -10,7 +10,8 @@ On disk::
         └── c/0/0, c/0/1 …              plain chunks; larger than 64 MiB: shards (``zarr.shards``)
 
 A tensor's key is its path, with ``/`` between names; groups may be nested. Consolidated metadata is
-not used, as every array has its own. An absent chunk is the fill value (``zarr.fill``); in a group
+a list to compare with: an array in it without a directory is missing, and an array that it lacks is
+read with a note. An absent chunk is the fill value (``zarr.fill``); in a group
 that this project wrote, recognized by the attribute "ckpt", it is an error.
 
 The written chunks are the source's shards if these form a regular grid, else there is one chunk per
@@ -73,6 +74,7 @@ from core.formats.zarr.tree import (
     ROOT_KEY,
     Listing,
     check_keys,
+    compare_with_index,
     folders_of,
     has_array_inside,
     path_in,
@@ -128,10 +130,11 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     """
     nodes: dict[str, dict[str, object]] = {}
     attributes: Mapping[str, object] | None = None
+    listed: list[str] = []
 
     # Whether a directory is an array depends on its metadata; keep that, to read it only once.
     def is_array(folder: str, listing: Listing) -> bool:
-        nonlocal attributes
+        nonlocal attributes, listed
         if METADATA_FILE not in listing:
             return False
         file = path_in(folder, METADATA_FILE)
@@ -142,6 +145,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
             nodes[folder] = metadata
         elif not folder:
             attributes = _own_attributes(metadata)
+            listed = _consolidated_arrays(metadata)
         return kind == "array"
 
     # Arrays are directories. Those that cannot be read become objects, so that the others can be
@@ -149,6 +153,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     lost = cache(partial(lost_files, store))
+    stored: list[str] = []
     for folder, listing, has_array in folders_of(store, is_array=is_array):
         if not has_array:
             try:
@@ -156,6 +161,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
             except CheckpointingException as err:
                 report(err)
             continue
+        stored.append(folder)
         key, file = folder or ROOT_KEY, path_in(folder, METADATA_FILE)
         try:
             array = parse_array(nodes.pop(folder), file=file, key=key)
@@ -174,10 +180,24 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
             report(err)
             continue
         folders[key] = ZarrFolder(array, file, chunks)
+    notes = compare_with_index(
+        listed, stored, file=METADATA_FILE, marker=METADATA_FILE, report=report
+    )
     iteration = None if attributes is None else attributes.get("iteration")
-    catalog = catalog_of_folders(store, folders, format="zarr3", version="3")
+    catalog = catalog_of_folders(store, folders, format="zarr3", version="3").noted(notes)
     catalog = replace(catalog, iteration=iteration if type(iteration) is int else None)
     return without_unread(with_objects(catalog, read_objects(store)), unread)
+
+
+def _consolidated_arrays(metadata: Mapping[str, object]) -> list[str]:
+    """Return the paths of the arrays in a group's consolidated metadata; [] if it has none."""
+    consolidated = metadata.get("consolidated_metadata")
+    nodes = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    return [
+        path
+        for path, node in (nodes.items() if isinstance(nodes, dict) else ())
+        if isinstance(node, dict) and node.get("node_type") == "array"
+    ]
 
 
 def _own_attributes(metadata: Mapping[str, object]) -> Mapping[str, object] | None:

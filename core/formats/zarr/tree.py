@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.catalog.key_patterns import listed_keys, rename_hint
-from core.errors import UnsafeError, UnsupportedError
+from core.catalog.key_patterns import listed_keys, rename_hint, some_of
+from core.errors import MissingShardError, Report, UnsafeError, UnsupportedError
 from core.files.store import check_name
+from core.formats.missing_entries import report_missing
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -77,6 +78,37 @@ def has_array_inside(store: ReadStore, marker: str) -> bool:
     """Return whether one of the first subdirectories contains a file named ``marker``."""
     visible = [name for name in store.folders() if _is_visible(name)]
     return any(store.exists(f"{name}/{marker}") for name in visible[:_MAX_SNIFFED])
+
+
+def compare_with_index(
+    listed: Collection[str], stored: Collection[str], *, file: str, marker: str, report: Report
+) -> list[str]:
+    """Compare the arrays of a hierarchy with those in its consolidated metadata; return notes.
+
+    Args:
+        listed: paths of the arrays in the consolidated metadata.
+        stored: paths of the arrays with a directory of their own, readable or not.
+        file: name of the file with the consolidated metadata.
+        marker: name of an array's metadata file.
+        report: receives an error for each array that is listed, but not stored.
+    """
+    for path in sorted({*listed} - {*stored}):
+        err = MissingShardError(
+            f"{file} lists the array, but its directory is missing",
+            file=path_in(path, marker),
+            key=path,
+            hint="copy the checkpoint again, with all its files; if the array was removed on "
+            "purpose, update the list: zarr.consolidate_metadata(PATH)",
+        )
+        report_missing(err, report)
+    unlisted = sorted({*stored} - {*listed})
+    if not listed or not unlisted:
+        return []
+    note = (
+        f"{file} does not list {some_of(unlisted)}, which zarr-python therefore does not find "
+        "(to update the list: zarr.consolidate_metadata)"
+    )
+    return [note]
 
 
 def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:

@@ -23,18 +23,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.catalog.facets import WeightCopies
+from core.catalog.key_patterns import some_of
 from core.errors import CorruptError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT, rank_files
 from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined, with_replicas
-from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, rules_of
+from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, plan_whole, rules_of
+from core.formats.deepspeed.model_parallel.whole import is_whole, read_hidden_size
 from core.formats.deepspeed.partitioned import read_data_parallel
-from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
+from core.formats.deepspeed.runs import UnkeyedTensor, pair_with_copy, tensor_of_array
 from core.formats.deepspeed.state_file import read_state_file
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
     from core.files.store import ReadStore
+    from core.formats.deepspeed.model_parallel.grid import StageGrid
     from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
     from core.formats.deepspeed.partitioned import PartitionedStates
 
@@ -68,10 +73,13 @@ def read_model_parallel(
             f"docs/howto/deepspeed.md); or {SAVE_AGAIN_HINT.partition(': ')[2]}",
         )
     # Each stage on its own, then the union: tied parameters are in several stages.
-    stages = [
-        _joined_stage(store, by_rank[stage * grid.tp : (stage + 1) * grid.tp], rules)
-        for stage in range(grid.pp)
-    ]
+    plans: dict[str, JoinPlan] = {}
+    stages = []
+    for number in range(grid.pp):
+        shards = by_rank[number * grid.tp : (number + 1) * grid.tp]
+        stage_plans = _plan_stage(store, shards, rules)
+        stages.append(_joined_stage(store, shards, stage_plans) if stage_plans else shards[0])
+        plans |= stage_plans
     weights: dict[str, UnkeyedTensor] = {}
     states: dict[str, Mapping[str, object]] = {}
     for stage in stages:
@@ -86,8 +94,15 @@ def read_model_parallel(
             weights[name] = with_replicas([weights[name], tensor]) if name in weights else tensor
         states = {**stage.states, **states}
     # What only the files of layers contain: frozen parameters and buffers.
-    untrained = _untrained(store, layers, weights, rules)
+    hidden_size = read_hidden_size(head.model)
+    untrained = _untrained(store, layers, weights, rules, plans, hidden_size)
     notes = [note for stage in stages for note in stage.notes]
+    whole = [name for name, plan in plans.items() if not plan.is_stated]
+    if whole:
+        notes.append(
+            f"no pattern of {INFO} says how parameters such as {some_of(whole)} are cut; every "
+            "tensor-parallel rank has them whole, so they are taken once"
+        )
     if untrained:
         notes.append(
             "parameters in no optimizer group, read from the files of layers in their precision: "
@@ -104,7 +119,31 @@ def read_model_parallel(
         notes=tuple(dict.fromkeys(notes)),
         dropped=tuple(dict.fromkeys(item for stage in stages for item in stage.dropped)),
         extras={name: value for stage in stages for name, value in stage.extras.items()},
+        copies=None
+        if head.copies is None
+        else WeightCopies(lambda: _pair_copies(store, by_rank, layers, grid)),
     )
+
+
+def _pair_copies(
+    store: ReadStore,
+    by_rank: Sequence[PartitionedStates],
+    layers: Mapping[int, Mapping[int, str]],
+    grid: StageGrid,
+) -> list[tuple[str, StoredArray, StoredArray]]:
+    """Return the pieces of all ranks' master weights with the copies in model and layer files."""
+    pairs = [pair for rank in by_rank if rank.copies is not None for pair in rank.copies.pairs()]
+    for layer, files in layers.items():
+        for tp_rank, file in files.items():
+            state = read_state_file(store, file)
+            for short, value in state.root.items():
+                if not isinstance(value, TensorLeaf):
+                    continue
+                name, copy = f"{layer}.{short}", state.arrays[value.key]
+                # Every stage is asked: which layers it has is recorded nowhere.
+                for rank in by_rank[tp_rank :: grid.tp]:
+                    pairs += pair_with_copy(name, rank.masters_of(name), copy)
+    return pairs
 
 
 def _read_rank(store: ReadStore, rank: int, *, is_single: bool) -> PartitionedStates:
@@ -131,37 +170,61 @@ def _read_rank(store: ReadStore, rank: int, *, is_single: bool) -> PartitionedSt
     return partitioned
 
 
-def _joined_stage(
+def _plan_stage(
     store: ReadStore, shards: Sequence[PartitionedStates], rules: TensorParallelRules
-) -> PartitionedStates:
-    """Return a pipeline stage, joined from its tensor-parallel ranks.
+) -> dict[str, JoinPlan]:
+    """Return how each parameter of a stage is joined; {} if there is nothing to join.
 
     Raises:
-        CorruptError: the ranks have different parameters or states, or shapes that do not fit.
-        ReplicaMismatchError: ranks that should have the same values have others.
+        CorruptError: the ranks have different parameters, or shapes that do not fit.
     """
     if len(shards) == 1 and not rules.is_recorded:
-        return shards[0]
+        return {}
     head = shards[0]
-    names = list(head.weights)
     for shard in shards[1:]:
-        for name in {*names} ^ {*shard.weights}:
+        for name in {*head.weights} ^ {*shard.weights}:
             raise CorruptError(
                 "only some of the tensor-parallel ranks have the parameter",
                 file=shard.model.state.file,
                 key=name,
             )
+    plans: dict[str, JoinPlan] = {}
+    hidden_size = read_hidden_size(head.model)
+    names = [name for name in head.weights if name not in head.model.buffers]
+    # The biases of layers follow their weights.
+    for name in sorted(names, key=lambda name: name.endswith(".bias")):
+        weights = [shard.weights[name] for shard in shards]
+        whole = is_whole(store, name, weights, rules, plans=plans, hidden_size=hidden_size)
+        plans[name] = (
+            plan_whole(weights[0].shape, is_stated=False)
+            if whole
+            else rules.plan(name, [shard.shape for shard in weights])
+        )
+    return {name: plans[name] for name in names}
+
+
+def _joined_stage(
+    store: ReadStore, shards: Sequence[PartitionedStates], plans: Mapping[str, JoinPlan]
+) -> PartitionedStates:
+    """Return a pipeline stage, joined from its tensor-parallel ranks.
+
+    Args:
+        plans: how its parameters are joined.
+
+    Raises:
+        CorruptError: the ranks have different states.
+        ReplicaMismatchError: ranks that should have the same values have others.
+    """
+    head = shards[0]
     weights, extras, n_padded = {}, {}, 0
     states: dict[str, dict[str, object]] = {}
-    for name in names:
-        if name in head.model.buffers:
-            plan = None
-        else:
-            plan = rules.plan(name, [shard.weights[name].shape for shard in shards])
+    for name in head.weights:
+        plan = plans.get(name)
+        if plan is not None:
             n_padded += bool(plan.n_padding)
             extras[name] = plan.extras
         weights[name] = _joined_tensor(
-            store, name, [shard.weights[name] for shard in shards], plan, head
+            store, name, [shard.weights[name] for shard in shards], plan, head, is_weight=True
         )
         for state, value in head.states.get(name, {}).items():
             values = [shard.states.get(name, {}).get(state) for shard in shards]
@@ -178,7 +241,7 @@ def _joined_stage(
             # A step is one value, which all ranks have.
             is_value = tensors[0].shape != head.weights[name].shape
             states.setdefault(name, {})[state] = _joined_tensor(
-                store, name, tensors, None if is_value else plan, head
+                store, name, tensors, None if is_value else plan, head, is_weight=False
             )
     notes = [note for shard in shards for note in shard.notes]
     if n_padded:
@@ -202,6 +265,8 @@ def _joined_tensor(
     tensors: Sequence[UnkeyedTensor],
     plan: JoinPlan | None,
     head: PartitionedStates,
+    *,
+    is_weight: bool,
 ) -> UnkeyedTensor:
     """Return a tensor, joined from its shards.
 
@@ -212,7 +277,9 @@ def _joined_tensor(
     Raises:
         ReplicaMismatchError: ranks that should have the same values have others.
     """
-    if (plan is None or plan.is_replicated) and not are_equal(store, tensors, _COMPARED_BYTES):
+    # Moments of what no pattern calls replicated are compared only where they are converted.
+    is_checked = plan is None or (plan.is_replicated and (plan.is_stated or is_weight))
+    if is_checked and not are_equal(store, tensors, _COMPARED_BYTES):
         raise ReplicaMismatchError(
             "the tensor differs between tensor-parallel ranks, all of which should have the same",
             file=head.model.state.file,
@@ -233,6 +300,8 @@ def _untrained(
     layers: Mapping[int, Mapping[int, str]],
     weights: Mapping[str, UnkeyedTensor],
     rules: TensorParallelRules,
+    plans: Mapping[str, JoinPlan],
+    hidden_size: int | None,
 ) -> dict[str, UnkeyedTensor]:
     """Return what the files of layers contain and the optimizer files do not.
 
@@ -256,7 +325,16 @@ def _untrained(
             name = f"{layer}.{short}"
             shape, tensor = shards[0].shape, shards[0]
             if len(shards) > 1 or rules.is_recorded:
-                plan = rules.plan(name, [shard.shape for shard in shards])
+                plan = plans.get(name)
+                if plan is None:
+                    whole = is_whole(
+                        store, name, shards, rules, plans=plans, hidden_size=hidden_size
+                    )
+                    plan = (
+                        plan_whole(shape, is_stated=False)
+                        if whole
+                        else rules.plan(name, [shard.shape for shard in shards])
+                    )
                 shape, tensor = plan.shape, joined(shards, plan.shape, plan.pieces)
             if name in weights:
                 if weights[name].shape != shape:
