@@ -9,13 +9,14 @@ from typing import Any, Self
 
 from core.convert.report.dropped import DroppedReason
 from core.device.device import Device
+from core.files.syscalls import default_memory_bytes
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.version import MegatronVersion
 from core.merge.request import Merge
 from core.team.protocol import Figures
 
 MIB = 1 << 20
-DEFAULT_MEMORY_BYTES = 512 * MIB
+DEFAULT_MEMORY_BYTES = default_memory_bytes()
 DEFAULT_THREADS = 2
 
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -62,8 +63,8 @@ class Job:
         to: target format; None keeps the source's.
         iteration: iteration of a training root; None for the one that its tracker names.
         topology: parallel sizes to change and to check; None for none.
-        keeps_layout: sizes that ``topology`` does not give stay the source's; otherwise they
-            become 1.
+        keeps_layout: the request is for other parallel sizes, as those of ``reshard``; sizes
+            that ``topology`` does not give stay the source's in any case.
         vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
         config: the ``config.json`` of a model with Hugging Face's names, where the source has none
             of its own; or the one that a Megatron checkpoint was converted from, for what its
@@ -116,6 +117,7 @@ class Job:
         weights_only: set aside every object that ``torch.load(weights_only=True)`` refuses, even
             where it could stay as it was.
         drop_unknown: drop objects of unknown classes where the target cannot hold them.
+        drop_missing: leave out entries that an index lists without data.
         missing_chunks: ``fill`` zarr chunks that are not stored, or ``error`` to refuse them
             (``core.opening.open``).
         replicas: ``error`` compares the copies of a tensor that several ranks hold and refuses
@@ -178,6 +180,7 @@ class Job:
     metadata_only: bool = False
     weights_only: bool = False
     drop_unknown: bool = False
+    drop_missing: bool = False
     missing_chunks: str = "fill"
     replicas: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES

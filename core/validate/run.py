@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check
-from core.checks.finding import Finding, Severity
+from core.checks.content.store_checksums import are_files_of_manifest
+from core.checks.finding import HOSTILE, Finding, Severity
 from core.checks.level import Level
 from core.checks.metadata.hf_model import unchecked
 from core.checks.opening import UNREADABLE, is_covered_by_finding
@@ -19,11 +19,10 @@ from core.checks.subject import Subject
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.device.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
-from core.files.source_store import open_store
 from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
-from core.opening.iterations import iteration_dirs
-from core.opening.open import FILL, locate_checkpoint
+from core.opening.iterations import list_other_iterations
+from core.opening.open import FILL, Located, locate_checkpoint
 from core.opening.unrecognised import CHECKPOINTS_BELOW, listed
 from core.pickle.reader import gc_paused
 from core.progress import OnProgress, Phase, count_steps
@@ -46,11 +45,14 @@ class Validation:
         findings: findings, the worst first.
         n_files, n_bytes: number and total size of the regular files.
         n_tensors: number of global tensors in the metadata; 0 if unknown.
+        n_ends: number of files whose first bytes were read.
+        is_proven: every byte was read, or is that of the manifest by the checksums of a store.
         n_checks: number of checks that ran.
         seconds: wall time.
         notes: notes on the choice of the checkpoint, and on files and checkpoints near it that were
             not checked.
-        unchecked: notes on content that no level can check, because the expected one is unknown.
+        unchecked: notes on content that was not read at this level, or that no level can check
+            because the expected one is unknown.
         against: (label, number of tensors) of the fingerprint comparison; None if not requested.
         figures: work of each rank, if several read the data.
         contains_checkpoints: the path is not a checkpoint, but a directory that contains some.
@@ -65,6 +67,8 @@ class Validation:
     n_tensors: int
     n_checks: int
     seconds: float
+    n_ends: int = 0
+    is_proven: bool = False
     notes: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     against: tuple[str, int] | None = None
@@ -136,7 +140,7 @@ def validate(
             passed=location.passed,
             failure=location.failure,
             below=location.below,
-            notes=(*location.notes, *_other_iterations(path, location.path)),
+            notes=(*location.notes, *_other_iterations(location)),
             threads=threads,
             memory_bytes=memory_bytes,
             progress=progress,
@@ -176,20 +180,10 @@ def validate(
         subject.store.close()
 
 
-def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
-    """Return a note on the iterations of a training root that are not checked.
-
-    Args:
-        root: the path that the user gave.
-        taken: the checkpoint that was chosen below it.
-    """
-    if taken == root or not root.is_dir():
-        return ()
-    passed = {taken, *taken.parents}
-    with closing(open_store(root)) as store:
-        names = [
-            name for _, name in sorted(iteration_dirs(store).items()) if root / name not in passed
-        ]
+def _other_iterations(location: Located) -> tuple[str, ...]:
+    """Return a note on the iterations of a training root that are not checked."""
+    others = list_other_iterations(location.passed, location.path)
+    names = [path.name for path in reversed(others)]
     count = "one other iteration was" if len(names) == 1 else f"{len(names)} other iterations were"
     return (f"{count} not checked (use --all-iterations): {listed(names)}",) if names else ()
 
@@ -245,24 +239,38 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     # A path that is not a checkpoint may be a complete file system, which is not listed.
     files = {} if format is None else subject.files
     form = subject.canonical
+    unread: tuple[str, ...] = ()
+    if subject.n_unopened:
+        count = "one rank file" if subject.n_unopened == 1 else f"{subject.n_unopened:,} rank files"
+        unread = (f"content of {count} with the stage and length of others (--headers)",)
     reference = subject.against
     return Validation(
         path=str(subject.path),
         format=format,
         level=subject.level,
-        findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
+        findings=tuple(sorted(_with_hostile_hints(subject), key=lambda finding: finding.order)),
         n_files=len(files),
         n_bytes=sum(files.values()),
         n_tensors=len(form.catalog.tensors) if form is not None and form.is_global else 0,
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
+        n_ends=len(subject.ends.heads),
+        is_proven=subject.level == Level.DEEP or are_files_of_manifest(subject),
         notes=subject.notes,
-        unchecked=unchecked(subject),
+        unchecked=(*unread, *unchecked(subject)),
         against=None if reference is None else (reference.label, subject.n_compared),
         figures=figures,
         contains_checkpoints=subject.failure is not None
         and subject.failure.rule == CHECKPOINTS_BELOW,
     )
+
+
+def _with_hostile_hints(subject: Subject) -> Iterator[Finding]:
+    """Yield the findings; those on a hostile file have its hint, not that to fetch it again."""
+    hints = {finding.file: finding.hint for finding in subject.findings if finding.code in HOSTILE}
+    for finding in subject.findings:
+        is_other = finding.file in hints and finding.code not in HOSTILE
+        yield replace(finding, hint=hints[finding.file]) if is_other else finding
 
 
 def _run_check(check: Check, subject: Subject) -> None:

@@ -83,7 +83,9 @@ def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
     view = subject.model
     model, catalog = view.understood, view.catalog
     ranks = None if catalog is None else catalog.facet(RankFacts)
-    if model is None or catalog is None or ranks is None or ranks.optimizer_kind is None:
+    if model is None or catalog is None or ranks is None:
+        return
+    if ranks.optimizer_kind in (None, "optim.pt"):
         return
     if not model.files or not _can_judge_ranks(subject, model):
         return
