@@ -6,6 +6,7 @@ adapter that is saved so has these in its files, in every format.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
@@ -32,7 +33,7 @@ def find_emptied_parameters(catalog: Catalog) -> list[str]:
         for key, meta in catalog.tensors.items()
         if meta.shape == (0,)
         and dtype_of(meta.dtype).kind == "float"
-        and not any(part.startswith("optim") for part in key.split("."))
+        and not any(part.startswith("optim") for part in re.split("[./]", key))
     ]
     is_parameter = [
         name in _PARAMETERS or name.startswith("lora_")

@@ -47,7 +47,7 @@ WRITERS: dict[str, Callable[[State, Path], None]] = {
 def write(folder: Path, format: str, state: State) -> Path:
     folder.mkdir()
     WRITERS[format](state, folder)
-    return folder / "step.pt" if format == "torch" else folder
+    return folder / {"torch": "step.pt", "zarr3": "zarr3"}.get(format, "")
 
 
 def codes(folder: Path) -> list[tuple[str, str | None]]:
