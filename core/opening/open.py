@@ -239,8 +239,8 @@ def _read_despite_optimizer(store: SourceStore, format: Format) -> Catalog:
             raise err from None
         place = "" if err.file is None else f"{err.file}: "
         note = (
-            f"the optimizer cannot be read ({place}{err.message}); the weights are those that the "
-            "model's files have in its own precision"
+            f"the optimizer cannot be read ({place}{err.message}); the weights are those of the "
+            "model's own files, in their precision"
         )
         return replace(catalog, notes=(*catalog.notes, note))
 

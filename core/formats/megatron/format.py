@@ -95,11 +95,12 @@ def sample(store: ReadStore) -> Catalog:
     return read(store, samples=True)
 
 
-def read(store: ReadStore, *, samples: bool = False) -> Catalog:
+def read(store: ReadStore, *, samples: bool = False, needs_optimizer: bool = True) -> Catalog:
     """Read the rank catalog of an iteration's directory, one rank directory, or one rank's file.
 
     Args:
         samples: open only one file of each pipeline stage and length.
+        needs_optimizer: False to leave ``distrib_optim.pt`` unread.
 
     Raises:
         MissingShardError: a rank directory or its file is missing.
@@ -114,6 +115,10 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
     optimizer_dirs = {name for name, names in files_in.items() if is_optimizer_dir(names)}
     if len(optimizer_dirs) < len(files_in):
         files_in = {name: names for name, names in files_in.items() if name not in optimizer_dirs}
+    if not needs_optimizer:
+        files_in = {
+            name: [file for file in names if file != OPTIM_FILE] for name, names in files_in.items()
+        }
     folders = list(files_in)
     model_files = {folder: _find_model_file(folder, names) for folder, names in files_in.items()}
     # The topology, and hence the expected directories, follow from the first rank's arguments.
@@ -476,6 +481,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     sample=sample,
+    read_weights=lambda store: read(store, needs_optimizer=False),
     salvage=salvage,
     lay_out=lay_out,
     side_folders=MEGATRON_FOLDERS,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from core.convert.job import Job
 from core.convert.run import run
@@ -149,7 +150,7 @@ def test_an_unreadable_optimizer_does_not_block_weights_alone(
         run(Job(src=folder, dst=tmp_path / "all", to="dcp"))
     report = run(Job(src=folder, dst=tmp_path / "w.pt", to="torch", optim="drop"))
     (note,) = [note for note in report.notes if "the optimizer cannot be read" in note]
-    assert "zero_pp_rank_1" in note and "in its own precision" in note
+    assert "zero_pp_rank_1" in note and "in their precision" in note
     weights = torch.load(tmp_path / "w.pt", weights_only=True)
     for name, tensor in torch.load(folder / MODEL, weights_only=False)["module"].items():
         assert torch.equal(weights[name], tensor) and weights[name].dtype == tensor.dtype
@@ -192,3 +193,20 @@ def test_states_on_nvme_do_not_block_weights_alone(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="NVMe"):
         run(Job(src=folder, dst=tmp_path / "all", to="dcp"))
     assert run(Job(src=folder, dst=tmp_path / "dcp", to="dcp", optim="drop"))
+
+
+@pytest.mark.parametrize("damage", [remove, cut, empty])
+def test_a_distributed_optimizer_of_megatron_does_not_block_weights_alone(
+    golden: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    source = golden / "mcore_legacy" / "dense_gqa" / "tp2_pp1_dp2_distopt"
+    shutil.copytree(source, tmp_path / "x")
+    damage(next((tmp_path / "x").rglob("distrib_optim.pt")))
+    with pytest.raises(CheckpointingException):
+        run(Job(src=tmp_path / "x", dst=tmp_path / "all", to="torch_dist"))
+    for folder, name in ((source, "wanted"), (tmp_path / "x", "weights")):
+        run(Job(src=folder, dst=tmp_path / name, to="safetensors", optim="drop"))
+    wanted = load_file(tmp_path / "wanted" / "model.safetensors")
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    assert wanted.keys() == weights.keys()
+    assert all(torch.equal(wanted[key], weights[key]) for key in wanted)
