@@ -77,8 +77,7 @@ from core.opening.objects import (
     state_dict,
 )
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
-from core.opening.source_files import config_of_source, unread_files
-from core.opening.state_above import with_files_above
+from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused
