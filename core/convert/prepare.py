@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -68,6 +68,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
+from core.opening.code_in_pickles import naming_code_first
 from core.opening.numbered_optimizers import with_integer_keys
 from core.opening.objects import (
     KEEP_OBJECTS,
@@ -273,7 +274,13 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             source = with_files_above(source)
         with gc_paused():
             try:
-                prepared = _prepare(job, source, others)
+                # An excluded entry may be the one that would run code.
+                with (
+                    nullcontext()
+                    if job.exclude
+                    else naming_code_first(source.store, uses=source.uses)
+                ):
+                    prepared = _prepare(job, source, others)
             except UnsupportedError as err:
                 # Name the file in errors about an entry of a source that is one file.
                 if err.key is not None and source.store.entry is not None:

@@ -53,7 +53,8 @@ from core.megatron.model.pipeline_args import v_options
 from core.megatron.model.topology import Topology
 from core.megatron.rules.tables import load_rules
 from core.opening.open import RELEASE, TRACKER
-from core.pickle.inert import as_mapping
+from core.pickle.inert import Global, as_mapping
+from core.pickle.names import globals_of
 
 _CKPT_FORMATS = {
     "megatron": "torch",
@@ -64,6 +65,7 @@ _CKPT_FORMATS = {
 """Format → value of Megatron's ``--ckpt-format``."""
 _CAUSAL = "ForCausalLM"
 _NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")
+_WINDOWS_PATH = Global("pathlib", "WindowsPath")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,12 @@ def _library_call(result: WrittenResult) -> str:
         return _safetensors_call(result)
     if name == "torch":
         file = dst if result.target.write.is_file else _quoted(result.dst / result.images[0].path)
-        is_safe = result.target.write.weights_only or not any(refused(result.target.skeleton))
-        return f"torch.load({file}, weights_only={is_safe})"
+        objects = [] if result.target.write.weights_only else refused(result.target.skeleton)
+        line = f"torch.load({file}, weights_only={not objects})"
+        # Python refuses to make the paths of another system.
+        if any(_WINDOWS_PATH in globals_of(value) for _, value in objects):
+            return f"{line} on Windows; elsewhere convert again with --weights-only"
+        return line
     if name in ("dcp", "torch_dist"):  # without Megatron's arguments, torch_dist is a DCP
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
         folder = _quoted(result.dst / metadata.parent)
