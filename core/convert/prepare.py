@@ -674,6 +674,8 @@ def _describe_lost_files(
     keys = {*carried_of(target).values()} if written else set()
     files = {**carried_of(source.catalog), **dict.fromkeys(form.documents)}
     described = {name for entries in dropped for name in entries.names}
+    # Of a model that becomes Megatron's, the arguments say what the configuration says.
+    described |= {CONFIG} if form.facet(MegatronModel) is not None else set()
     lost = [
         path
         for path, key in files.items()
