@@ -28,7 +28,7 @@ from core.files.source_store import SourceStore
 from core.files.stated.checksum import StatedChecksums
 from core.files.stated.lookup import look_up_checksums
 from core.files.syscalls import allowed_cores
-from core.files.walk import FileEnds, Tree, list_tree, read_ends, sparse_files
+from core.files.walk import FileEnds, Tree, read_ends, sparse_files
 from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.other_pickles import PickledContent, is_checkpoint_file, look_into
@@ -39,6 +39,7 @@ from core.megatron.rules.rules import Rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint
 from core.opening.pickled_tensors import pickled_tensors
+from core.opening.source_files import list_files
 from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.pickle.uses import Use
 from core.progress import OnProgress, Phase, report_bytes
@@ -188,7 +189,7 @@ class Subject:
             if not any(name.startswith(f"{path}/") for name in recorded_paths)
         }
         depth = 0 if not self.has_folders else 1 if self.format is None else None
-        return list_tree(self.store.root, entry=self.store.entry, depth=depth, without=nested)
+        return list_files(self.store, self.format, below=nested, depth=depth)
 
     @cached_property
     def files(self) -> Mapping[str, int]:

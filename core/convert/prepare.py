@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import FsdpDtensorFacts, MegatronModel
+from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
@@ -54,7 +54,7 @@ from core.convert.target_form import (
     with_objects_loaded,
 )
 from core.convert.verify import check_memory
-from core.errors import CorruptError, UnsupportedError, UsageError
+from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
@@ -65,10 +65,18 @@ from core.formats.torch.format import load_object
 from core.hf import is_hf
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology
+from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
+from core.opening.code_in_pickles import naming_code_first
 from core.opening.numbered_optimizers import with_integer_keys
-from core.opening.objects import check_safety, loaded, state_dict
+from core.opening.objects import (
+    KEEP_OBJECTS,
+    check_safety,
+    has_tensors,
+    loaded,
+    state_dict,
+)
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
 from core.opening.state_above import with_files_above
@@ -245,10 +253,12 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
         drop_missing=job.drop_missing,
+        needs_optimizer=job.optim != "drop",
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
     try:
+        source = _compare_copies(source)
         # The other sources of a merge share a store with the first one.
         merge = job.merge
         if merge is not None:
@@ -265,7 +275,13 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             source = with_files_above(source)
         with gc_paused():
             try:
-                prepared = _prepare(job, source, others)
+                # An excluded entry may be the one that would run code.
+                with (
+                    nullcontext()
+                    if job.exclude
+                    else naming_code_first(source.store, uses=source.uses)
+                ):
+                    prepared = _prepare(job, source, others)
             except UnsupportedError as err:
                 # Name the file in errors about an entry of a source that is one file.
                 if err.key is not None and source.store.entry is not None:
@@ -280,6 +296,32 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         source.store.close()
         for other in others:
             other.store.close()
+
+
+def _compare_copies(source: Checkpoint) -> Checkpoint:
+    """Return a source with a note on copies of its weights: not carried, and equal or not."""
+    copies = source.catalog.facet(WeightCopies)
+    if copies is None:
+        return source
+    note = "the 16-bit copies of the weights in the model files are not carried; "
+    try:
+        pairs = copies.pairs()
+        different = find_different_copies(source.store, pairs)
+    except CheckpointingException as err:
+        note += f"they could not be compared with the master weights ({err.message})"
+    else:
+        n = len({key for key, _, _ in pairs})
+        if different:
+            key, copy = different[0]
+            note += (
+                f"{len(different):,} of {n:,} are not the rounded master weights, which are "
+                f"written: {key} in {copy.extent.file} differs (ckpt validate lists all)"
+            )
+        elif n:
+            note += "they are the rounded master weights, in a sample of each"
+        else:
+            note = ""
+    return replace(source, notes=(*source.notes, note)) if note else source
 
 
 def _check_bucket(job: Job, dst: RemotePath) -> None:
@@ -384,6 +426,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # Lay out the files.
     if is_file and not format.nests:
         target = tensors_only(target)
+    _raise_if_empty(source, target, format)
     write = replace(
         target.write,
         max_file_bytes=job.max_file_bytes,
@@ -454,6 +497,24 @@ def _objects_bytes(source: Catalog, n_entries: int) -> int:
     n_values = count_values([values, source.skeleton])
     n_bytes = _VALUE_BYTES * n_values + _ENTRY_BYTES * n_entries
     return max(0, n_bytes - _ORDINARY_OBJECTS_BYTES)
+
+
+def _raise_if_empty(source: Checkpoint, target: TargetCatalog, format: Format) -> None:
+    """Raise if the destination would hold no tensor although the source does.
+
+    Raises:
+        UnsupportedError: it would; numbers of the source would be lost.
+    """
+    if target.tensors or has_tensors(target.objects.values()):
+        return
+    catalog = source.catalog
+    if not (catalog.tensors or has_tensors(catalog.objects.values())):
+        return
+    raise UnsupportedError(
+        f"no tensor would be written to {format.title}: all that the source has would be left out",
+        file=source.store.label,
+        hint="leave fewer entries out" if catalog.tensors else KEEP_OBJECTS,
+    )
 
 
 def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:

@@ -41,6 +41,7 @@ from core.megatron.reshard.reshard import Rules
 from core.opening.canonical import canonical
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
+from core.opening.source_files import config_of_source
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
@@ -95,7 +96,29 @@ def sides_of(a: Checkpoint, b: Checkpoint, *, rules: Rules) -> tuple[Side, Side]
     if form_b.has_layout:
         megatron, other = _with_hf(b, form_b, a, form_a)
         return other, megatron
-    return _side(a, form_a), _side(b, form_b)
+    side_a, side_b = _side(a, form_a), _side(b, form_b)
+    return side_a, _named_like(side_b, side_a)
+
+
+def _named_like(side: Side, first: Side) -> Side:
+    """Return a model's side with the names of the first one, if only the spellings differ.
+
+    Both must be models of transformers, whose versions name some tensors differently.
+    """
+    from core.hf import is_hf
+    from core.hf.spelling import name_like
+
+    if not all(is_hf(each.catalog, config_of_source(each.source)) for each in (side, first)):
+        return side
+    catalog, new_of = name_like(side.catalog, first.catalog)
+    if not new_of:
+        return side
+    old, new = next(iter(new_of.items()))
+    note = (
+        f"{len(new_of):,} tensors have names of another version of transformers ({old}); compared "
+        f"under those of the other checkpoint ({new})"
+    )
+    return replace(side, catalog=catalog, notes=(*side.notes, note))
 
 
 def _side(source: Checkpoint, form: Canonical, catalog: Catalog | None = None) -> Side:

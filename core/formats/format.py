@@ -33,6 +33,8 @@ class Format:
         read: returns the catalog of a store; reads metadata only.
         sample: like ``read``, but opens only one of several files that look alike; None if that is
             no faster for the format.
+        read_weights: like ``read``, without the optimizer, from files that hold the weights beside
+            it; None if no other files do.
         lay_out: returns descriptions of the files to write for a target catalog; pure. None if the
             format is read-only.
         aliases: other names that can be passed to ``--to``.
@@ -105,6 +107,7 @@ class Format:
     adapt: Callable[[Catalog], Catalog] | None = None
     cut_experts: CutExperts | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
+    read_weights: Callable[[ReadStore], Catalog] | None = None
     notes_of: Callable[[TargetCatalog], Sequence[str]] | None = None
     check: Callable[[TargetCatalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None

@@ -33,7 +33,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -43,6 +43,8 @@ from core.errors import (
     CheckpointingException,
     CorruptError,
     MissingShardError,
+    ReplicaMismatchError,
+    UnsafeError,
     UnsupportedError,
     UsageError,
     is_at_or_below,
@@ -58,10 +60,11 @@ from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nem
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
-from core.opening.absent import absent
-from core.opening.iterations import ITERATION_DIR, iteration_dirs
-from core.opening.unrecognised import checkpoints_below, listed, refusal_of
-from core.pickle.reader import gc_paused, noting_uses
+from core.opening.code_in_pickles import naming_code_first
+from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
+from core.opening.other_software import refuse_other_software
+from core.opening.unrecognised import NEAR, Search, absent, listed, refusal_of, search_below
+from core.pickle.reader import gc_paused
 from core.pickle.uses import Use
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -89,6 +92,8 @@ _INDEX_FILE = re.compile(
     r"|^manifest\.ocdbt|^config\.json|^model_index\.json)$"
 )
 """Files that describe their directory; opening one opens the directory."""
+_MOST_TRIED = 3
+"""Maximum number of iterations that are tried beside a damaged one."""
 _MAX_DESCENT = 8
 """Maximum number of directories to descend through; a link may lead back to its own directory."""
 
@@ -134,6 +139,7 @@ def open_checkpoint(
     *,
     iteration: int | None = None,
     samples: bool = False,
+    needs_optimizer: bool = True,
     missing_chunks: str = FILL,
     drop_missing: bool = False,
     on_open: Callable[[int], None] | None = None,
@@ -145,6 +151,8 @@ def open_checkpoint(
         iteration: the iteration of a root to open; None for its tracker's, else the newest.
         samples: open only one of several similar files, if the format supports it. The catalog is
             then good for inspecting, not for converting.
+        needs_optimizer: raise if the optimizer cannot be read; False to read the weights from other
+            files then, with a note, if the format has such files.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
         drop_missing: leave out entries that an index lists without data; a note names them.
         on_open: becomes that of the store (``core.files.store.SourceStore``); the caller resets it
@@ -164,17 +172,14 @@ def open_checkpoint(
     store, format = location.store, location.format
     store.on_open = on_open
     try:
-        if location.failure is not None:
-            raise location.failure
-        assert format is not None, "nothing failed, so a format was recognised"
         # Metadata consists of so many small objects that the garbage collector would dominate.
         allowed = leaving_out_missing() if drop_missing else nullcontext(())
-        with noting_uses() as uses, gc_paused(), allowed as left_out:
-            catalog = (
-                format.sample(store)
-                if samples and format.sample is not None
-                else format.read(store)
-            )
+        with naming_code_first(store) as uses, gc_paused(), allowed as left_out:
+            if location.failure is not None:
+                raise location.failure
+            assert format is not None, "nothing failed, so a format was recognised"
+            read = format.sample if samples and format.sample is not None else format.read
+            catalog = read(store) if needs_optimizer else _read_despite_optimizer(store, format)
             for folder in format.side_folders if store.entry is None else ():
                 catalog = with_files(catalog, files_in_folder(store, folder))
             if catalog.common is not None and location.path.name == WEIGHTS:
@@ -187,6 +192,8 @@ def open_checkpoint(
         store.close()
         if isinstance(err, CheckpointingException):
             _name_iteration(err, path, location.path)
+        if isinstance(err, CorruptError):
+            err.hint = _with_intact_iteration(err.hint, location)
         raise
     # A step that was chosen by its directory's name may have another number in its metadata.
     number = location.iteration if catalog.iteration is None else catalog.iteration
@@ -208,6 +215,34 @@ def open_checkpoint(
         below=location.below,
         passed=location.passed,
     )
+
+
+def _read_despite_optimizer(store: SourceStore, format: Format) -> Catalog:
+    """Read a checkpoint; if that fails, its weights from files that hold them beside the optimizer.
+
+    Raises:
+        CheckpointingException: as for ``open_checkpoint``: both fail, or the first one for a reason
+            that concerns the weights as well.
+    """
+    try:
+        return format.read(store)
+    except (UnsafeError, ReplicaMismatchError):
+        raise
+    except CheckpointingException as err:
+        if format.read_weights is None:
+            raise
+        try:
+            catalog = format.read_weights(store)
+        except UnsupportedError:
+            raise  # the weights cannot be read for a reason of their own
+        except CheckpointingException:
+            raise err from None
+        place = "" if err.file is None else f"{err.file}: "
+        note = (
+            f"the optimizer cannot be read ({place}{err.message}); the weights are those that the "
+            "model's files have in its own precision"
+        )
+        return replace(catalog, notes=(*catalog.notes, note))
 
 
 def _with_context_above(catalog: Catalog, path: Path) -> Catalog:
@@ -236,6 +271,22 @@ def _name_iteration(err: CheckpointingException, path: Path, chosen: Path) -> No
         return
     if not any(is_at_or_below(err.file, str(place)) for place in (path, chosen)):
         err.file = f"{chosen.relative_to(path).as_posix()}/{err.file}"
+
+
+def _with_intact_iteration(hint: str | None, location: Located) -> str | None:
+    """Return the hint of an error about a damaged iteration, with one beside it that can be read.
+
+    Args:
+        hint: what else the user can do.
+    """
+    for path in list_other_iterations(location.passed, location.path)[:_MOST_TRIED]:
+        other = locate_checkpoint(path)
+        with closing(other.store), suppress(CheckpointingException), gc_paused():
+            if other.format is not None:
+                other.format.read(other.store)
+                advice = f"use {path}, which can be read"
+                return f"{hint}; or {advice}" if hint else advice
+    return hint
 
 
 def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
@@ -524,14 +575,17 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
         raise UnsupportedError(
             "the directory is empty", file=store.label, hint="point at a checkpoint"
         )
+    refuse_other_software(store)
     try:
         format = sniffed(store)
     except UnsupportedError as err:
-        below = [] if store.entry is not None else checkpoints_below(store, _is_checkpoint)
-        raise refusal_of(store, known=err.hint or "", below=below) from None
+        search = Search(()) if store.entry is not None else search_below(store, _is_checkpoint)
+        raise refusal_of(store, known=err.hint or "", below=search) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
-    below = checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
+    own_folders = format.own_folders(store)
+    search = search_below(store, _is_checkpoint, without=own_folders, most_levels=NEAR)
+    below = [*search.paths]
     # What the index lists is no separate checkpoint, whatever its folder is called. The index is
     # read only if there is something to decide.
     if below and format.list_indexed is not None:

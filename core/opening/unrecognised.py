@@ -1,49 +1,83 @@
-"""Explain why a path is not a checkpoint in a known format, and what to point at instead."""
+"""Explain why a path does not exist or is not a checkpoint, and what to point at instead."""
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
-from core.errors import CheckpointingException, TruncatedError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+    most_similar,
+)
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
+from core.files.url import hub_download
+from core.files.walk import MAX_DEPTH
 from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.safetensors.header import looks_like_header
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.tree import stream_kind
+from core.opening.other_software import explain_unrecognised
 
 CHECKPOINTS_BELOW = "opening.below"
 """Rule of the error for a directory that is no checkpoint, but contains some."""
 _MOST_LISTED = 8
 """Maximum number of paths in a message."""
-_MOST_OPENED = 32
+_MOST_OPENED = 1000
 """Maximum number of files of a directory whose first bytes are read."""
-_MOST_FOLDERS = 1000
-_MOST_LEVELS = 3
-_OTHER_FORMATS = (
-    (re.compile(r"\.gguf$"), "a GGUF file"),
-    (re.compile(r"\.nemo$"), "a NeMo archive"),
-    (re.compile(r"\.(h5|keras)$"), "a Keras file"),
-    (re.compile(r"\.msgpack$"), "a Flax file"),
-    (re.compile(r"\.onnx$"), "an ONNX model"),
-    (re.compile(r"\.npz$"), "a NumPy archive"),
-    (re.compile(r"\.npy$"), "a NumPy array"),
-    (
-        re.compile(r"(\.data-\d+-of-\d+|\.ckpt(-\d+)?\.(index|meta)|^saved_model\.pb)$"),
-        "a TensorFlow checkpoint",
-    ),
-)
+_MOST_FOLDERS = 10_000
+_MOST_SECONDS = 5.0
+NEAR = 3
+"""Levels below a checkpoint in which separate checkpoints are looked for."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""The form of a model's name on the Hugging Face Hub: owner/model."""
+_MOST_NAMES = 10_000
+"""Maximum number of names of a directory that are compared with a misspelt one."""
 
 
-def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> CheckpointingException:
+def absent(path: Path, *, what: str = "no such file or directory") -> UsageError:
+    """Return the error for a path that does not exist, with the most similar one that does."""
+    hint = None if os.path.lexists(path) else _similar_path(path)
+    if hint is None and _HUB_ID.fullmatch(str(path)) and not path.parent.exists():
+        command = hub_download(str(path))
+        hint = f"if this is a model on the Hugging Face Hub, download it first: {command}"
+    return UsageError(what, file=str(path), hint=hint or "check the spelling of the path")
+
+
+def _similar_path(path: Path) -> str | None:
+    """Return the hint that names a path with a similar spelling; None if there is none."""
+    # The first part that does not exist is the misspelt one; the rest is kept where it fits.
+    missing = path
+    while missing.parent != missing and not os.path.lexists(missing.parent):
+        missing = missing.parent
+    try:
+        with os.scandir(missing.parent) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+    except OSError:
+        return None
+    names = [name for name in names if name.startswith(".") == missing.name.startswith(".")]
+    similar = most_similar(missing.name, sorted(names))
+    if similar is None:
+        return None
+    near, rest = missing.parent / similar, path.relative_to(missing)
+    return f"did you mean {near / rest if os.path.lexists(near / rest) else near}?"
+
+
+def refusal_of(store: SourceStore, *, known: str, below: Search) -> CheckpointingException:
     """Return the error for a directory or file that no format recognises.
 
     Args:
         known: the fallback hint, which lists the formats that are recognised.
-        below: paths of checkpoints in the directories below.
+        below: the checkpoints in the directories below.
 
     Raises:
         StorageError: the directory or file cannot be read.
@@ -53,7 +87,7 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Check
     # Checkpoints in the directory come first: the user probably means one of them.
     files = store.files()
     loose = loose_files(store, files)
-    places = [*loose, *below]
+    places = [*loose, *below.paths]
     hint = (
         f"point at {store.root / places[0]}"
         if len(places) == 1
@@ -69,16 +103,20 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Check
         )
         message = f"not a checkpoint directory, but it contains {count}: {listed(loose)}"
         return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
-    if below:
+    if below.paths:
         message = "not a checkpoint directory, but it contains checkpoints"
         return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
     # Otherwise another program's files can explain it.
-    title = next(
-        (title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None
+    explained = explain_unrecognised(store, known=known)
+    if explained is None and below.rest is not None:
+        return UnsupportedError(
+            f"not a checkpoint in a known format, and none was found below; {below.rest}",
+            file=store.label,
+            hint="point at a directory further down",
+        )
+    return explained or UnsupportedError(
+        "not a checkpoint in a known format", file=store.label, hint=known
     )
-    if title is not None:
-        return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
-    return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
 
 
 def _refusal_of_file(store: SourceStore, file: str, known: str) -> CheckpointingException:
@@ -90,38 +128,63 @@ def _refusal_of_file(store: SourceStore, file: str, known: str) -> Checkpointing
     substitute = substitute_in(store, file)
     if substitute is not None:
         return UnsupportedError(substitute.title, file=store.label, hint=substitute.hint)
-    title = next((title for expression, title in _OTHER_FORMATS if expression.search(file)), None)
-    if title is not None:
-        return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
-    return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
+    return explain_unrecognised(store, known=known) or UnsupportedError(
+        "not a checkpoint in a known format", file=store.label, hint=known
+    )
 
 
-def checkpoints_below(
-    store: SourceStore, is_checkpoint: Callable[[SourceStore], bool], *, without: Sequence[str] = ()
-) -> list[str]:
-    """Search the directories below a directory for checkpoints, and return their relative paths.
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The checkpoints that were found below a directory.
 
-    Hidden directories are skipped. The search, breadth first, ends at a depth of three levels and
-    after a thousand directories. A checkpoint is not searched for others.
+    Args:
+        paths: their paths, relative to the directory.
+        rest: where the search stopped, a clause for people; None if it looked everywhere.
+    """
+
+    paths: Sequence[str]
+    rest: str | None = None
+
+
+def search_below(
+    store: SourceStore,
+    is_checkpoint: Callable[[SourceStore], bool],
+    *,
+    without: Sequence[str] = (),
+    most_levels: int = MAX_DEPTH,
+) -> Search:
+    """Search the directories below a directory for checkpoints, at any depth.
+
+    Hidden directories are skipped, and a checkpoint is not searched for others. The search, breadth
+    first, ends after a number of directories or seconds.
 
     Args:
         is_checkpoint: returns whether a directory is a checkpoint, or a training root with some.
         without: names of directories right below that are not searched.
+        most_levels: levels below the directory; deeper ones are ignored without a word.
     """
     paths: list[str] = []
     waiting = [(name, 1) for name in _visible_folders(store) if name not in without]
-    for path, depth in islice(waiting, _MOST_FOLDERS):  # the loop extends the list
+    end = time.monotonic() + _MOST_SECONDS
+    for number, (path, depth) in enumerate(waiting):  # the loop extends the list
+        if number == _MOST_FOLDERS or time.monotonic() > end:
+            n_left = len(waiting) - number
+            return Search(
+                paths,
+                f"the search stopped after {number:,} directories; {n_left:,} more that it came"
+                f" across were not looked into, from {path} on",
+            )
         with closing(open_store(store.root / path)) as folder:
             try:
                 if is_checkpoint(folder):
                     paths.append(path)
                     continue
                 paths += [f"{path}/{name}" for name in loose_files(folder, folder.files())]
-                if depth < _MOST_LEVELS:
+                if depth < most_levels:
                     waiting += [(f"{path}/{name}", depth + 1) for name in _visible_folders(folder)]
             except CheckpointingException:
                 continue  # the directory cannot be read, and the search is only a service
-    return paths
+    return Search(paths)
 
 
 def _visible_folders(store: SourceStore) -> list[str]:

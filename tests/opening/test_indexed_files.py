@@ -159,6 +159,23 @@ def test_links_are_followed(format: str, original: Path, golden: Path, tmp_path:
     check_seen_whole(folder, files, original)
 
 
+@pytest.mark.parametrize("format", ["dcp", "torch_dist"], indirect=True)
+def test_file_under_the_name_of_a_second_link_is_neither_missing_nor_left_over(
+    format: str, original: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "linked"
+    shutil.copytree(original, folder)
+    files = move(folder, format, into_one_folder)
+    (folder / "rank1").symlink_to("shard a")
+    rename_in_dcp(
+        folder, lambda name: name.replace("shard a", "rank1") if name == files[-1] else name
+    )
+    result = validate(folder, level=Level.DEEP)
+    assert [f for f in result.findings if f.severity >= Severity.WARNING] == []
+    recorded = {file.path for file in read_inventory(folder, fingerprints=False).files}
+    assert {*files[:-1], files[-1].replace("shard a", "rank1")} <= recorded
+
+
 def test_objects_below_prefixes_are_seen(
     format: str, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

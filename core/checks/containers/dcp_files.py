@@ -11,6 +11,7 @@ Source: ``core.formats.dcp.format``; torch 2.13.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from core.errors import (
     TruncatedError,
     UnsafeError,
 )
+from core.files.store import LocalStore
 from core.formats.dcp.columns import DcpItem, DcpMetadata
 from core.formats.dcp.reading.data_files import METADATA, check_files
 from core.formats.dcp.reading.stored_metadata import metadata_files, salvaged, stated_metadata
@@ -137,15 +139,27 @@ def _check_sizes(subject: Subject, metadata: DcpMetadata) -> Iterator[Finding]:
 
 def _find_unreferenced_files(subject: Subject, referenced: set[str]) -> Iterator[Finding]:
     """Report ``.distcp`` files without items; empty ones, which torch creates, only as notes."""
-    for name, size in subject.files.items():
-        if name.endswith(_SUFFIX) and name not in referenced:
-            yield EXTRA.finding(
-                f"{METADATA} does not refer to the file" + ("" if size else ", which is empty"),
-                file=name,
-                expected="a file that .metadata refers to",
-                found=f"{size} unreferenced bytes",
-                severity=None if size else Severity.NOTE,
-            )
+    unreferenced = {
+        name: size
+        for name, size in subject.files.items()
+        if name.endswith(_SUFFIX) and name not in referenced
+    }
+    # A file may be referred to by the name of a link that leads to it.
+    if unreferenced and isinstance(subject.store, LocalStore):
+        targets = {os.path.realpath(subject.store.path(name)) for name in referenced}
+        unreferenced = {
+            name: size
+            for name, size in unreferenced.items()
+            if os.path.realpath(subject.store.path(name)) not in targets
+        }
+    for name, size in unreferenced.items():
+        yield EXTRA.finding(
+            f"{METADATA} does not refer to the file" + ("" if size else ", which is empty"),
+            file=name,
+            expected="a file that .metadata refers to",
+            found=f"{size} unreferenced bytes",
+            severity=None if size else Severity.NOTE,
+        )
 
 
 def check_items(subject: Subject) -> Iterator[Finding]:

@@ -70,9 +70,8 @@ from core.formats.dcp.records import (
 )
 from core.formats.missing_entries import report_missing
 from core.pickle.inert import Global
-from core.pickle.names import dangerous_uses
 from core.pickle.reader import gc_paused, judge, note_uses, noting_uses
-from core.pickle.uses import Use, uses_in_tree
+from core.pickle.uses import Use
 
 __all__ = [
     "ChunkRow",
@@ -88,6 +87,19 @@ __all__ = [
 ]
 
 _MAX_EXTENT = 1 << 62
+
+
+_OTHER_SOFTWARE = {
+    "bytecheckpoint": "merge the checkpoint with ByteCheckpoint's scripts/merge_bcp.py",
+    "olmo_core": "convert the checkpoint with OLMo-core's "
+    "src/examples/huggingface/convert_checkpoint_to_hf.py",
+}
+"""Package whose classes replace DCP's in ``.metadata`` → what can be done with its checkpoints."""
+
+
+def _hint_of(class_name: str) -> str | None:
+    """Return what can be done with metadata of a class of other software; None if it is unknown."""
+    return _OTHER_SOFTWARE.get(class_name.partition(".")[0])
 
 
 def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
@@ -320,19 +332,15 @@ class _ColumnBuilder:
 
     Raises:
         CorruptError: the pickle is not a Metadata.
-        UnsafeError: the pickle calls something dangerous instead.
     """
 
     def __init__(self, root: object, *, report: Report = raising) -> None:
         self._report = report
         if type(root) is not RootRecord:
             class_name = getattr(root, "class_name", type(root).__name__)
-            if dangerous_uses(uses_in_tree(root)):
-                raise UnsafeError(
-                    f"not checkpoint metadata: the pickle would run {class_name} when it is loaded",
-                    hint="do not load it with any other program; find out who wrote it",
-                )
-            raise CorruptError(f"the pickle is a {class_name}, not DCP's Metadata")
+            hint = _hint_of(class_name)
+            kind = CorruptError if hint is None else UnsupportedError
+            raise kind(f"the pickle is a {class_name}, not DCP's Metadata", hint=hint)
         self.state = _state(root)
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, DcpItem] = {}
@@ -639,7 +647,8 @@ def _item_fields(index: object, info: object) -> tuple[str, Any, str, Any, Any, 
     if type(index) is not IndexRecord or type(info) is not StorageRecord:
         kinds = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
         raise UnsupportedError(
-            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes"
+            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes",
+            hint=_hint_of(str(kinds[1])),
         )
     try:
         (index_state,) = index

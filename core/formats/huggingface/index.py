@@ -100,7 +100,11 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
             file=file,
             hint="copy the checkpoint again, with all its files",
         )
-    file_of = {key: check_name(name, found_in=file) for key, name in weight_map.items()}
+    # Loaders join a name to the directory, so that ./NAME is the same file.
+    file_of = {
+        key: check_name(name[2:] if str(name).startswith("./") else name, found_in=file)
+        for key, name in weight_map.items()
+    }
     for key, name in file_of.items():
         if not name.endswith(suffix):
             kind = suffix.removeprefix(".")

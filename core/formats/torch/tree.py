@@ -8,7 +8,7 @@ ones: Megatron's rank files, and the objects of a DCP checkpoint.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.files.substitute import substitute_in
 from core.formats.torch.legacy import VERSION, read_legacy
-from core.formats.torch.nested_names import uses_of_stream
+from core.formats.torch.object_tensors import with_state_dicts
 from core.formats.torch.stream import stream_kind as stream_kind
 from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
 from core.formats.torch.weights_only import put_back
@@ -34,7 +34,6 @@ from core.formats.torch.zip.records import (
 from core.pickle.cycles import ENDLESS, cut_cycles
 from core.pickle.inert import PLAIN, ObjectLeaf, TensorLeaf, as_mapping, is_flat, walk
 from core.pickle.key_text import text_of
-from core.pickle.names import dangerous_uses
 from core.pickle.nesting import MAX_DEPTH, LeafEntry, containers, entries, join_path, map_leaves
 from core.pickle.reader import gc_paused, load
 from core.pickle.reduce import Name
@@ -246,23 +245,12 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
 
     Raises:
         UnsupportedError: a tar file of torch 0.1, or a bare pickle.
-        UnsafeError: such a file, which would run code when it is loaded.
     """
     kind = stream_kind(store, file, start, n_bytes)
     if kind == "legacy":
         return kind
     if kind not in ("tar", "pickle"):
         return None
-    # Warn of a dangerous file first, before a hint suggests to load it.
-    dangerous = sorted(
-        str(use.name) for use in dangerous_uses(uses_of_stream(store, file, start, n_bytes))
-    )
-    if dangerous:
-        raise UnsafeError(
-            f"the pickle names {dangerous[0]}, which would run code when it is loaded",
-            file=file,
-            hint="do not load it with any other program, and find out who wrote it",
-        )
     if kind == "tar":
         raise UnsupportedError(
             "written in the tar format of torch 0.1, which torch can only load by running its "
@@ -323,6 +311,9 @@ class _TreeBuilder:
         if _check_unfolded_size(root):
             root = cut_cycles(root)
             _check_unfolded_size(root)
+        classes: tuple[str, ...] = ()
+        if not self._prefix:
+            root, classes = with_state_dicts(root)
         # Compute the key of every tensor and object, and rebuild the tree with them.
         tree_entries = list(entries(root))
         keys = iter(keys_of(tree_entries, reserved=self._reader.locations))
@@ -366,7 +357,11 @@ class _TreeBuilder:
             objects=objects,
             hidden=hidden,
             unsupported=unsupported,
-            notes=(*_attribute_notes(attributes), *_part_notes(self._reader.taken_apart)),
+            notes=(
+                *_attribute_notes(attributes),
+                *_part_notes(self._reader.taken_apart),
+                *_module_notes(classes),
+            ),
             version=self._content.version,
             shared=_find_shared_containers(root),
             is_set_aside=is_set_aside,
@@ -522,6 +517,19 @@ def _part_notes(taken_apart: Mapping[str, int]) -> tuple[str, ...]:
     counts = ", ".join(f"{n} × {name}" for name, n in sorted(taken_apart.items()))
     note = (
         f"tensors of torchao are taken apart ({counts}): numbers, scales and settings are entries"
+    )
+    return (note,)
+
+
+def _module_notes(classes: Sequence[str]) -> tuple[str, ...]:
+    """Return a note that pickled modules became their state dicts, if there are any."""
+    if not classes:
+        return ()
+    names = listed_keys(dict.fromkeys(classes))
+    subject = f"{len(classes)} pickled modules" if len(classes) > 1 else "a pickled module"
+    note = (
+        f"{subject} ({names}): read as the state dict of its parameters and buffers; its class and "
+        "its other attributes are not kept"
     )
     return (note,)
 

@@ -385,6 +385,15 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
         ["a", "b", "c"],
         f"total_size in {INDEX} is 99",
     ),
+    "an index with names below ./": (
+        {
+            **SHARDED,
+            INDEX: index_of({key: f"./{name}" for key, name in WEIGHT_MAP.items()}),
+            "old.safetensors": A,
+        },
+        ["a", "b", "c"],
+        "does not list them: old.safetensors",
+    ),
     "a file beside the index": (
         {**SHARDED, INDEX: index_of(WEIGHT_MAP), "old.safetensors": A},
         ["a", "b", "c"],
