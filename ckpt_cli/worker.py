@@ -149,7 +149,13 @@ def _join_team(
         timeout_s=options.timeout_s,
     )
     team.runtime_bytes = max(_resident_bytes() - started_bytes, 0) + PART_MEMORY_BYTES
-    teamwork.join(team, device=device, facts=team.facts, n_cores=n_cores)
+    teamwork.join(
+        team,
+        device=device,
+        facts=team.facts,
+        n_cores=n_cores,
+        n_local=identity.local_size or 1,
+    )
     gc.freeze()  # spares every garbage collection the hundred thousand objects of torch
     return team
 

@@ -63,7 +63,7 @@ from ckpt_cli.pages.diff_page import page_of, verdict_line
 from ckpt_cli.pages.pictures.heat import maps_json
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import screen_of
-from ckpt_cli.workers.current_team import launch_of, team, worker_threads
+from ckpt_cli.workers.current_team import default_memory, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
 from core.diff.result import KINDS
 from core.diff.run import DiffJob, diff
@@ -147,7 +147,7 @@ def _build_job(options: DiffOptions) -> DiffJob:
         with_entries=not options.tensors_only,
         rules=options.rules,
         threads=options.threads or worker_threads() or defaults.threads,
-        memory_bytes=options.memory or defaults.memory_bytes,
+        memory_bytes=options.memory or default_memory(),
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.workers.current_team import device, team, worker_threads
+from ckpt_cli.workers.current_team import default_memory, device, team, worker_threads
 from core.checks.level import Level
 from core.checks.registry import codes
-from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.files.syscalls import allowed_cores
 from core.opening.open import FILL
 from core.validate.accepted import Acceptance, parse_patterns, read_baseline
@@ -56,7 +55,7 @@ def examine(
         iteration=options.iteration,
         rules=options.rules,
         threads=options.threads or worker_threads() or min(len(allowed_cores()), 64),
-        memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+        memory_bytes=options.memory or default_memory(),
         progress=progress,
         plan_for=plan_request(options),
         against=options.against,
@@ -76,5 +75,5 @@ def plan_request(options: ValidateOptions) -> PlanRequest | None:
         return None
     from core.checks.plan_request import parse_plan_request
 
-    memory_bytes = options.memory or DEFAULT_MEMORY_BYTES
+    memory_bytes = options.memory or default_memory()
     return parse_plan_request(options.plan_for, rules=options.rules, memory_bytes=memory_bytes)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from ckpt_cli.workers.current_team import default_memory
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def explore(options: ExploreOptions) -> int:
             iteration=options.iteration,
             missing_chunks=options.missing_chunks or defaults.missing_chunks,
             threads=options.threads,
-            memory_bytes=options.memory or defaults.memory_bytes,
+            memory_bytes=options.memory or default_memory(),
         )
     )
     app.run()

@@ -111,10 +111,10 @@ from ckpt_cli.screen.blocks import (
 )
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
+from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
 from core.catalog.catalog import TensorMeta
 from core.catalog.key_patterns import LIST_THEM
-from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UnsupportedError, UsageError
 from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
@@ -127,7 +127,7 @@ from core.opening.listing import list_checkpoints
 from core.opening.open import FILL, Checkpoint
 from core.opening.unrecognised import CHECKPOINTS_BELOW
 from core.pictures.sizes import sizes_of
-from core.progress import Phase, report_bytes
+from core.progress import Phase, begin_phase, report_bytes
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
@@ -154,12 +154,14 @@ def inspect(options: InspectOptions) -> int:
     # A KEY may select something that only one rank has: read every rank file then. So does a
     # report, which shows every shard.
     try:
-        checkpoint = open_readable_part(
-            options.path,
-            iteration=options.iteration,
-            samples=not (options.all or options.keys or options.stats or options.report),
-            missing_chunks=options.missing_chunks or FILL,
-        )
+        with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
+            begin_phase(progress, Phase.OPENING)
+            checkpoint = open_readable_part(
+                options.path,
+                iteration=options.iteration,
+                samples=not (options.all or options.keys or options.stats or options.report),
+                missing_chunks=options.missing_chunks or FILL,
+            )
     except UnsupportedError as err:
         if (
             err.rule != CHECKPOINTS_BELOW
@@ -187,10 +189,12 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     screen = screen_of(sys.stdout)
     # Pictures in the terminal do not show the possible conversions, which take time to find out.
     is_picture = options.sizes or options.ranks or options.map
-    summary = summarize(
-        checkpoint,
-        with_capabilities=not is_picture or options.json or options.report is not None,
-    )
+    with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
+        begin_phase(progress, Phase.PLANNING)
+        summary = summarize(
+            checkpoint,
+            with_capabilities=not is_picture or options.json or options.report is not None,
+        )
     if options.values and not options.keys:
         raise require_key(summary, f"--values {options.values}")
     if options.map and not options.keys:
@@ -419,7 +423,7 @@ def _measure(
             summary.view,
             chosen,
             threads=options.threads,
-            memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+            memory_bytes=options.memory or default_memory(),
             progress=report_bytes(progress, Phase.MEASURING),
         )
 

@@ -22,7 +22,7 @@ from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.options.shared.values import check_file
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
-from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
+from ckpt_cli.workers.current_team import default_memory, device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
 from core.progress import Phase, begin_phase
 from core.team.protocol import broadcast_result, is_lead
@@ -74,7 +74,6 @@ def _read_contents(options: ManifestOptions, progress: OnProgress | None) -> Inv
         UsageError: a manifest exists and ``--force`` is not given.
         CheckpointingException: the checkpoint cannot be read.
     """
-    from core.convert.job import DEFAULT_MEMORY_BYTES
     from core.manifest.inventory import check_free, default_manifest_path, read_inventory
     from core.opening.open import FILL
 
@@ -94,7 +93,7 @@ def _read_contents(options: ManifestOptions, progress: OnProgress | None) -> Inv
         missing_chunks=options.missing_chunks or FILL,
         fingerprints=options.fingerprints,
         threads=options.threads or worker_threads(),
-        memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+        memory_bytes=options.memory or default_memory(),
         progress=progress,
         team=workers,
         device=device(),

@@ -10,7 +10,8 @@ code is 1 if no iteration is valid; then nothing is removed.
      "kept": [{"iteration": int, "paths": [str], "why": [str], "n_files": int, "n_bytes": int}],
      "removed": [{"iteration": int, "paths": [str], "why": [str], "n_files": int,
                   "n_bytes": int}],
-     "unfinished": [str], "freed_bytes": int, "notes": [str], "seconds": float}
+     "unfinished": [str], "freed_bytes": int, "is_proven": bool, "notes": [str],
+     "seconds": float}
 
 """
 
@@ -29,9 +30,9 @@ from ckpt_cli.pages.prune_page import prune_json, prune_lines
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import screen_of
+from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
 from core.checks.level import Level
-from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import UsageError
 from core.prune.decision import KeepRules
 from core.prune.run import PruneJob, Pruning, examine, remove
@@ -44,7 +45,8 @@ def prune(options: PruneOptions) -> int:
     """Run ``ckpt prune`` and return the exit code.
 
     Raises:
-        UsageError: there is no rule, no terminal to ask on, or the root has no iterations.
+        UsageError: there is no rule, no terminal to ask on, the root has no iterations, or what
+            would stay was not read.
         CheckpointingException: the root cannot be examined, or an iteration cannot be removed.
     """
     begun = time.monotonic()
@@ -52,13 +54,16 @@ def prune(options: PruneOptions) -> int:
         root=options.root,
         rules=KeepRules(keep_last=options.keep_last, keep_every=options.keep_every),
         level=Level.DEEP if options.deep else Level.HEADERS,
+        trusts_metadata=options.trust_metadata,
         threads=options.threads,
-        memory_bytes=options.memory or DEFAULT_MEMORY_BYTES,
+        memory_bytes=options.memory or default_memory(),
     )
     _check_asking(options)
     form = progress_form(options.progress, is_quiet=options.quiet)
     with _remaining("nothing was removed"), show_progress(form) as progress:
         pruning = examine(job, progress=progress)
+    if not options.dry_run:
+        pruning.require_proven()
     has_work = bool(pruning.removed or pruning.unfinished) and not options.dry_run
     if has_work and not options.yes:
         with _remaining("nothing was removed"):

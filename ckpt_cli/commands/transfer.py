@@ -74,7 +74,7 @@ from ckpt_cli.pages.pictures.shard_moves import move_json
 from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_lines, report_lines
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
-from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
+from ckpt_cli.workers.current_team import default_memory, device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
 from ckpt_cli.workers.remaining import InterruptedOutput
@@ -157,7 +157,8 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         metadata_only=options.metadata_only,
         weights_only=options.weights_only,
         drop_unknown=options.drop_unknown,
-        memory_bytes=options.memory or defaults.memory_bytes,
+        drop_missing=options.drop_missing,
+        memory_bytes=options.memory or default_memory(),
         threads=options.threads or worker_threads() or defaults.threads,
         resume=options.resume,
         force=options.force,

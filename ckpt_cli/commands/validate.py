@@ -33,6 +33,7 @@ from core.checks.file_codes import RANK_MISSING
 from core.errors import UsageError
 from core.files.remote_path import location_of
 from core.pickle.reader import gc_paused
+from core.progress import Phase, begin_phase
 from core.team.protocol import broadcast_result, is_lead
 from core.validate.accepted import baseline_text
 from core.validate.run import distinct_paths, refused
@@ -74,12 +75,14 @@ def validate(options: ValidateOptions) -> int:
         return newest_valid(options)
     # The checkpoints, and the errors of paths that do not exist.
     acceptance = broadcast_result(workers, lambda: acceptance_of(options))
-    errors = broadcast_result(workers, lambda: _checkpoint_paths(options))
+    form = progress_form(options.progress, is_quiet=options.quiet)
+    with show_progress(form) as progress:
+        begin_phase(progress, Phase.OPENING)
+        errors = broadcast_result(workers, lambda: _checkpoint_paths(options))
     # Check one checkpoint after the other, then report on all of them. One checkpoint may have 10⁵
     # entries and a finding for each, which the garbage collector need not walk through; with
     # several checkpoints, the garbage of each must be collected.
     verdicts = []
-    form = progress_form(options.progress, is_quiet=options.quiet)
     with gc_paused() if len(errors) == 1 else nullcontext():
         with show_progress(form) as progress:
             for path, error in errors.items():

@@ -14,13 +14,13 @@ where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "ti
 "message": str, "file": str, "key": str, "keys": [str], "rank": str, "span": [int, int],
 "expected": str, "found": str, "hint": str}``; fields that do not apply are omitted.
 
-``keys`` are the names of all affected tensors if there are several, ``key`` is the first.
-``file`` is relative to ``path``; ``span`` is a range of its bytes. ``unchecked`` lists what could
-not be compared. ``ignored`` are the findings accepted by ``--ignore``, ``known`` those accepted by
-``--baseline``; neither counts for ``valid``. ``launch`` (``ckpt_cli.workers.current_team``) is
-present if several workers validated. ``store`` is present if a checkpoint is a URL: the requests
-that this process has sent, those of them that repeat one that failed, and the bytes of data that it
-has received.
+``keys`` are the names of all affected tensors if there are several, ``key`` is the first. ``file``
+is relative to ``path``; ``span`` is a range of its bytes. ``unchecked`` lists what was not read, or
+could not be compared. ``ignored`` are the findings accepted by ``--ignore``, ``known`` those
+accepted by ``--baseline``; neither counts for ``valid``. ``launch``
+(``ckpt_cli.workers.current_team``) is present if several workers validated. ``store`` is present if
+a checkpoint is a URL: the requests that this process has sent, those of them that repeat one that
+failed, and the bytes of data that it has received.
 """
 
 from __future__ import annotations

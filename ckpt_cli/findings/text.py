@@ -98,7 +98,10 @@ def validation_facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
     rate = ""
     if validation.level == Level.DEEP and validation.seconds > 0.1:
         rate = f", {bytes_text(round(validation.n_bytes / validation.seconds))}/s"
-    yield "read", f"{_READ[validation.level]}, in {seconds_text(validation.seconds)}{rate}"
+    ends = ""
+    if validation.level == Level.METADATA and validation.n_ends:
+        ends = f", both ends of {n_text(validation.n_ends, 'file')}"
+    yield "read", f"{_READ[validation.level]}{ends}, in {seconds_text(validation.seconds)}{rate}"
     # What was not read or compared.
     unread = [_UNREAD[validation.level]] if validation.level in _UNREAD else []
     yield from fact_list("unchecked", [*unread, *validation.unchecked], "dim")

@@ -31,7 +31,7 @@ class ExploreOptions:
     iteration: Annotated[int | None, iteration_option("Options")] = None
     missing_chunks: Annotated[str | None, missing_chunks_option("Options")] = None
     memory: Annotated[
-        int | None, memory_option("Memory limit of statistics and comparisons. [512MiB]", None)
+        int | None, memory_option("Memory limit of statistics and comparisons.", None)
     ] = None
     threads: Annotated[
         int | None, threads_option("Number of reading threads. [one per core]", None)

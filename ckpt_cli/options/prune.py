@@ -65,6 +65,14 @@ class PruneOptions:
             help="Read every byte of an iteration before it counts as valid.",
         ),
     ] = False
+    trust_metadata: Annotated[
+        bool,
+        Flag(
+            "--trust-metadata",
+            rich_help_panel=CHECKS,
+            help="Remove iterations though the data of the one that stays were not read.",
+        ),
+    ] = False
     dry_run: Annotated[
         bool,
         Flag(

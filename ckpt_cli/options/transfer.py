@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 MERGE, CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
 
 _CHECKPOINTS = frozenset(
-    {"src", "path", "paths", "a", "b", "against", "dst", "output", "add_delta", "lora"}
+    {"src", "path", "paths", "a", "b", "against", "dst", "output", "add_delta", "lora", "root"}
 )
 """Arguments that name checkpoints."""
 
@@ -168,7 +168,8 @@ def memory_option(text: str, panel: str | None = ENGINE) -> object:
         text: help text: what the limit is of, and its default.
         panel: as for ``report_option``.
     """
-    return Option("--memory", metavar="SIZE", parser=parse_size, rich_help_panel=panel, help=text)
+    help = f"{text} [a quarter of the machine's, at least 512MiB]"
+    return Option("--memory", metavar="SIZE", parser=parse_size, rich_help_panel=panel, help=help)
 
 
 def report_option(text: str, panel: str | None = None) -> object:
@@ -211,7 +212,7 @@ def missing_chunks_option(panel: str) -> object:
 
 MissingChunks = Annotated[str | None, missing_chunks_option(CONTENT)]
 CheckedMissingChunks = Annotated[str | None, missing_chunks_option(CHECKS)]
-Memory = Annotated[int | None, memory_option("Memory limit. [512MiB]")]
+Memory = Annotated[int | None, memory_option("Memory limit.")]
 ReadingThreads = Annotated[int | None, threads_option("Number of reading threads. [one per core]")]
 Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
 NoPager = Annotated[
@@ -726,6 +727,14 @@ class TransferOptions:
     drop_unknown: Annotated[
         bool,
         Flag("--drop-unknown", rich_help_panel=CONTENT, help="Drop objects of unknown classes."),
+    ] = False
+    drop_missing: Annotated[
+        bool,
+        Flag(
+            "--drop-missing",
+            rich_help_panel=CONTENT,
+            help="Leave out entries that an index lists without data.",
+        ),
     ] = False
 
     # Engine: resources, checksums and durability.

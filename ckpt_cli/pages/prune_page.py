@@ -39,6 +39,13 @@ def prune_lines(screen: Screen, pruning: Pruning, *, is_done: bool) -> Iterator[
         why = Cell("left by an interrupted removal", ("dim",))
         rows.append([Cell(decision, ("red",)), escaped(removed_name(name)), "", why])
     yield from table(screen, rows, align="<<><", indent=2, fits=True)
+    if pruning.newest_valid is not None:
+        how = (
+            "every byte of the newest valid iteration was checked"
+            if pruning.is_proven
+            else "the data of the newest valid iteration were not read (--deep)"
+        )
+        yield screen.styled(f"  {how}", "dim")
     for note in pruning.notes:
         yield f"{screen.styled('note:', 'yellow')} {escaped(note)}"
     yield summary(pruning, is_done=is_done)
@@ -78,5 +85,6 @@ def prune_json(pruning: Pruning) -> dict[str, object]:
         "removed": [as_json(iteration) for iteration in pruning.removed],
         "unfinished": [str(pruning.root / removed_name(name)) for name in pruning.unfinished],
         "freed_bytes": pruning.freed_bytes,
+        "is_proven": pruning.is_proven,
         "notes": list(pruning.notes),
     }

@@ -21,6 +21,7 @@ from ckpt_cli.screen.blocks import (
     table_width,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
+from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.work_state import store_traffic, traffic_text
 from core.convert.explain import LayoutLine
 from core.pictures.shards import shard_move
@@ -87,14 +88,17 @@ def plan_facts(prepared: Prepared, expected: Forecast) -> list[tuple[str, Cell |
         f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
     )
     read = f"{bytes_text(plan.read_bytes)} (minimum {bytes_text(plan.least_read_bytes)}){replicas}"
-    allowed = bytes_text(prepared.job.memory_bytes)
+    memory = bytes_text(plan.memory_bytes)
+    # The default depends on the machine; a limit that the user chose is worth repeating.
+    if prepared.job.memory_bytes != default_memory():
+        memory += f" of {bytes_text(prepared.job.memory_bytes)} allowed"
     return [
         ("from", f"{escaped(str(source.path))} ({source.format.name})"),
         ("to", f"{prepared.target_format.name}, {n_text(len(prepared.files), 'file')}"),
         ("tensors", f"{prepared.n_tensors:,}"),
         ("read", read),
         ("write", bytes_text(plan.file_bytes)),
-        ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
+        ("memory", memory),
         *forecast_facts(expected, has_force=prepared.job.force),
         *list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
         *list_facts("not carried", list(map(str, prepared.dropped_reasons)), "yellow"),

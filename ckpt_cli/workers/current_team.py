@@ -25,12 +25,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from core.device.device import Device
+from core.files.syscalls import default_memory_bytes
 from core.team.protocol import ALONE, Figures, Team, summarize_figures
 
 _team: Team = ALONE
 _device: Device | None = None
 _facts: Callable[[], dict[str, object]] = dict
 _n_cores: int | None = None
+_n_local = 1
 
 
 def team() -> Team:
@@ -50,6 +52,14 @@ def worker_threads() -> int | None:
     host.
     """
     return None if _n_cores is None else min(max(_n_cores, 2), 64)
+
+
+def default_memory() -> int:
+    """Return the memory limit of this process in bytes unless the user gives one.
+
+    The workers of a host share what a single process may use.
+    """
+    return default_memory_bytes(_n_local)
 
 
 def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
@@ -76,6 +86,7 @@ def join(
     *,
     facts: Callable[[], dict[str, object]] = dict,
     n_cores: int | None = None,
+    n_local: int = 1,
 ) -> None:
     """Make this process a member of a team, before its command runs.
 
@@ -84,9 +95,11 @@ def join(
             ``core.device.device.device_named``; None for the CPU.
         facts: returns the fields that ``launch_of`` adds to the workers' figures.
         n_cores: number of the host's cores that this worker may use; None if unknown.
+        n_local: number of workers on the host.
     """
-    global _team, _device, _facts, _n_cores
+    global _team, _device, _facts, _n_cores, _n_local
     _team = team
     _device = device
     _facts = facts
     _n_cores = n_cores
+    _n_local = n_local

@@ -352,6 +352,7 @@ def prune(
     keep_every: int | None = None,
     dry_run: bool = False,
     deep: bool = False,
+    trust_metadata: bool = False,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> Pruning:
@@ -366,6 +367,7 @@ def prune(
         keep_every: iterations divisible by this number stay, too.
         dry_run: only decide; nothing is removed.
         deep: read every byte of an iteration before it counts as valid.
+        trust_metadata: remove iterations although the data of the newest valid one were not read.
         memory_bytes: memory limit for reading data.
         progress: called with (bytes read, bytes in total) of what is validated.
 
@@ -373,7 +375,8 @@ def prune(
         What was removed (with ``dry_run``: would be), and what stays for which reasons.
 
     Raises:
-        UsageError: neither ``keep_last`` nor ``keep_every`` is given, or there are no iterations.
+        UsageError: neither ``keep_last`` nor ``keep_every`` is given, there are no iterations, or
+            without ``deep`` and ``trust_metadata``, no manifest proves the newest valid one.
         CheckpointingException: a tracker is damaged, an iteration changed meanwhile, or the system
             refuses.
     """
@@ -386,6 +389,7 @@ def prune(
         root=location_of(root),
         rules=KeepRules(keep_last=keep_last, keep_every=keep_every),
         level=Level.DEEP if deep else Level.HEADERS,
+        trusts_metadata=trust_metadata,
         memory_bytes=memory_bytes,
     )
     pruning = examine(job, progress=report)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
@@ -46,12 +47,15 @@ class TensorMeta:
         dtype: canonical dtype name (``core.arrays.dtypes``).
         shape: global shape, in elements.
         flexible: a reader may request another shape (the documented ``allow_shape_mismatch``).
+        attributes: what the checkpoint says about the tensor besides (``core.catalog.attributes``);
+            None if nothing. Tensors that differ only in it are equal.
     """
 
     key: str
     dtype: str
     shape: Shape
     flexible: bool = False
+    attributes: Mapping[str, object] | None = field(default=None, compare=False)
 
     @property
     def n_elements(self) -> int:
@@ -245,6 +249,8 @@ class Catalog(Generic[ArrayT_co]):
         optimizer: Megatron's optimizer without its tensors, in the global form.
         aliases: key → key whose bytes it shares (tied tensors).
         unsupported: key → kind of tensor, for tensors that are listed but cannot be copied.
+        attributes: path of a container, "" for the root → what the checkpoint says about it
+            (``core.catalog.attributes``).
         carried: path → key of the hidden uint8 tensor that is the file: configurations and
             tokenizers next to the weights.
         documents: path → bytes of small files that a layout created, to be written next to the
@@ -270,6 +276,7 @@ class Catalog(Generic[ArrayT_co]):
     optimizer: Optimizer | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     carried: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, bytes] = field(default_factory=dict)
     zeros: Mapping[str, Sequence[Box]] = field(default_factory=dict)
@@ -277,10 +284,32 @@ class Catalog(Generic[ArrayT_co]):
     dropped: tuple[str, ...] = ()
     write: WriteOptions = field(default_factory=WriteOptions)
     facets: Mapping[type, object] = field(default_factory=dict)
+    _by_entry: Callable[[str], dict[int, list[Fragment[ArrayT_co]]]] = field(
+        init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        # A layer has a few stacks (weights and biases), whose entries are asked for in turn.
+        object.__setattr__(self, "_by_entry", lru_cache(maxsize=8)(self._sort_by_entry))
 
     def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
         """Return the fragments of one tensor, replicas included, in a stable order."""
         return self.fragments_of(key)
+
+    def entry_fragments(self, key: str, number: int) -> Sequence[Fragment[ArrayT_co]]:
+        """Return the fragments of a tensor that contain elements of one entry of its first axis.
+
+        For tensors that stack others, such as the experts of a layer, which are asked for entry by
+        entry: the time is that of the entry's fragments, not of the tensor's.
+        """
+        return self._by_entry(key).get(number, ())
+
+    def _sort_by_entry(self, key: str) -> dict[int, list[Fragment[ArrayT_co]]]:
+        entries: dict[int, list[Fragment[ArrayT_co]]] = {}
+        for fragment in self.fragments_of(key):
+            for number in range(fragment.box.offset[0], fragment.box.end[0]):
+                entries.setdefault(number, []).append(fragment)
+        return entries
 
     def all_fragments(self) -> Iterator[Fragment[ArrayT_co]]:
         """Yield every fragment of every tensor and hidden tensor."""
@@ -358,7 +387,7 @@ class Catalog(Generic[ArrayT_co]):
         """Return a copy with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def with_hidden(self: Catalog, arrays: Mapping[str, StoredArray]) -> Catalog:
+    def with_hidden(self, arrays: Mapping[str, ArrayT_co]) -> Catalog[ArrayT_co]:
         """Return a copy with more hidden tensors, each of which is one array.
 
         Args:
@@ -368,7 +397,7 @@ class Catalog(Generic[ArrayT_co]):
             return self
         old_fragments_of = self.fragments_of
 
-        def fragments_of(key: str) -> Sequence[Fragment]:
+        def fragments_of(key: str) -> Sequence[Fragment[ArrayT_co]]:
             array = arrays.get(key)
             return old_fragments_of(key) if array is None else (whole_fragment(key, array),)
 

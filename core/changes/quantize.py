@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.arrays.box import Box, Shape
-from core.arrays.dtypes import dtype_called, dtype_of, itemsize
+from core.arrays.dtypes import DType, dtype_called, dtype_of, itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.stored import Extent, StoredArray
@@ -116,6 +116,21 @@ def is_float8(dtype: str) -> bool:
     return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
 
 
+def dequantized_type(name: str) -> DType:
+    """Return the element type that a user named for ``--dequantize``.
+
+    Raises:
+        UsageError: the name is not known, or not that of a float type of at least 16 bits.
+    """
+    target = dtype_called(name)
+    if target.kind != "float" or target.itemsize < 2:
+        raise UsageError(
+            f"--dequantize: {name!r} is not a float type of 16 bits or more",
+            hint="use bf16, fp16 or fp32",
+        )
+    return target
+
+
 def dequantize(
     catalog: Catalog,
     dtype: str = "bfloat16",
@@ -135,12 +150,7 @@ def dequantize(
         CorruptError: scales have a shape or dtype that does not fit, or belong to no tensor.
         UnsupportedError: the scheme of a weight cannot be dequantized.
     """
-    target = dtype_called(dtype)
-    if target.kind != "float" or target.itemsize < 2:
-        raise UsageError(
-            f"--dequantize: {dtype!r} is not a float type of 16 bits or more",
-            hint="use bf16, fp16 or fp32",
-        )
+    target = dequantized_type(dtype)
 
     # Find the scales and check them all now, so that no error comes in the middle of copying.
     of_torchao = dequantize_torchao(catalog, target.name)

@@ -141,9 +141,7 @@ DCP_METADATA = Code("CK150", Severity.ERROR, ".metadata cannot be read", "use an
 DCP_OVERLAP = Code(
     "CK151", Severity.ERROR, "items overlap in their file", "use an older checkpoint"
 )
-DCP_ITEM = Code(
-    "CK152", Severity.ERROR, "an item is not where .metadata places it", _AGAIN, Level.HEADERS
-)
+DCP_ITEM = Code("CK152", Severity.ERROR, "an item is not where .metadata places it", _AGAIN)
 DCP_ORPHAN = Code("CK153", Severity.NOTE, "unreferenced stored items", "no action needed")
 
 RANK_MISSING = Code("CK160", Severity.ERROR, "a rank's files are missing", _ALL_FILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.model_view import ModelView, model_view
@@ -26,7 +28,7 @@ from core.files.source_store import SourceStore
 from core.files.stated.checksum import StatedChecksums
 from core.files.stated.lookup import look_up_checksums
 from core.files.syscalls import allowed_cores
-from core.files.walk import Tree, list_tree, sparse_files
+from core.files.walk import FileEnds, Tree, read_ends, sparse_files
 from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.other_pickles import PickledContent, is_checkpoint_file, look_into
@@ -37,6 +39,7 @@ from core.megatron.rules.rules import Rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint
 from core.opening.pickled_tensors import pickled_tensors
+from core.opening.source_files import list_files
 from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.pickle.uses import Use
 from core.progress import OnProgress, Phase, report_bytes
@@ -49,6 +52,13 @@ if TYPE_CHECKING:
     from core.checks.comparison import ReferenceFingerprints
     from core.checks.plan_request import PlanRequest
     from core.fingerprint.definition import Fingerprint
+
+
+DATA = re.compile(
+    r"\.(pt|pth|bin|ckpt|pkl|safetensors|distcp|npy|json)$"
+    r"|(^|/)(\.metadata|\.zarray|\.zgroup|manifest\.ocdbt)$"
+)
+"""Names of files that have a header or an end record, and are never empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +189,22 @@ class Subject:
             if not any(name.startswith(f"{path}/") for name in recorded_paths)
         }
         depth = 0 if not self.has_folders else 1 if self.format is None else None
-        return list_tree(self.store.root, entry=self.store.entry, depth=depth, without=nested)
+        return list_files(self.store, self.format, below=nested, depth=depth)
 
     @cached_property
     def files(self) -> Mapping[str, int]:
         """Sizes in bytes of all regular files of the checkpoint, by relative path."""
         return self.tree.files
+
+    @cached_property
+    def ends(self) -> FileEnds:
+        """Both ends of every file; in an object store, of the files whose names say what they are.
+
+        There, each takes a request, and of the other files only the lengths count.
+        """
+        is_partial = self.format is None or isinstance(self.store, RemoteStore)
+        names = {name: size for name, size in self.files.items() if DATA.search(name)}
+        return read_ends(self.store, names if is_partial else self.files)
 
     @cached_property
     def other_pickles(self) -> Mapping[tuple[str, str | None], PickledContent]:
@@ -226,6 +246,12 @@ class Subject:
                 return None
             finally:
                 self._uses |= uses
+
+    @property
+    def n_unopened(self) -> int:
+        """Number of ranks whose files were assumed to have the content of other ranks' files."""
+        ranks = None if self.catalog is None else self.catalog.facet(RankFacts)
+        return 0 if ranks is None else ranks.n_unopened
 
     @property
     def uses(self) -> Set[Use]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import DcpFacts
 from core.catalog.file_image import FileImage
 from core.changes.select import without_optimizer
 from core.convert.apply_changes import apply_changes
@@ -83,14 +84,18 @@ def link_data_files(job: Job, source: Checkpoint) -> LinkedCheckpoint:
             hint="give one of the directories, or omit --metadata-only",
         )
     _check_options(job, format)
-    # The source's manifest is not linked: the destination gets its own.
-    files = [name for name in source.store.files() if not name.endswith("ckpt-manifest.json")]
+    # The data files are those that the entries lie in, in whatever folder; the files beside
+    # ``.metadata`` come with them. The manifest is not linked: the destination gets its own.
+    beside = [name for name in source.store.files() if not name.endswith("ckpt-manifest.json")]
     link = _link_torch_dist if format == "torch_dist" else _link_dcp
-    return link(job, catalog, files)
+    return link(job, catalog, beside)
 
 
-def _link_dcp(job: Job, catalog: Catalog, files: Sequence[str]) -> LinkedCheckpoint:
+def _link_dcp(job: Job, catalog: Catalog, beside: Sequence[str]) -> LinkedCheckpoint:
     """Link the data files that the changed catalog still refers to, with new metadata.
+
+    Args:
+        beside: files next to ``.metadata``, data files among them.
 
     Raises:
         UsageError: the changes would also change a file that is linked.
@@ -102,19 +107,21 @@ def _link_dcp(job: Job, catalog: Catalog, files: Sequence[str]) -> LinkedCheckpo
             f"--metadata-only links {META} unchanged, but the options drop or rename entries in it",
             hint="omit --metadata-only, or select other entries",
         )
-    used = {
+    names = {name for name in beside if not name.endswith((METADATA, ".distcp"))} | {
         fragment.array.extent.file
         for fragment in result.catalog.all_fragments()
         if fragment.array is not None
     }
-    names = [name for name in files if name in used or not name.endswith((METADATA, ".distcp"))]
     return LinkedCheckpoint(
-        result.catalog, tuple(names), (linked_metadata(result.catalog),), result.notes
+        result.catalog, tuple(sorted(names)), (linked_metadata(result.catalog),), result.notes
     )
 
 
-def _link_torch_dist(job: Job, catalog: Catalog, files: Sequence[str]) -> LinkedCheckpoint:
+def _link_torch_dist(job: Job, catalog: Catalog, beside: Sequence[str]) -> LinkedCheckpoint:
     """Link all files of a torch_dist checkpoint, whose metadata holds for any parallel sizes.
+
+    Args:
+        beside: files next to ``.metadata``, data files among them.
 
     Raises:
         UnsupportedError: the optimizer state loads only at the sizes that it was saved with, and
@@ -128,7 +135,8 @@ def _link_torch_dist(job: Job, catalog: Catalog, files: Sequence[str]) -> Linked
             hint="omit --metadata-only",
         )
     note = "torch_dist loads at any parallel sizes, so the metadata and arguments are the source's"
-    return LinkedCheckpoint(catalog, tuple(files), (), (note,))
+    facts = catalog.facet(DcpFacts) or DcpFacts()
+    return LinkedCheckpoint(catalog, tuple(sorted({*beside, *facts.item_files})), (), (note,))
 
 
 def _check_options(job: Job, format: str) -> None:

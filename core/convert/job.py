@@ -9,13 +9,14 @@ from typing import Any, Self
 
 from core.convert.report.dropped import DroppedReason
 from core.device.device import Device
+from core.files.syscalls import default_memory_bytes
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.version import MegatronVersion
 from core.merge.request import Merge
 from core.team.protocol import Figures
 
 MIB = 1 << 20
-DEFAULT_MEMORY_BYTES = 512 * MIB
+DEFAULT_MEMORY_BYTES = default_memory_bytes()
 DEFAULT_THREADS = 2
 
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -116,6 +117,7 @@ class Job:
         weights_only: set aside every object that ``torch.load(weights_only=True)`` refuses, even
             where it could stay as it was.
         drop_unknown: drop objects of unknown classes where the target cannot hold them.
+        drop_missing: leave out entries that an index lists without data.
         missing_chunks: ``fill`` zarr chunks that are not stored, or ``error`` to refuse them
             (``core.opening.open``).
         replicas: ``error`` compares the copies of a tensor that several ranks hold and refuses
@@ -178,6 +180,7 @@ class Job:
     metadata_only: bool = False
     weights_only: bool = False
     drop_unknown: bool = False
+    drop_missing: bool = False
     missing_chunks: str = "fill"
     replicas: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES

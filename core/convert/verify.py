@@ -24,7 +24,7 @@ from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.files.source_store import SourceStore
-from core.files.store import LocalStore, TargetStore
+from core.files.store import LocalStore, TargetStore, list_files_below
 from core.files.syscalls import drop_from_cache
 from core.megatron.model.topology import Topology
 from core.megatron.placement.adapter_rows import to_stored_order
@@ -50,7 +50,7 @@ def check_memory(plan: Plan, memory_bytes: int) -> None:
         raise CapacityError(
             f"--verify needs {-(-least // MIB):,} MiB of memory, "
             f"but the limit is {memory_bytes // MIB:,} MiB",
-            hint=f"set the memory limit to at least {-(-least // MIB)} MiB",
+            hint=f"set --memory to at least {-(-least // MIB)}MiB",
         )
 
 
@@ -111,7 +111,7 @@ def plan_comparison(
     checkpoint = open_checkpoint(written)
     store = checkpoint.store
     try:
-        for name in store.files() if isinstance(store, LocalStore) else ():
+        for name in list_files_below(store) if isinstance(store, LocalStore) else ():
             forget_cached(store.path(name))
 
         # Bring the destination under the plan's keys; rank files hold shards under other names.

@@ -27,6 +27,7 @@ import fcntl
 import os
 import signal
 from collections.abc import Collection
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ _AT_FDCWD = -100
 _SYNC_FILE_RANGE_WRITE = 2
 _PR_SET_PDEATHSIG = 1
 _MISSING = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_LEAST_MEMORY_BYTES = 512 << 20
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
@@ -64,6 +66,45 @@ def allowed_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def default_memory_bytes(
+    n_processes: int = 1,
+    *,
+    proc_dir: Path = Path("/proc"),
+    cgroup_dir: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Return the memory that a process may use unless the user says otherwise.
+
+    It is a quarter of the memory that the machine or the control group has, but at least 512 MiB.
+
+    Args:
+        n_processes: number of processes of this program that share the machine.
+        proc_dir, cgroup_dir: mount points of the kernel's file systems.
+    """
+    return max(_LEAST_MEMORY_BYTES, _memory_bytes(proc_dir, cgroup_dir) // 4 // n_processes)
+
+
+def _memory_bytes(proc_dir: Path, cgroup_dir: Path) -> int:
+    """Return the memory of the machine, or that of the control group if it is less."""
+    sizes = []
+    with suppress(OSError, ValueError):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # A container sees the limits of its group at the mount point; a job of a batch system is in a
+    # group below it, and each group above limits it, too. v1 has another file, with a huge number
+    # where there is no limit.
+    folders = [cgroup_dir, cgroup_dir / "memory"]
+    with suppress(OSError, ValueError):
+        for line in (proc_dir / "self/cgroup").read_text("utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                group = cgroup_dir / controllers / path.strip("/")
+                folders += [group, *group.parents]
+    for folder in dict.fromkeys(folders):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):
+                sizes.append(int((folder / name).read_text("ascii")))
+    return min((size for size in sizes if size > 0), default=0)
 
 
 def bind_to_cores(cores: Collection[int]) -> bool:

@@ -66,6 +66,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "softmax_scale": (None,),
     "glu_linear_offset": (0, 0.0, None),
     "layernorm_epsilon": (1e-5,),
+    "dsa_indexer_topk_freq": (1, None),
     **dict.fromkeys(_FACTORS, (1, 1.0, None)),
     **dict.fromkeys(_OFF, (False, None, 0, "")),
 }

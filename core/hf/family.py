@@ -44,7 +44,7 @@ _FIELDS = frozenset(
             "checked",
             "caution",
         ),
-        *("config", "mtp_names", "reasons"),
+        *("config", "mtp_names", "reasons", "inert"),
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
 )
@@ -163,6 +163,7 @@ class Family:
     fixed_args: Mapping[str, object]
     fixed_config: Mapping[str, object]
     reasons: Mapping[str, str]
+    inert: Mapping[str, str]
     is_detected: bool
     mtp_names: PredictionNames
     implementation: str
@@ -327,6 +328,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         fixed_args=table["fixed"]["args"],
         fixed_config=table["fixed"]["config"],
         reasons=table.get("reasons", {}),
+        inert=table.get("inert", {}),
         is_detected=table.get("detected", True),
         mtp_names=PredictionNames(**table.get("mtp_names", {})),
         implementation=table.get("implementation", DEFAULT_IMPLEMENTATION),

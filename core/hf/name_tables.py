@@ -126,7 +126,9 @@ def _strips_of(
     stored: list[list[Strip]] = [[] for _ in extents]
     for number in dict.fromkeys(tensor_of):
         members = [n for n, tensor in enumerate(tensor_of) if tensor == number]
-        for strip in interleave_by_group([extents[n] for n in members], n_alternations):
+        # A part that has its tensor to itself does not alternate with anything.
+        groups = n_alternations if len(members) > 1 else 1
+        for strip in interleave_by_group([extents[n] for n in members], groups):
             stored[members[strip.part]].append(strip)
     return tuple(chain_strips(interleave_by_group(extents, n_groups), stored, tensor_of))
 

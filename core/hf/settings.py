@@ -27,8 +27,10 @@ way                     config.json                  argument
                                                      number of query heads
 ``blocks``              ``block_configs``, one       ``heterogeneous_layers_config_encoded_json``,
                         description per layer        the text of a ``config.json`` with them
-``indexers``            ``indexer_types``, one name  1: every layer has an indexer of its own
-                        per layer
+``indexers``            ``indexer_types``, one name  ``dsa_indexer_topk_freq``: every n-th layer has
+                        per layer                    an indexer of its own
+``first_indexers``      the same                     ``dsa_indexer_skip_topk_offset``, the number of
+                                                     layers at the beginning that all have one
 ``pattern``             ``layers_block_type`` or     ``hybrid_override_pattern``, one symbol per
                         ``num_hidden_layers``        layer (``core.hf.config_json.hybrid``)
 ======================  ===========================  ===============================================
@@ -47,7 +49,7 @@ from dataclasses import dataclass
 from core.errors import CorruptError, UnsupportedError
 from core.hf.block_configs import block_configs, check_blocks
 from core.hf.values import CONFIG, count_of
-from core.megatron.model.args import linear_layers
+from core.megatron.model.args import layers_without_indexer, linear_layers
 
 WAYS = (
     "number",
@@ -65,6 +67,7 @@ WAYS = (
     "one_group",
     "pattern",
     "indexers",
+    "first_indexers",
 )
 _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
@@ -74,6 +77,8 @@ _GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu_fast": True, _EXACT
 _GELU_ARGUMENT = "bias_gelu_fusion"
 _ATTENTION = {"linear_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has linear attention."""
+_INDEXERS = {"F": "full", "S": "shared"}
+"""Letter of ``index_topk_pattern`` → entry of ``indexer_types``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +154,9 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return config["hybrid_override_pattern"]
     if setting.way == "linear_layers":
         return _linear_frequency(setting, config, n_layers)
-    if setting.way == "indexers":
-        _check_indexers(setting, config)
-        return 1
+    if setting.way in ("indexers", "first_indexers"):
+        every, n_first = _indexer_frequency(setting, config, n_layers)
+        return every if setting.way == "indexers" else n_first
     if setting.way == "blocks":
         check_blocks(setting.name, value)
         # Megatron's training script compares other values of the text with its arguments.
@@ -219,13 +224,9 @@ def setting_value(
                 f"for each of the {heads} query heads"
             )
         return bool(fields.get("group_query_attention")) and groups == 1
-    if setting.way == "indexers":
-        if argument not in (None, 1):
-            raise UnsupportedError(
-                f"dsa_indexer_topk_freq is {argument!r}: layers that use the choice of an earlier "
-                "layer's indexer are not supported"
-            )
-        return ["full"] * n_layers
+    if setting.way in ("indexers", "first_indexers"):
+        unindexed = layers_without_indexer(fields, n_layers)
+        return ["shared" if layer in unindexed else "full" for layer in range(n_layers)]
     if setting.way == "linear_layers":
         linear = linear_layers(fields, n_layers)
         return [
@@ -317,18 +318,62 @@ def _linear_frequency(
     return first if linear == [int(bool((n + 1) % first)) for n in range(n_layers)] else linear
 
 
-def _check_indexers(setting: Setting, config: Mapping[str, object]) -> None:
-    """Raise UnsupportedError if a layer of sparse attention has no indexer of its own."""
-    types = config.get(setting.name)
-    names = () if types is not None else ("index_topk_freq", "index_topk_pattern")
-    others = [name for name in names if config.get(name) not in (None, 1)]
-    if others or (isinstance(types, list) and set(map(str, types)) - {"full"}):
-        name = others[0] if others else setting.name
+def indexer_types(
+    config: Mapping[str, object], n_layers: int, *, name: str = "indexer_types"
+) -> list[str]:
+    """Return ``full`` for each layer with an indexer, and ``shared`` for each other layer.
+
+    Args:
+        config: has a list, a text with a letter for each layer (``index_topk_pattern``), a number
+            (``index_topk_freq``, ``index_skip_topk_offset``), or nothing: every layer has one.
+        name: name of the list.
+
+    Raises:
+        CorruptError: the configuration is malformed.
+    """
+    types, pattern = config.get(name), config.get("index_topk_pattern")
+    if types is None and pattern is None:
+        every = max(count_of(config, "index_topk_freq", default=1, least=0), 1)
+        offset = count_of(config, "index_skip_topk_offset", default=2, least=0)
+        return [
+            "shared" if max(layer + 1 - offset, 0) % every else "full" for layer in range(n_layers)
+        ]
+    if types is None and isinstance(pattern, str):
+        types = [_INDEXERS.get(letter, letter) for letter in pattern]
+    elif types is None:
+        types = pattern
+    is_list = isinstance(types, list) and set(map(str, types)) <= {*_INDEXERS.values()}
+    if not isinstance(types, list) or not is_list or len(types) < n_layers:
+        raise CorruptError(
+            f"{name} is {repr(types)[:80]}, not {n_layers} times full or shared", file=CONFIG
+        )
+    return types[:n_layers]
+
+
+def _indexer_frequency(
+    setting: Setting, config: Mapping[str, object], n_layers: int
+) -> tuple[int, int]:
+    """Return ``dsa_indexer_topk_freq`` and ``dsa_indexer_skip_topk_offset``.
+
+    Raises:
+        CorruptError: the configuration is malformed.
+        UnsupportedError: the layers with an indexer follow no such rule.
+    """
+    full = [kind == "full" for kind in indexer_types(config, n_layers, name=setting.name)]
+    if all(full):
+        return 1, 0
+    n_first = full.index(False)
+    next_full = full.index(True, n_first) if True in full[n_first:] else max(n_layers, n_first + 2)
+    every = next_full - n_first + 1
+    fields = {"dsa_indexer_topk_freq": every, "dsa_indexer_skip_topk_offset": n_first}
+    unindexed = layers_without_indexer(fields, n_layers)
+    if n_first == 0 or full != [layer not in unindexed for layer in range(n_layers)]:
         raise UnsupportedError(
-            f"{name} is {repr(config[name])[:80]}: layers that use the choice of an earlier "
-            "layer's indexer are not supported",
+            f"the layers with an indexer of their own ({setting.name}) are neither the first ones "
+            "nor at regular intervals from there, as Megatron's are",
             file=CONFIG,
         )
+    return every, n_first
 
 
 def _rotated_layers(setting: Setting, config: Mapping[str, object], n_layers: int) -> list[int]:

@@ -137,7 +137,8 @@ def text_model_of(
         )
     names = _text_names(catalog, config)
     text_config = text_config_of(config, has_head="lm_head.weight" in names, defaults=defaults)
-    others = [key for key in catalog.tensors if key not in set(names.values())]
+    text_keys = set(names.values())
+    others = [key for key in catalog.tensors if key not in text_keys]
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key not in names:
@@ -311,7 +312,7 @@ def _with_single_experts(text: Catalog, transposed: Set[str]) -> Catalog:
         expert = (
             transpose_matrix(text, stack, number)
             if stack in transposed
-            else list(take_from_stack(key, text.fragments(stack), number))
+            else list(take_from_stack(text, stack, number, key=key))
         )
         return take_apart(key, strips_of[stack], part, expert)
 

@@ -34,6 +34,7 @@ from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, pairs_of
+from core.hf.notes import notes_on_model
 from core.hf.optimizer.groups import PARAM_GROUPS
 from core.hf.optimizer.restored import restored_optimizer
 from core.hf.optimizer.states import (
@@ -42,7 +43,6 @@ from core.hf.optimizer.states import (
     states_by_name,
 )
 from core.hf.optimizer.to_global import NO_STATES, convert_states
-from core.hf.settings import gelu_notes
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
 from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
@@ -63,8 +63,12 @@ _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
-_ENGINE_ONLY = frozenset({"hybrid", "parallel_mamba", "linear_attention"})
-"""Features of layers that Megatron builds of Transformer Engine's modules alone."""
+_ENGINE_ONLY = frozenset({"hybrid", "parallel_mamba", "linear_attention", "latent"})
+"""Features of layers that Megatron builds of Transformer Engine's modules alone.
+
+So are RMSNorms that store their weights minus one; and the local attention core takes no
+``k_channels``, which latent attention gives it (megatron-core 0.12 to 0.19 and d98e8a64).
+"""
 _LINEAR = re.compile(
     r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj|self_attention|mlp)\.weight$"
 )
@@ -208,11 +212,9 @@ def to_megatron(
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
         *_building_notes(family, config, model),
-        *gelu_notes(family.settings, fields),
-        *(
-            (_names_note(family, model, is_composite=separated is not None),)
-            if transformer_impl is None
-            else ()
+        *notes_on_model(family, fields),
+        *_names_notes(
+            family, model, is_composite=separated is not None, requested=transformer_impl
         ),
         *(() if note is None else (note,)),
         *(() if restored is None else restored.notes),
@@ -276,19 +278,34 @@ def _notes(
         yield f"{names}: copies of other tensors, not stored twice"
 
 
-def _names_note(family: Family, model: Model, *, is_composite: bool) -> str:
-    """Return the note about the implementation whose module names are written by default.
+def _names_notes(
+    family: Family, model: Model, *, is_composite: bool, requested: str | None
+) -> Iterator[str]:
+    """Yield the note about the implementation whose module names are written.
 
     Args:
         family: family of the model.
         model: the text model.
         is_composite: the model has towers besides.
+        requested: the implementation that the user named; None for the default.
     """
-    if model.is_local:
-        return "module names are for --transformer-impl local"
-    note = "module names are for Transformer Engine, Megatron's default"
-    has_local = not (is_composite or family.builder or _ENGINE_ONLY & family.requires)
-    return f"{note}; for --transformer-impl local, add that option" if has_local else note
+    args = family.fixed_args
+    is_minus_one = (
+        args.get("layernorm_zero_centered_gamma") is True and args.get("normalization") == "RMSNorm"
+    )
+    has_local = not (
+        is_composite or family.builder or _ENGINE_ONLY & family.requires or is_minus_one
+    )
+    if requested == "local" and not has_local:
+        yield (
+            "module names are for --transformer-impl local, of which Megatron builds no "
+            f"{family.model_type} models: omit it for Transformer Engine's names"
+        )
+    elif requested is None and model.is_local:
+        yield "module names are for --transformer-impl local"
+    elif requested is None:
+        note = "module names are for Transformer Engine, Megatron's default"
+        yield f"{note}; for --transformer-impl local, add that option" if has_local else note
 
 
 def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:
@@ -311,7 +328,12 @@ def _building_notes(family: Family, config: Mapping[str, object], model: Model) 
             f"decoder's last layer has them, and those of {family.model_type} models have none: "
             "Megatron-Bridge builds them"
         )
-    yield from family.notes()
+    if model.unindexed:
+        yield (
+            f"{len(model.unindexed)} layers use the choice of an earlier layer's indexer: Megatron "
+            "builds them since megatron-core 0.19, and every pipeline stage must begin with a "
+            "layer that has an indexer"
+        )
     unsaid = unsaid_rope(config, family)
     if unsaid is not None:
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"

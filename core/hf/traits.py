@@ -45,7 +45,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.megatron.model.args import linear_layers
+from core.megatron.model.args import layers_without_indexer, linear_layers
 from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
 from core.megatron.model.hybrid import pattern_of
 
@@ -101,6 +101,8 @@ class Model:
         linear: numbers of the layers with linear attention; None if no layer has it.
         window: numbers of the layers with a window that have heads of their own, those of
             multi-token prediction counted on from the decoder's; None if no layer has them.
+        unindexed: numbers of the decoder's layers of sparse attention that have no indexer and use
+            the choice of an earlier layer's.
         sizes: extents by name, see the module's table.
         features: names of ``FEATURES`` that the model has; they distinguish families.
         traits: conditions under which tensors exist, except the kinds of layers (``kinds_of``).
@@ -125,6 +127,7 @@ class Model:
     prediction: tuple[str, ...] | None = None
     linear: frozenset[int] | None = None
     window: frozenset[int] | None = None
+    unindexed: frozenset[int] = frozenset()
     blocks: tuple[LayerBlocks, ...] | None = None
 
     def sizes_of(self, layer: int | None) -> Mapping[str, int]:
@@ -145,7 +148,8 @@ class Model:
 
     def kinds_of(self, layer: int) -> frozenset[str]:
         """Return the kinds of a layer: ``dense`` or ``moe``, ``linear``, ``window`` or ``full``
-        attention; or the one kind of a hybrid model's layer.
+        attention, ``indexer`` unless it uses an earlier layer's; or the one kind of a hybrid
+        model's layer.
         """
         if self.kinds is not None:
             return frozenset((self.kinds[layer],))
@@ -156,18 +160,20 @@ class Model:
         if self.linear is not None and layer in self.linear:
             return frozenset((mlp, "linear"))
         has_window = self.window is not None and layer in self.window
-        return frozenset((mlp, "window" if has_window else "full"))
+        indexer = () if layer in self.unindexed else ("indexer",)
+        return frozenset((mlp, "window" if has_window else "full", *indexer))
 
     def prediction_kinds_of(self, number: int, *, is_dense: bool) -> frozenset[str]:
         """Return the kinds of a layer of multi-token prediction: those of the decoder's last one.
 
-        A layer whose attention depends on its number is counted on from the decoder's.
+        A layer whose window depends on its number is counted on from the decoder's. Indexers are
+        counted anew: these layers have one of their own.
 
         Args:
             number: number of the layer among those of multi-token prediction.
             is_dense: it has no experts, even where the decoder's last layer has.
         """
-        kinds = self.kinds_of(self.n_layers - 1)
+        kinds = self.kinds_of(self.n_layers - 1) | {"indexer"}
         if is_dense:
             kinds = kinds - {"moe"} | {"dense"}
         if self.window is not None:
@@ -291,6 +297,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         prediction=prediction,
         linear=linear_layers(fields, n_layers) if "linear_attention" in features else None,
         window=None if window is None else window.layers,
+        unindexed=layers_without_indexer(fields, n_layers) if "sparse" in features else frozenset(),
         blocks=blocks_of(fields),
     )
 

@@ -40,7 +40,7 @@ from core.formats.torch.nested_names import uses_in
 from core.megatron.model.topology import Topology
 from core.opening.open import Checkpoint
 from core.opening.target import retyped
-from core.pickle.inert import Inert, walk
+from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused, judge
 from core.plan.match import OVERLAPS_RULE
 from core.plan.plan import make_plan
@@ -389,15 +389,8 @@ class _Trials:
 
 def _has_many_values(catalog: Catalog) -> bool:
     """Return whether the objects have too many values to plan writing them."""
-    n_values = 0
-    for node in walk([item.value for item in catalog.objects.values() if item.raw_key is None]):
-        if isinstance(node, (list, tuple, dict, set, frozenset)):
-            n_values += len(node)
-        elif isinstance(node, Inert):
-            n_values += len(node.items) + len(node.entries)
-        if n_values > MANY_VALUES:
-            return True
-    return False
+    values = [item.value for item in catalog.objects.values() if item.raw_key is None]
+    return count_values(values, limit=MANY_VALUES) > MANY_VALUES
 
 
 def _thinned(catalog: Catalog) -> Catalog:

@@ -29,7 +29,7 @@ from core.files.remote_path import RemotePath
 from core.files.store import translate_os_errors
 from core.files.syscalls import allowed_cores, flush, rename_new
 from core.files.url import refuse_url
-from core.files.walk import list_tree, sparse_files
+from core.files.walk import sparse_files
 from core.fingerprint.definition import Fingerprint
 from core.fingerprint.kernel import fastest_products
 from core.manifest.file import FileSum, ManifestArray, manifest_lines, manifest_name
@@ -40,6 +40,7 @@ from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
+from core.opening.source_files import list_files
 from core.progress import OnProgress, Phase, count_steps, report_bytes
 from core.scan.run import DEFAULT_MEMORY_BYTES, scan
 from core.scan.sums import ScanResult, WantedSums
@@ -238,7 +239,7 @@ def _open_source(
     try:
         form = canonical(opened, rules=load_rules(rules))
         # Separate checkpoints below this one, and manifests, are not part of the checkpoint.
-        sizes = list_tree(opened.store.root, entry=opened.store.entry, without=opened.below).files
+        sizes = list_files(opened.store, opened.format, below=opened.below).files
         files = {
             name: size for name, size in sizes.items() if not is_manifest(name.removesuffix(_PART))
         }

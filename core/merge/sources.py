@@ -31,13 +31,17 @@ from core.opening.source_files import config_of_source
 
 
 def open_others(
-    request: Merge, *, missing_chunks: str, on_open: Callable[[int], None] | None = None
+    request: Merge,
+    *,
+    missing_chunks: str,
+    drop_missing: bool,
+    on_open: Callable[[int], None] | None = None,
 ) -> list[Checkpoint]:
     """Open the other sources; the caller closes their stores.
 
     Args:
         request: the merge.
-        missing_chunks, on_open: as for ``core.opening.open.open_checkpoint``.
+        missing_chunks, drop_missing, on_open: as for ``core.opening.open.open_checkpoint``.
 
     Raises:
         CheckpointingException: a path is not a checkpoint, or its metadata is damaged.
@@ -46,7 +50,14 @@ def open_others(
     try:
         for path in request.others:
             with in_checkpoint(str(path)):
-                others.append(open_checkpoint(path, missing_chunks=missing_chunks, on_open=on_open))
+                others.append(
+                    open_checkpoint(
+                        path,
+                        missing_chunks=missing_chunks,
+                        drop_missing=drop_missing,
+                        on_open=on_open,
+                    )
+                )
     except BaseException:
         for other in others:
             other.store.close()

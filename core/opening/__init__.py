@@ -1,9 +1,9 @@
 """Turn a path into a store, a format and a catalog, and a catalog into its other forms.
 
-Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a checkpoint,
-``absent`` which path was meant; ``source_files`` lists the files without tensors; ``canonical``
-builds the form that does not depend on format and layout; ``target`` divides a catalog into the
-arrays of a destination.
+Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a checkpoint, and
+which one was meant; ``other_software`` names what other programs wrote; ``source_files`` lists the
+files without tensors; ``canonical`` builds the form that does not depend on format and layout;
+``target`` divides a catalog into the arrays of a destination.
 Imports: arrays, catalog, changes, errors, files, files.ranges, formats, formats.deepspeed,
 formats.huggingface, formats.mcore, formats.safetensors, formats.torch, formats.trainer,
 formats.zarr, megatron.extras, megatron.optimizer, megatron.reshard, pickle, plan.

@@ -33,8 +33,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import some_of
@@ -42,6 +43,8 @@ from core.errors import (
     CheckpointingException,
     CorruptError,
     MissingShardError,
+    ReplicaMismatchError,
+    UnsafeError,
     UnsupportedError,
     UsageError,
     is_at_or_below,
@@ -52,12 +55,14 @@ from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
+from core.formats.huggingface.files import files_in_folder, with_files
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nemo_context
+from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
-from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
-from core.opening.unrecognised import checkpoints_below, listed, refusal_of
+from core.opening.other_software import refuse_other_software
+from core.opening.unrecognised import absent, checkpoints_below, listed, refusal_of
 from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
 
@@ -131,7 +136,9 @@ def open_checkpoint(
     *,
     iteration: int | None = None,
     samples: bool = False,
+    needs_optimizer: bool = True,
     missing_chunks: str = FILL,
+    drop_missing: bool = False,
     on_open: Callable[[int], None] | None = None,
 ) -> Checkpoint:
     """Find the checkpoint at ``path`` and read its metadata.
@@ -141,7 +148,10 @@ def open_checkpoint(
         iteration: the iteration of a root to open; None for its tracker's, else the newest.
         samples: open only one of several similar files, if the format supports it. The catalog is
             then good for inspecting, not for converting.
+        needs_optimizer: raise if the optimizer cannot be read; False to read the weights from other
+            files then, with a note, if the format has such files.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
+        drop_missing: leave out entries that an index lists without data; a note names them.
         on_open: becomes that of the store (``core.files.store.SourceStore``); the caller resets it
             when the files that are opened are no longer to be counted.
 
@@ -163,15 +173,18 @@ def open_checkpoint(
             raise location.failure
         assert format is not None, "nothing failed, so a format was recognised"
         # Metadata consists of so many small objects that the garbage collector would dominate.
-        with noting_uses() as uses, gc_paused():
-            catalog = (
-                format.sample(store)
-                if samples and format.sample is not None
-                else format.read(store)
-            )
+        allowed = leaving_out_missing() if drop_missing else nullcontext(())
+        with noting_uses() as uses, gc_paused(), allowed as left_out:
+            read = format.sample if samples and format.sample is not None else format.read
+            catalog = read(store) if needs_optimizer else _read_despite_optimizer(store, format)
+            for folder in format.side_folders if store.entry is None else ():
+                catalog = with_files(catalog, files_in_folder(store, folder))
             if catalog.common is not None and location.path.name == WEIGHTS:
                 catalog = _with_context_above(catalog, location.path)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
+        if left_out:
+            keys = some_of(list(left_out))
+            notes = (*notes, f"left out, as an index lists it without data: {keys}")
     except BaseException as err:
         store.close()
         if isinstance(err, CheckpointingException):
@@ -197,6 +210,34 @@ def open_checkpoint(
         below=location.below,
         passed=location.passed,
     )
+
+
+def _read_despite_optimizer(store: SourceStore, format: Format) -> Catalog:
+    """Read a checkpoint; if that fails, its weights from files that hold them beside the optimizer.
+
+    Raises:
+        CheckpointingException: as for ``open_checkpoint``: both fail, or the first one for a reason
+            that concerns the weights as well.
+    """
+    try:
+        return format.read(store)
+    except (UnsafeError, ReplicaMismatchError):
+        raise
+    except CheckpointingException as err:
+        if format.read_weights is None:
+            raise
+        try:
+            catalog = format.read_weights(store)
+        except UnsupportedError:
+            raise  # the weights cannot be read for a reason of their own
+        except CheckpointingException:
+            raise err from None
+        place = "" if err.file is None else f"{err.file}: "
+        note = (
+            f"the optimizer cannot be read ({place}{err.message}); the weights are those that the "
+            "model's files have in its own precision"
+        )
+        return replace(catalog, notes=(*catalog.notes, note))
 
 
 def _with_context_above(catalog: Catalog, path: Path) -> Catalog:
@@ -513,6 +554,7 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
         raise UnsupportedError(
             "the directory is empty", file=store.label, hint="point at a checkpoint"
         )
+    refuse_other_software(store)
     try:
         format = sniffed(store)
     except UnsupportedError as err:
@@ -520,7 +562,17 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
         raise refusal_of(store, known=err.hint or "", below=below) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
-    return format, checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
+    below = checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
+    # What the index lists is no separate checkpoint, whatever its folder is called. The index is
+    # read only if there is something to decide.
+    if below and format.list_indexed is not None:
+        own = {
+            place.as_posix()
+            for file in format.list_indexed(store)
+            for place in (PurePosixPath(file), *PurePosixPath(file).parents)
+        }
+        below = [path for path in below if path not in own]
+    return format, below
 
 
 def _is_checkpoint(store: SourceStore) -> bool:

@@ -21,12 +21,14 @@ from core.catalog.files_beside import carried_of
 from core.files.json_object import parse_json_object
 from core.files.source_store import SourceStore, open_store
 from core.files.store import list_files_below
+from core.files.walk import REPEATED_LINK, Tree, list_tree
 from core.formats.deepspeed.files import FORMATS
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
 
 if TYPE_CHECKING:
+    from core.formats.format import Format
     from core.opening.open import Checkpoint
 
 _BOOKKEEPING = re.compile(
@@ -35,7 +37,8 @@ _BOOKKEEPING = re.compile(
     r"|.*\.index(\..+)?\.json"  # indexes of weights in a second format
     r"|(.*\.)?ckpt-(manifest\.json|objects\.pt)"  # files of this project
     r"|(.*/)?[^/]*\.sync/.*"  # locks of Megatron's zarr backend
-    r"|(.*/)?ocdbt\.process_\d+/.*",  # files of single Orbax processes, before merging
+    r"|(.*/)?ocdbt\.process_\d+/.*"  # files of single Orbax processes, before merging
+    r"|(.*/)?commit_success\.txt",  # Orbax's mark of a finished save
     re.DOTALL,
 )
 _TOOL = re.compile(r"zero_to_\w+\.py")
@@ -82,6 +85,34 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     if state is not None:
         above = [name for name in above if name not in {*state.files.values(), *state.left_out}]
     return [*_folded(unread), *source.below, *_empty_folders(store), *above]
+
+
+def list_files(
+    store: SourceStore, format: Format | None, *, below: Collection[str], depth: int | None = None
+) -> Tree:
+    """List the files of a checkpoint: those in its directory, and those that its index names.
+
+    The walk lists a directory once; links may give its files further names, which an index may use.
+
+    Args:
+        format: the checkpoint's format; None if no format recognises it.
+        below: relative paths of separate checkpoints.
+        depth: as for ``core.files.walk.list_tree``.
+    """
+    tree = list_tree(store.root, entry=store.entry, depth=depth, without=below)
+    links = tuple(f"{path}/" for path, kind in tree.irregular.items() if kind == REPEATED_LINK)
+    if not links or format is None or format.list_indexed is None:
+        return tree
+    for name in format.list_indexed(store):
+        if name.startswith(links) and name not in tree.files and store.exists(name):
+            tree.files[name] = store.size(name)
+            tree.irregular = {
+                path: kind
+                for path, kind in tree.irregular.items()
+                if not name.startswith(f"{path}/")
+            }
+    tree.files = dict(sorted(tree.files.items()))
+    return tree
 
 
 def documents_above(source: Checkpoint) -> dict[str, bytes]:

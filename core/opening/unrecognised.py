@@ -1,19 +1,29 @@
-"""Explain why a path is not a checkpoint in a known format, and what to point at instead."""
+"""Explain why a path does not exist or is not a checkpoint, and what to point at instead."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
-from core.errors import CheckpointingException, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+    most_similar,
+)
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
-from core.formats.safetensors.files import SUFFIX
+from core.files.url import hub_download
+from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.safetensors.header import looks_like_header
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.tree import stream_kind
+from core.opening.other_software import explain_unrecognised
 
 CHECKPOINTS_BELOW = "opening.below"
 """Rule of the error for a directory that is no checkpoint, but contains some."""
@@ -23,22 +33,41 @@ _MOST_OPENED = 32
 """Maximum number of files of a directory whose first bytes are read."""
 _MOST_FOLDERS = 1000
 _MOST_LEVELS = 3
-_OTHER_FORMATS = (
-    (re.compile(r"\.gguf$"), "a GGUF file"),
-    (re.compile(r"\.nemo$"), "a NeMo archive"),
-    (re.compile(r"\.(h5|keras)$"), "a Keras file"),
-    (re.compile(r"\.msgpack$"), "a Flax file"),
-    (re.compile(r"\.onnx$"), "an ONNX model"),
-    (re.compile(r"\.npz$"), "a NumPy archive"),
-    (re.compile(r"\.npy$"), "a NumPy array"),
-    (
-        re.compile(r"(\.data-\d+-of-\d+|\.ckpt(-\d+)?\.(index|meta)|^saved_model\.pb)$"),
-        "a TensorFlow checkpoint",
-    ),
-)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""The form of a model's name on the Hugging Face Hub: owner/model."""
+_MOST_NAMES = 10_000
+"""Maximum number of names of a directory that are compared with a misspelt one."""
 
 
-def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> UnsupportedError:
+def absent(path: Path, *, what: str = "no such file or directory") -> UsageError:
+    """Return the error for a path that does not exist, with the most similar one that does."""
+    hint = None if os.path.lexists(path) else _similar_path(path)
+    if hint is None and _HUB_ID.fullmatch(str(path)) and not path.parent.exists():
+        command = hub_download(str(path))
+        hint = f"if this is a model on the Hugging Face Hub, download it first: {command}"
+    return UsageError(what, file=str(path), hint=hint or "check the spelling of the path")
+
+
+def _similar_path(path: Path) -> str | None:
+    """Return the hint that names a path with a similar spelling; None if there is none."""
+    # The first part that does not exist is the misspelt one; the rest is kept where it fits.
+    missing = path
+    while missing.parent != missing and not os.path.lexists(missing.parent):
+        missing = missing.parent
+    try:
+        with os.scandir(missing.parent) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+    except OSError:
+        return None
+    names = [name for name in names if name.startswith(".") == missing.name.startswith(".")]
+    similar = most_similar(missing.name, sorted(names))
+    if similar is None:
+        return None
+    near, rest = missing.parent / similar, path.relative_to(missing)
+    return f"did you mean {near / rest if os.path.lexists(near / rest) else near}?"
+
+
+def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> CheckpointingException:
     """Return the error for a directory or file that no format recognises.
 
     Args:
@@ -60,6 +89,8 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Unsup
         else f"point at one of them: {listed(places)}"
     )
     if loose:
+        if sum(name.endswith(SUFFIX) for name in loose) > 1:
+            hint += f"; files of one model need an index (model{INDEX_SUFFIX})"
         count = (
             "one torch or safetensors file"
             if len(loose) == 1
@@ -71,24 +102,23 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Unsup
         message = "not a checkpoint directory, but it contains checkpoints"
         return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
     # Otherwise another program's files can explain it.
-    title = next(
-        (title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None
+    return explain_unrecognised(store, known=known) or UnsupportedError(
+        "not a checkpoint in a known format", file=store.label, hint=known
     )
-    if title is not None:
-        return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
-    return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
 
 
-def _refusal_of_file(store: SourceStore, file: str, known: str) -> UnsupportedError:
+def _refusal_of_file(store: SourceStore, file: str, known: str) -> CheckpointingException:
     """Return the error for a file that no format recognises."""
-    title = next((title for expression, title in _OTHER_FORMATS if expression.search(file)), None)
-    if title is not None:
-        return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
-    # A Git LFS pointer or a server's message in place of the weights has a remedy of its own.
+    # An empty file, a Git LFS pointer or a server's message in place of the weights has a remedy of
+    # its own, whatever the file is called.
+    if store.size(file) == 0:
+        return TruncatedError("the file is empty", file=store.label, hint="copy the file again")
     substitute = substitute_in(store, file)
     if substitute is not None:
         return UnsupportedError(substitute.title, file=store.label, hint=substitute.hint)
-    return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
+    return explain_unrecognised(store, known=known) or UnsupportedError(
+        "not a checkpoint in a known format", file=store.label, hint=known
+    )
 
 
 def checkpoints_below(

@@ -171,6 +171,21 @@ _DICT_LIKE = {
 }
 
 
+def count_values(value: object, *, limit: int | None = None) -> int:
+    """Return the number of values in the containers of an inert tree, numbers and keys included.
+
+    Args:
+        limit: stop counting when there are more.
+    """
+    count = 0
+    for node in walk(value):
+        if isinstance(node, _CONTAINERS):
+            count += len(parts_of(node))
+            if limit is not None and count > limit:
+                break
+    return count
+
+
 def rebuild(container: object, parts: Mapping[object, object]) -> object:
     """Build a container of the kind of a list, tuple, dict or inert dict subclass.
 

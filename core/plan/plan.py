@@ -336,10 +336,12 @@ def _divide_memory(
                 load += f" from {metadata.n_fragments:,} source fragments"
             if decode_bytes:
                 load += f" and the largest encoded chunk ({-(-decode_bytes // MIB):,} MiB decoded)"
+            if beside_bytes > RUNTIME_BYTES:
+                load += f" and {-(-beside_bytes // MIB):,} MiB for objects and network buffers"
             raise CapacityError(
                 f"{load} need {-(-least // MIB):,} MiB of memory, "
                 f"but the limit is {memory_bytes // MIB:,} MiB",
-                hint=f"set the memory limit to at least {-(-least // MIB)} MiB"
+                hint=f"set --memory to at least {-(-least // MIB)}MiB"
                 + (", or use fewer threads" if threads > 1 else ""),
             )
         cache_bytes = min(cache_bytes, free_bytes - threads * buffer_bytes)

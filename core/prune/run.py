@@ -11,7 +11,7 @@ from pathlib import Path
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.job import DEFAULT_MEMORY_BYTES
-from core.errors import SourceChangedError, StorageError
+from core.errors import SourceChangedError, StorageError, UsageError
 from core.files.remote_path import RemotePath
 from core.files.source_store import open_store
 from core.opening.iterations import iteration_dirs
@@ -35,6 +35,7 @@ class PruneJob:
         root: training root, local or a URL.
         rules: which iterations stay.
         level: how much of an iteration is read before it counts as valid.
+        trusts_metadata: remove iterations although the data of the newest valid one were not read.
         threads: threads for reading data; None for one per processor.
         memory_bytes: memory limit for reading data.
     """
@@ -42,6 +43,7 @@ class PruneJob:
     root: Path
     rules: KeepRules
     level: Level = Level.HEADERS
+    trusts_metadata: bool = False
     threads: int | None = None
     memory_bytes: int = DEFAULT_MEMORY_BYTES
 
@@ -76,6 +78,9 @@ class Pruning:
         freed_bytes: bytes that the removal frees, without what an interrupted one has left.
         unfinished: names of iterations whose removal was interrupted; they are removed completely.
         notes: what the user should know.
+        is_proven: every byte of the newest valid iteration was read, or compared with its manifest
+            by the checksums of an object store.
+        trusts_metadata: as in the job.
         contents: directory name → content, of the iterations that are removed, and of the valid
             ones that were examined; by it, ``remove`` notices changes.
     """
@@ -86,6 +91,8 @@ class Pruning:
     freed_bytes: int
     unfinished: tuple[str, ...]
     notes: tuple[str, ...]
+    is_proven: bool
+    trusts_metadata: bool
     contents: Mapping[str, Contents] = field(repr=False)
 
     @property
@@ -97,6 +104,21 @@ class Pruning:
     def removed(self) -> tuple[PrunedIteration, ...]:
         """The iterations that are to be removed, the newest first."""
         return tuple(iteration for iteration in self.iterations if not iteration.reasons)
+
+    def require_proven(self) -> None:
+        """Raise if iterations are to be removed, and the one that stays may hold damaged data.
+
+        Raises:
+            UsageError: its data were not read, and the metadata are not to be trusted.
+        """
+        if self.removed and not (self.is_proven or self.trusts_metadata):
+            raise UsageError(
+                f"iteration {self.newest_valid}, the newest valid one, was checked without reading"
+                " its data, so the older ones are not removed",
+                file=str(self.root),
+                hint="read every byte of it with --deep, or remove them all the same with"
+                " --trust-metadata",
+            )
 
 
 def examine(job: PruneJob, *, progress: OnProgress | None = None) -> Pruning:
@@ -128,6 +150,7 @@ def examine(job: PruneJob, *, progress: OnProgress | None = None) -> Pruning:
     # Validate from the newest on, until enough valid iterations are known.
     wanted = job.rules.keep_last or 1
     valid: list[int] = []
+    is_proven = False
     for number in sorted(states, reverse=True):
         if states[number].left_alone is not None:
             continue
@@ -137,6 +160,7 @@ def examine(job: PruneJob, *, progress: OnProgress | None = None) -> Pruning:
             states[number] = replace(states[number], left_alone=why)
             continue
         states[number] = replace(states[number], is_valid=True)
+        is_proven = validation.is_proven if not valid else is_proven
         valid.append(number)
         if len(valid) == wanted:
             break
@@ -152,6 +176,8 @@ def examine(job: PruneJob, *, progress: OnProgress | None = None) -> Pruning:
         freed_bytes(removed),
         root.unfinished,
         tuple(_notes(root)),
+        is_proven,
+        job.trusts_metadata,
         {name: contents[name] for name in (*watched, *_removed_names(root, decisions))},
     )
 
@@ -273,11 +299,13 @@ def remove(pruning: Pruning, *, progress: OnProgress | None = None) -> None:
         progress: called with the files that have been deleted.
 
     Raises:
+        UsageError: the data of the newest valid iteration were not read (``require_proven``).
         SourceChangedError: an iteration has changed since it was examined, or a tracker names
             another one; it and those after it are kept.
         StorageError: another process is pruning the root, or the system refuses. What has a hidden
             name by then is removed by the next call.
     """
+    pruning.require_proven()
     root, removed = pruning.root, pruning.removed
     n_files = sum(iteration.n_files for iteration in removed)
     step = count_steps(progress, Phase.REMOVING, n_files, unit="files") or _ignore

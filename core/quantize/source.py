@@ -6,7 +6,7 @@ arrays, cover the tensor and have one dtype, and replicas are compared when they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -193,18 +193,26 @@ class SourceTensor:
         )
 
 
-def source_of(catalog: Catalog, key: str) -> SourceTensor:
+def source_of(
+    catalog: Catalog, key: str, *, part: tuple[Box, Iterable[Fragment]] | None = None
+) -> SourceTensor:
     """Check the fragments of a tensor of the catalog and return it for reading.
+
+    Args:
+        catalog, key: the tensor.
+        part: the box that will be read, and the fragments that overlap it; None for all of the
+            tensor.
 
     Raises:
         CorruptError: a fragment exceeds the tensor or its array, or the arrays differ in dtype.
-        MissingShardError: the fragments do not cover the tensor.
+        MissingShardError: the fragments do not cover what will be read.
     """
     # The same fragment of the same array is no second replica to compare.
     meta = catalog.meta(key)
+    region, candidates = part or (full_box(meta.shape), catalog.fragments(key))
     distinct = {
         (fragment.box, fragment.array, fragment.at): fragment
-        for fragment in catalog.fragments(key)
+        for fragment in candidates
         if not fragment.box.is_empty
     }
     fragments = tuple(distinct.values())
@@ -213,7 +221,7 @@ def source_of(catalog: Catalog, key: str) -> SourceTensor:
         raise CorruptError(f"stored partly as {' and partly as '.join(sorted(dtypes))}", key=key)
     for fragment in fragments:
         _check_bounds(fragment, meta.shape)
-    hole = first_hole(full_box(meta.shape), [fragment.box for fragment in fragments])
+    hole = first_hole(region, [fragment.box for fragment in fragments])
     if hole is not None:
         raise MissingShardError(
             f"no shard covers the region at offset {hole.offset} with shape {hole.shape}",

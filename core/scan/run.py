@@ -29,7 +29,7 @@ from core.device.device import Device
 from core.device.lane import host_buffer, uploaded_once
 from core.errors import CheckpointingException, MissingShardError
 from core.files.store import list_files_below
-from core.files.syscalls import allowed_cores
+from core.files.syscalls import allowed_cores, default_memory_bytes
 from core.scan.observer import FileObserver, Observer
 from core.scan.separate_arrays import MemoryBudget, SeparateReader, is_checked
 from core.scan.share import Meter, ScanPart, divide_files
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
     from core.scan.windows import StatedCrc
 
-DEFAULT_MEMORY_BYTES = 512 << 20
+DEFAULT_MEMORY_BYTES = default_memory_bytes()
 CRCS = WantedSums()
 Progress = Callable[[int, int], None]
 """Receives the bytes read so far and the bytes of all files; called from reading threads."""

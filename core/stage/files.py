@@ -74,7 +74,7 @@ class StageStore(TargetStore):
         self._names.add(name)
 
     def link(self, name: str, existing: Path) -> None:
-        """Create a hard link to an existing file.
+        """Create a hard link to an existing file; of a symbolic link, to the file that it leads to.
 
         Raises:
             UnsupportedError: the two directories are on different file systems, or their file
@@ -85,7 +85,8 @@ class StageStore(TargetStore):
         with translate_os_errors(name, doing="link"):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(existing, path)
+                # link(2) of Linux would link the symbolic link, whose relative target is elsewhere.
+                os.link(os.path.realpath(existing), path)
             except OSError as err:
                 if err.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
                     raise

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check
+from core.checks.content.store_checksums import are_files_of_manifest
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.metadata.hf_model import unchecked
@@ -46,11 +47,14 @@ class Validation:
         findings: findings, the worst first.
         n_files, n_bytes: number and total size of the regular files.
         n_tensors: number of global tensors in the metadata; 0 if unknown.
+        n_ends: number of files whose first bytes were read.
+        is_proven: every byte was read, or is that of the manifest by the checksums of a store.
         n_checks: number of checks that ran.
         seconds: wall time.
         notes: notes on the choice of the checkpoint, and on files and checkpoints near it that were
             not checked.
-        unchecked: notes on content that no level can check, because the expected one is unknown.
+        unchecked: notes on content that was not read at this level, or that no level can check
+            because the expected one is unknown.
         against: (label, number of tensors) of the fingerprint comparison; None if not requested.
         figures: work of each rank, if several read the data.
         contains_checkpoints: the path is not a checkpoint, but a directory that contains some.
@@ -65,6 +69,8 @@ class Validation:
     n_tensors: int
     n_checks: int
     seconds: float
+    n_ends: int = 0
+    is_proven: bool = False
     notes: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     against: tuple[str, int] | None = None
@@ -245,6 +251,10 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     # A path that is not a checkpoint may be a complete file system, which is not listed.
     files = {} if format is None else subject.files
     form = subject.canonical
+    unread: tuple[str, ...] = ()
+    if subject.n_unopened:
+        count = "one rank file" if subject.n_unopened == 1 else f"{subject.n_unopened:,} rank files"
+        unread = (f"content of {count} with the stage and length of others (--headers)",)
     reference = subject.against
     return Validation(
         path=str(subject.path),
@@ -256,8 +266,10 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         n_tensors=len(form.catalog.tensors) if form is not None and form.is_global else 0,
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
+        n_ends=len(subject.ends.heads),
+        is_proven=subject.level == Level.DEEP or are_files_of_manifest(subject),
         notes=subject.notes,
-        unchecked=unchecked(subject),
+        unchecked=(*unread, *unchecked(subject)),
         against=None if reference is None else (reference.label, subject.n_compared),
         figures=figures,
         contains_checkpoints=subject.failure is not None

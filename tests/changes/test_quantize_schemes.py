@@ -79,6 +79,16 @@ EXAMPLES: dict[str, tuple[str, str | None, Spec]] = {
             ".weight_zero_point": (I8, (16,)),
         },
     ),
+    "modelopt nvfp4": (
+        "NVFP4 (or W4A8) of ModelOpt",
+        "modelopt",
+        {
+            ".weight": (U8, (16, 4)),
+            ".weight_scale": (torch.float8_e4m3fn, (16, 1)),
+            ".weight_scale_2": (F32, ()),
+            ".input_scale": (F32, ()),
+        },
+    ),
     "nvfp4": (
         "NVFP4",
         "nvfp4",

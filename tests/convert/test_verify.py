@@ -110,7 +110,7 @@ def test_memory_for_it_is_asked_for_before_anything_is_written(
     golden: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        CapacityError, match=r"--verify needs \d+ MiB of memory, .* limit to at least 51 MiB"
+        CapacityError, match=r"--verify needs \d+ MiB of memory, .* --memory to at least 51MiB"
     ):
         run(_job(golden, tmp_path, memory_bytes=(50 << 20) + 700_000))
     assert not list(tmp_path.iterdir())

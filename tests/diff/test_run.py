@@ -437,7 +437,7 @@ def test_damage_is_an_error_and_no_difference(golden: Path, tmp_path: Path) -> N
 
 def test_memory_that_is_too_small_is_refused_beforehand(golden: Path) -> None:
     source = golden / "mcore0121_zarr/dense_gqa/tp2_pp2"
-    with pytest.raises(CapacityError, match="Set the memory limit to at least"):
+    with pytest.raises(CapacityError, match="Set --memory to at least"):
         compare(source, source, memory_bytes=1 << 20)
     assert compare(source, source, memory_bytes=200 << 20, threads=1).same
 

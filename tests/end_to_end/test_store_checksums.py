@@ -99,6 +99,20 @@ def test_a_manifest_is_compared_without_reading(
     assert (code, error["code"], note["code"]) == (1, "CK806", "CK832")
 
 
+def test_prune_needs_no_reading_where_the_manifest_is_compared(
+    client: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, algorithm in ((1, "CRC32"), (2, "CRC32C")):
+        put(client, checkpoint, f"run/checkpoint-{number}", algorithm)
+    words = ["prune", "s3://runs/run", "--keep-last", "1", "--yes"]
+    # The store's checksums of the newest one are not those of its manifest.
+    assert main(words) == 2
+    assert "--deep" in capsys.readouterr().err
+    put(client, checkpoint, "run/checkpoint-2", "CRC32")
+    assert main(words) == 0
+    assert "removed 1 iteration" in capsys.readouterr().out
+
+
 def test_other_checksums_cannot_be_compared_with_a_manifest(
     client: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -419,6 +419,15 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**GATED_DELTA, **QWEN2_MOE}),
+    # As Qwen3.5-27B: the rows of keys do not divide by the number of query heads.
+    "qwen3_5_six_heads": (
+        "qwen3_5_text",
+        {
+            **GATED_DELTA,
+            "num_attention_heads": 6,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        },
+    ),
     "qwen3_5": (
         "qwen3_5_text",
         {
@@ -475,6 +484,16 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_moe": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M*EM-E"}),
     "deepseek_v32": ("deepseek_v32", {**DEEPSEEK, **INDEXER}),
     "glm_moe_dsa": ("glm_moe_dsa", {**DEEPSEEK, **INDEXER}),
+    # As GLM-5.2: layers without an indexer use the choice of an earlier layer's.
+    "glm_moe_dsa_shared": (
+        "glm_moe_dsa",
+        {
+            **DEEPSEEK,
+            **INDEXER,
+            "num_hidden_layers": 6,
+            "indexer_types": ["full", *["full", "shared"] * 2, "full"],
+        },
+    ),
     "falcon_h1": ("falcon_h1", FALCON_H1),
     "falcon_h1_norm": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": True}),
     "deepseek_v3_plain_query": (

@@ -235,10 +235,15 @@ class SparseAttention(PlainAttention):
     # Latent attention to the keys that an indexer chooses.
     def __init__(self, config, layer_number, **others):
         super().__init__(config, layer_number, **others)
-        self.indexer = Indexer(config)
+        # is_dsa_skip_topk_layer in Megatron-LM d98e8a64: such a layer uses an earlier one's choice.
+        every, n_first = config.indexers
+        is_shared = max(layer_number - max(n_first, 1), 0) % every != 0
+        self.indexer = None if is_shared else Indexer(config)
 
     def forward(self, query, key, value, mask, *, x, qr, **unused):
-        return super().forward(query, key, value, self.indexer(x, qr, mask))
+        if self.indexer is not None:
+            self.config.choice = self.indexer(x, qr, mask)
+        return super().forward(query, key, value, self.config.choice)
 
 
 class Norm(torch.nn.Module):
@@ -559,6 +564,10 @@ def built(args, family):
     is_sparse = config.experimental_attention_variant == "dsa"
     if is_sparse:
         config.indexer_is_interleaved = args["dsa_indexer_rope_interleaved"]
+        config.indexers = (
+            args.get("dsa_indexer_topk_freq", 1),
+            args.get("dsa_indexer_skip_topk_offset", 0),
+        )
     elif config.experimental_attention_variant:
         # The lists of experimental_attention_variant_module_specs.py, without Transformer Engine.
         every = config.linear_attention_freq

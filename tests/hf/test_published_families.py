@@ -9,6 +9,7 @@ so a GLM-4.5 under Ling's names must become the same Megatron model. So must a Q
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -257,13 +258,19 @@ def test_mimo_comes_back_from_files_of_several_ranks(mimo: Path, tmp_path: Path)
     assert (back / "config.json").read_bytes() == (mimo / "config.json").read_bytes()
 
 
-def test_groups_that_megatron_ranks_by_another_number_of_experts_are_refused(
+def test_groups_that_megatron_ranks_by_another_number_of_experts_are_converted_with_a_note(
     tmp_path: Path,
 ) -> None:
     folder = saved("deepseek_v2_groups", tmp_path / "model")
-    _, source = catalog_of(folder)
+    store, source = catalog_of(folder)
     config = config_of(folder)
-    with pytest.raises(UnsupportedError, match="by its 1 best, Megatron by its 2 best") as caught:
-        to_megatron(source, config | {"topk_group": 1})
-    assert "n_group" in str(caught.value.hint)
-    to_megatron(source, config | {"topk_group": 1, "topk_method": "greedy"})
+    middle = to_megatron(source, config | {"topk_group": 1})  # as DeepSeek-V2 236B: 3 of 6
+    fields = arguments(middle)
+    assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (4, 1)
+    back = to_hf(replace(middle, notes=()))
+    for result in (middle, back):
+        assert "a group by its 1 best, Megatron by its 2 best" in " ".join(result.notes)
+    assert_same(contents(back, store), tensors(folder))
+    assert json.loads(back.documents["config.json"])["topk_group"] == 1
+    for same in ({}, {"topk_group": 1, "topk_method": "greedy"}):
+        assert "best" not in " ".join(to_megatron(source, config | same).notes)

@@ -551,22 +551,30 @@ def test_only_a_configuration_and_names_that_are_not_megatrons_make_hugging_face
 
 
 @pytest.mark.parametrize(
-    "change", [{"indexer_types": ["full", "shared", "full"]}, {"index_topk_freq": 4}], ids=str
+    ("types", "message"),
+    [
+        (["shared", "full", "full"], "neither the first ones nor at regular intervals"),
+        (["full", "shared"], "not 3 times full or shared"),
+        (["full", "shared", "some"], "not 3 times full or shared"),
+    ],
 )
-def test_layers_that_share_the_choice_of_an_indexer_are_refused(
-    change: dict[str, Any], folders: Folders
+def test_layers_without_an_indexer_that_megatron_does_not_have_are_refused(
+    types: list[str], message: str, folders: Folders
 ) -> None:
     catalog, config = folders("glm_moe_dsa")
-    del config["indexer_types"]
-    with pytest.raises(UnsupportedError, match="earlier layer's indexer"):
-        to_megatron(catalog, config | change)
+    with pytest.raises((UnsupportedError, CorruptError), match=message):
+        to_megatron(catalog, config | {"indexer_types": types})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mamba_norm_before_gate": True}, "mamba_norm_before_gate is True"),
+        (
+            {"mamba_norm_before_gate": True, "mamba_rms_norm": True},
+            "mamba_norm_before_gate is True",
+        ),
         ({"time_step_limit": [0.0, 0.5]}, "no limits"),
+        ({"time_step_limit": [0.0, 3.4e38]}, "no limits"),
         ({"ssm_multipliers": 2.0}, "not a list of numbers"),
         ({"mamba_d_conv": 2}, "mamba_d_conv is 2"),
     ],
@@ -577,3 +585,25 @@ def test_mamba_layers_of_falcon_that_megatron_does_not_have_are_refused(
     catalog, config = folders("falcon_h1")
     with pytest.raises(CheckpointingException, match=message):
         to_megatron(catalog, config | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mamba_norm_before_gate": True},  # there is no norm
+        {"mamba_norm_before_gate": ...},
+        {"time_step_limit": [0.0, 1e308]},  # Nemotron 3 Ultra: time steps are float32
+        {"time_step_limit": [0.0, 3.4028234663852886e38]},
+        {"time_step_limit": [0.0, float("inf")]},
+        {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
+    ],
+    ids=str,
+)
+def test_what_changes_no_mamba_layer_is_not_refused(
+    change: dict[str, Any], folders: Folders
+) -> None:
+    catalog, config = folders("falcon_h1")
+    changed = {name: value for name, value in (config | change).items() if value is not ...}
+    usual = arguments(to_megatron(catalog, config))
+    args = arguments(to_megatron(catalog, changed))
+    assert args | {"huggingface_config": None} == usual | {"huggingface_config": None}

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_cli.app import main
+from core.checks.finding import Severity
 from core.checks.level import Level
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.store import MemoryStore
@@ -241,28 +242,67 @@ def test_the_current_directory_is_resharded_inside_a_root_and_inside_an_iteratio
 def test_of_loose_files_the_unreadable_one_is_named_and_the_others_are_proposed(
     bad: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("a", "b"):
-        save_file({f"{name}.w": torch.arange(3.0)}, tmp_path / f"{name}.safetensors")
-    (tmp_path / "c.safetensors").write_bytes(bad)
+    for name in ("1", "2"):
+        save_file({f"w.{name}": torch.arange(3.0)}, tmp_path / f"part_{name}.safetensors")
+    (tmp_path / "part_3.safetensors").write_bytes(bad)
     title = "a web page" if bad == PAGE else "but its header ends at byte 24"
     for words in (["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
         assert main([words[0], str(tmp_path), *words[1:]]) != 0
         told = capsys.readouterr().err
-        assert "c.safetensors" in told
+        assert "part_3.safetensors" in told
         assert title in told
-        assert "the other files can be read one by one: a.safetensors, b.safetensors" in told
+        assert (
+            "the other files can be read one by one: part_1.safetensors, part_2.safetensors" in told
+        )
     # inspect shows the other files.
     assert main(["inspect", str(tmp_path)]) == 3
     page = capsys.readouterr().out
-    assert title in page and "a.w" in page and "b.w" in page
+    assert title in page and "w.[1-2]" in page
 
 
 def test_validate_goes_on_with_the_files_beside_an_unreadable_one(tmp_path: Path) -> None:
-    save_file({"a.w": torch.tensor([1.0, float("nan")])}, tmp_path / "a.safetensors")
-    save_file({"b.w": torch.arange(3.0)}, tmp_path / "b.safetensors")
-    (tmp_path / "c.safetensors").write_bytes(PAGE)
+    save_file({"a.w": torch.tensor([1.0, float("nan")])}, tmp_path / "part_1.safetensors")
+    save_file({"b.w": torch.arange(3.0)}, tmp_path / "part_2.safetensors")
+    (tmp_path / "part_3.safetensors").write_bytes(PAGE)
     findings = validate(tmp_path, level=Level.DEEP).findings
     assert {(finding.code, finding.file) for finding in findings} == {
-        ("CK108", "c.safetensors"),
-        ("CK710", "a.safetensors"),
+        ("CK108", "part_3.safetensors"),
+        ("CK710", "part_1.safetensors"),
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "is_one"),
+    [
+        (("orbax", "zero3"), False),
+        (("cat", "dog"), False),
+        (("part1", "part2"), True),
+        (("model00001-of-000002", "model00002-of-000002"), True),
+        (("model", "mtp"), True),
+    ],
+)
+def test_files_of_different_names_are_different_models(
+    names: tuple[str, str], is_one: bool, tmp_path: Path
+) -> None:
+    for name in names:
+        save_file({f"{name}.w": torch.arange(3.0)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if is_one:
+        open_checkpoint(tmp_path).store.close()
+        return
+    with pytest.raises(UnsupportedError, match="it contains 2 torch or safetensors files") as error:
+        open_checkpoint(tmp_path)
+    assert error.value.hint is not None
+    assert error.value.hint.endswith("need an index (model.safetensors.index.json)")
+
+
+def test_validate_notes_weights_that_the_index_does_not_list(golden: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(golden / "hf/llama/safetensors_sharded", source)
+    save_file({"mtp.fc.weight": torch.ones(2, 2)}, source / "mtp.safetensors")
+    (finding,) = validate(source).findings
+    assert (finding.code, finding.file, finding.severity) == (
+        "CK106",
+        "mtp.safetensors",
+        Severity.NOTE,
+    )

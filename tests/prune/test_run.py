@@ -45,7 +45,8 @@ def root(golden: Path, tmp_path: Path) -> Path:
 
 
 def job(root: Path, *, keep_last: int | None = 2, keep_every: int | None = None) -> PruneJob:
-    return PruneJob(root=root, rules=KeepRules(keep_last=keep_last, keep_every=keep_every))
+    rules = KeepRules(keep_last=keep_last, keep_every=keep_every)
+    return PruneJob(root=root, rules=rules, trusts_metadata=True)
 
 
 def removed(pruning: Pruning) -> list[int]:
@@ -69,12 +70,15 @@ def test_iterations_that_no_rule_keeps_are_removed_and_nothing_else(root: Path) 
     size = sum(file.stat().st_size for file in (root / "iter_0000010").iterdir())
     assert pruning.freed_bytes == 2 * size
     before = names(root)
-    assert core.prune(root, keep_last=2, keep_every=20).iterations == pruning.iterations
+    assert (
+        core.prune(root, keep_last=2, keep_every=20, trust_metadata=True).iterations
+        == pruning.iterations
+    )
     assert names(root) == sorted(set(before) - {"iter_0000010", "iter_0000030"})
     assert not [
         f for f in validate(root, level=Level.DEEP).findings if f.severity == Severity.ERROR
     ]
-    assert removed(core.prune(root, keep_last=2, keep_every=20)) == []
+    assert removed(core.prune(root, keep_last=2, keep_every=20, trust_metadata=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_roots_of_every_framework_are_pruned(
         link_tree(golden / source, tmp_path / pattern.format(number))
     if tracker is not None:
         (tmp_path / tracker).write_text("2" if tracker == TRACKER else pattern.format(2))
-    pruning = core.prune(tmp_path, keep_last=1)
+    pruning = core.prune(tmp_path, keep_last=1, trust_metadata=True)
     if tracker is None:
         assert (removed(pruning), pruning.newest_valid) == ([2, 1], 3)
     else:
@@ -107,22 +111,46 @@ def test_the_newest_valid_iteration_and_what_is_newer_stay(root: Path) -> None:
     (root / TRACKER).unlink()
     for number in (40, 50):
         (root / f"iter_{number:07d}/.metadata").write_bytes(b"")
-    pruning = core.prune(root, keep_last=1)
+    pruning = core.prune(root, keep_last=1, trust_metadata=True)
     assert (removed(pruning), pruning.newest_valid) == ([20, 10], 30)
+    assert reasons(pruning)[50].startswith("damaged, or being written: CK")
+
+
+def test_nothing_is_removed_for_an_iteration_whose_data_were_not_read(root: Path) -> None:
+    data = root / "iter_0000050/__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    before = names(root)
+    pruning = core.prune(root, keep_last=1, dry_run=True)
+    assert (pruning.newest_valid, pruning.is_proven) == (50, False)
+    with pytest.raises(
+        UsageError, match="iteration 50, .* checked without reading its data"
+    ) as err:
+        core.prune(root, keep_last=1)
+    assert err.value.hint is not None
+    assert "--deep" in err.value.hint
+    assert names(root) == before
+    (root / TRACKER).write_text("40")
+    pruning = core.prune(root, keep_last=1, deep=True, dry_run=True)
+    assert (pruning.newest_valid, pruning.is_proven) == (40, True)
+    (root / TRACKER).unlink()
+    pruning = core.prune(root, keep_last=1, deep=True)
+    assert (removed(pruning), pruning.newest_valid) == ([30, 20, 10], 40)
     assert reasons(pruning)[50].startswith("damaged, or being written: CK")
 
 
 def test_without_a_valid_iteration_nothing_is_removed(root: Path) -> None:
     for folder in root.glob("iter_*"):
         (folder / ".metadata").write_bytes(b"")
-    pruning = core.prune(root, keep_last=1)
+    pruning = core.prune(root, keep_last=1, trust_metadata=True)
     assert (removed(pruning), pruning.newest_valid) == ([], None)
 
 
 def test_what_the_trackers_name_stays(root: Path) -> None:
     (root / TRACKER).write_text("40")
     (root / "latest_universal").write_text("iter_0000010")
-    pruning = core.prune(root, keep_last=1)
+    pruning = core.prune(root, keep_last=1, trust_metadata=True)
     assert removed(pruning) == [30, 20]
     assert reasons(pruning) == {
         50: f"newer than iteration 40 in {TRACKER}, so its save may be running",
@@ -136,9 +164,9 @@ def test_what_the_trackers_name_stays(root: Path) -> None:
 def test_a_tracker_that_names_nothing_stops_everything(root: Path) -> None:
     (root / TRACKER).write_text("")
     with pytest.raises(CorruptError, match="neither a number nor 'release'"):
-        core.prune(root, keep_last=1)
+        core.prune(root, keep_last=1, trust_metadata=True)
     (root / TRACKER).write_text("60")
-    pruning = core.prune(root, keep_last=4)
+    pruning = core.prune(root, keep_last=4, trust_metadata=True)
     assert pruning.notes == (f"{TRACKER} names iteration 60, which does not exist",)
     assert removed(pruning) == [10]
 
@@ -150,7 +178,7 @@ def test_the_best_iteration_of_a_trainer_stays(golden: Path, tmp_path: Path) -> 
     content = json.loads(state.read_text()) | {"best_model_checkpoint": "out/checkpoint-1"}
     state.unlink()
     state.write_text(json.dumps(content))
-    pruning = core.prune(tmp_path, keep_last=1)
+    pruning = core.prune(tmp_path, keep_last=1, trust_metadata=True)
     assert removed(pruning) == [2]
     assert reasons(pruning)[1] == "named by checkpoint-3/trainer_state.json as the best"
 
@@ -218,7 +246,7 @@ def test_what_is_not_a_checkpoint_of_its_own_is_left_alone(
 ) -> None:
     change(root / "iter_0000020")
     before = sorted(map(str, (root / "iter_0000020").rglob("*")))
-    pruning = core.prune(root, keep_last=1)
+    pruning = core.prune(root, keep_last=1, trust_metadata=True)
     assert removed(pruning) == [40, 30, 10]
     assert reason in reasons(pruning)[20]
     assert sorted(map(str, (root / "iter_0000020").rglob("*"))) == before
@@ -232,7 +260,7 @@ def test_links_are_removed_and_not_followed(root: Path) -> None:
         file.rename(outside / f"{number}.pt")
         file.symlink_to(outside / f"{number}.pt")
     (root / "iter_0000010/.blobs").symlink_to(outside)
-    assert removed(core.prune(root, keep_last=1)) == [40, 30, 20, 10]
+    assert removed(core.prune(root, keep_last=1, trust_metadata=True)) == [40, 30, 20, 10]
     assert names(outside) == ["10.pt", "20.pt"]
 
 
@@ -254,7 +282,7 @@ def test_both_directories_of_an_iteration_go_together(golden: Path, tmp_path: Pa
         link_tree(universal, tmp_path / f"global_step{number}_universal")
     (tmp_path / "latest").write_text("global_step3")
     (tmp_path / "latest_universal").write_text("global_step2_universal")
-    assert removed(core.prune(tmp_path, keep_last=1)) == [1]
+    assert removed(core.prune(tmp_path, keep_last=1, trust_metadata=True)) == [1]
     assert names(tmp_path) == [
         *("global_step2", "global_step2_universal", "global_step3"),
         *("latest", "latest_universal"),
@@ -338,7 +366,7 @@ def test_a_killed_removal_leaves_whole_iterations_and_is_finished(
         hidden = [name for name in names(copy) if name.startswith(".")]
         assert len(hidden) == was_killed
         # The next run removes the rest.
-        again = core.prune(copy, keep_last=1)
+        again = core.prune(copy, keep_last=1, trust_metadata=True)
         assert [f".{name}.ckpt-removed" for name in again.unfinished] == hidden
         assert names(copy) == ["checkpoint-3"]
         if not was_killed:
@@ -348,7 +376,7 @@ def test_a_killed_removal_leaves_whole_iterations_and_is_finished(
 
 def test_an_iteration_that_was_written_again_is_not_the_unfinished_one(root: Path) -> None:
     link_tree(root / "iter_0000040", root / ".iter_0000040.ckpt-removed")
-    assert core.prune(root, keep_last=5).unfinished == ("iter_0000040",)
+    assert core.prune(root, keep_last=5, trust_metadata=True).unfinished == ("iter_0000040",)
     assert names(root) == sorted([*(f"iter_{n:07d}" for n in (10, 20, 30, 40, 50)), TRACKER])
 
 
@@ -359,18 +387,18 @@ def test_a_removal_that_the_system_refuses_is_an_error(root: Path) -> None:
         remove(pruning)
     (root / ".iter_0000020.ckpt-removed").symlink_to("iter_0000050")
     with pytest.raises(StorageError, match="symbolic link has the name"):
-        core.prune(root, keep_last=1)
+        core.prune(root, keep_last=1, trust_metadata=True)
 
 
 @pytest.mark.parametrize("path", ["missing", "run/iter_0000050", "run/" + TRACKER])
 def test_a_path_without_iterations_is_a_usage_error(root: Path, path: str) -> None:
     with pytest.raises(UsageError, match="no iterations found|no such directory"):
-        core.prune(root.parent / path, keep_last=1)
+        core.prune(root.parent / path, keep_last=1, trust_metadata=True)
 
 
 def test_of_several_runs_one_has_to_be_named(root: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        core.prune(root.parent, keep_last=1)
+        core.prune(root.parent, keep_last=1, trust_metadata=True)
     assert caught.value.hint == f"pass one of the runs in it, such as {root}"
 
 
@@ -395,10 +423,10 @@ def folders(server: S3Server) -> set[str]:
 def test_a_url_is_pruned(store: S3Server) -> None:
     pruning = core.prune(URL, keep_last=2, dry_run=True)
     assert removed(pruning) == [20, 10]
-    assert core.prune(URL, keep_last=2).freed_bytes == pruning.freed_bytes > 0
+    assert core.prune(URL, keep_last=2, trust_metadata=True).freed_bytes == pruning.freed_bytes > 0
     assert folders(store) == {"iter_0000030", "iter_0000050", TRACKER}
     with pytest.raises(UsageError, match="no iterations found"):
-        core.prune("s3://bucket", keep_last=1)
+        core.prune("s3://bucket", keep_last=1, trust_metadata=True)
 
 
 @pytest.mark.parametrize("n_requests", [1, 2, 3])
@@ -407,12 +435,15 @@ def test_what_a_store_refuses_to_delete_is_finished_later(store: S3Server, n_req
     rule = Rule(status=403, code="AccessDenied", operation="DeleteObjects", first=n_requests)
     store.set_rules(rule)
     with pytest.raises(StorageError):
-        core.prune(URL, keep_last=2)
+        core.prune(URL, keep_last=2, trust_metadata=True)
     store.set_rules()
     assert ".iter_0000010.ckpt-removed" in folders(store)
     # Nobody takes the rest for an iteration.
     assert 10 not in iteration_dirs(open_store(location_of(URL)))
-    assert {iteration.number for iteration in core.prune(URL, keep_last=3).iterations} == {
+    assert {
+        iteration.number
+        for iteration in core.prune(URL, keep_last=3, trust_metadata=True).iterations
+    } == {
         *(50, 30, 20),
     }
     assert folders(store) == {"iter_0000020", "iter_0000030", "iter_0000050", TRACKER}
@@ -421,10 +452,10 @@ def test_what_a_store_refuses_to_delete_is_finished_later(store: S3Server, n_req
 def test_objects_that_were_written_again_stay(store: S3Server) -> None:
     store.set_rules(Rule(status=403, code="AccessDenied", operation="DeleteObjects", first=2))
     with pytest.raises(StorageError):
-        core.prune(URL, keep_last=2)
+        core.prune(URL, keep_last=2, trust_metadata=True)
     store.set_rules()
     store.put("bucket", "run/iter_0000010/metadata.json", b"new")
-    core.prune(URL, keep_last=3)
+    core.prune(URL, keep_last=3, trust_metadata=True)
     assert list(store.objects("bucket", "run/iter_0000010/")) == ["run/iter_0000010/metadata.json"]
 
 
@@ -433,4 +464,4 @@ def test_a_web_server_is_refused(root: Path) -> None:
         web_server(root) as server,
         pytest.raises(UsageError, match="cannot be listed, so nothing can be removed"),
     ):
-        core.prune(f"{server.url}/files", keep_last=1)
+        core.prune(f"{server.url}/files", keep_last=1, trust_metadata=True)

@@ -585,7 +585,6 @@ TABLE = (
         "optimizer_0/__0_0.distcp",
         lambda p: _bytes(p, _first_item_gone),
         ("CK122", "optimizer_0/__0_0.distcp"),
-        level=Level.HEADERS,
     ),
     row(
         FOLDERS,
@@ -607,7 +606,6 @@ TABLE = (
         "__1_0.distcp",
         lambda p: _bytes(p, _first_item_gone),
         ("CK122", "__1_0.distcp"),
-        level=Level.HEADERS,
     ),
     row(
         DCP,
@@ -653,7 +651,6 @@ TABLE = (
         "__1_0.distcp",
         lambda p: p.write_bytes(bytes(8) + p.read_bytes()),
         ("CK152", "__1_0.distcp"),
-        level=Level.HEADERS,
     ),
     row(HEAD, "a missing file", f"{ITER}/__1_0.distcp", Path.unlink, ("CK101", "__1_0.distcp")),
     row(

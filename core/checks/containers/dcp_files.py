@@ -11,6 +11,7 @@ Source: ``core.formats.dcp.format``; torch 2.13.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from core.errors import (
     TruncatedError,
     UnsafeError,
 )
+from core.files.store import LocalStore
 from core.formats.dcp.columns import DcpItem, DcpMetadata
 from core.formats.dcp.reading.data_files import METADATA, check_files
 from core.formats.dcp.reading.stored_metadata import metadata_files, salvaged, stated_metadata
@@ -137,19 +139,38 @@ def _check_sizes(subject: Subject, metadata: DcpMetadata) -> Iterator[Finding]:
 
 def _find_unreferenced_files(subject: Subject, referenced: set[str]) -> Iterator[Finding]:
     """Report ``.distcp`` files without items; empty ones, which torch creates, only as notes."""
-    for name, size in subject.files.items():
-        if name.endswith(_SUFFIX) and name not in referenced:
-            yield EXTRA.finding(
-                f"{METADATA} does not refer to the file" + ("" if size else ", which is empty"),
-                file=name,
-                expected="a file that .metadata refers to",
-                found=f"{size} unreferenced bytes",
-                severity=None if size else Severity.NOTE,
-            )
+    unreferenced = {
+        name: size
+        for name, size in subject.files.items()
+        if name.endswith(_SUFFIX) and name not in referenced
+    }
+    # A file may be referred to by the name of a link that leads to it.
+    if unreferenced and isinstance(subject.store, LocalStore):
+        targets = {os.path.realpath(subject.store.path(name)) for name in referenced}
+        unreferenced = {
+            name: size
+            for name, size in unreferenced.items()
+            if os.path.realpath(subject.store.path(name)) not in targets
+        }
+    for name, size in unreferenced.items():
+        yield EXTRA.finding(
+            f"{METADATA} does not refer to the file" + ("" if size else ", which is empty"),
+            file=name,
+            expected="a file that .metadata refers to",
+            found=f"{size} unreferenced bytes",
+            severity=None if size else Severity.NOTE,
+        )
 
 
 def check_items(subject: Subject) -> Iterator[Finding]:
-    """Check that items are where ``.metadata`` places them, and do not overlap (CK151, CK152)."""
+    """Check that items are where ``.metadata`` places them, and do not overlap (CK151, CK152).
+
+    The lowest level looks only into files that do not begin and end like a zip.
+    """
+    is_complete = subject.level >= Level.HEADERS
+    names = [name for name, size in subject.files.items() if size and name.endswith(_SUFFIX)]
+    if not is_complete and all(map(subject.ends.is_complete_zip, names)):
+        return
     try:
         metadata = _read_metadata(subject, lambda problem: None)
     except CheckpointingException:
@@ -160,8 +181,12 @@ def check_items(subject: Subject) -> Iterator[Finding]:
         metadata = with_raw_files(subject.store, metadata)
     # Look into every item within the size of its file; a truncated file is reported elsewhere.
     for key, item in _zip_items(metadata):
+        if not is_complete and subject.ends.is_complete_zip(item.file):
+            continue
         if item.offset + item.n_bytes <= subject.files.get(item.file, -1):
             yield from _check_item(subject, key, item)
+    if not is_complete:
+        return
     # Sort all items by file and position, then compare neighbours. Several entries may refer to the
     # same item, so identical positions are no overlap. The last field only breaks ties.
     items = [
@@ -238,5 +263,5 @@ def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
 
 CHECKS = (
     Check(check_data_files, formats=_FORMATS),
-    Check(check_items, Level.HEADERS, formats=_FORMATS),
+    Check(check_items, formats=_FORMATS),
 )

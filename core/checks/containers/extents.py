@@ -1,7 +1,7 @@
-"""CK101, CK103: check that stored arrays do not exceed their files, in every format.
+"""CK101, CK103, CK105, CK108: check that files have a beginning and an end, in every format.
 
-The readers of the built-in formats check most of this; this check covers formats of other packages
-as well.
+The readers of the built-in formats check most of this; these checks cover formats of other packages
+as well, and files that no reader opens at the lowest level.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from collections.abc import Iterator
 
 from core.catalog.stored import n_stored_bytes
 from core.checks.check import Check
-from core.checks.file_codes import MALFORMED, MISSING, TRUNCATED
+from core.checks.containers.files import WEIGHTS
+from core.checks.file_codes import MALFORMED, MISSING, NOT_ITS_KIND, TRUNCATED, UNREADABLE_FILE
 from core.checks.finding import Finding
 from core.checks.level import Level
 from core.checks.problems import finding_of
-from core.checks.subject import Subject
+from core.checks.subject import DATA, Subject
 from core.errors import CheckpointingException
 
 CODES = ()
+
+_HEADER_BYTES = 8
+"""Minimum length of the zeros that are reported; the shortest header, of safetensors, has 8."""
+_WITHOUT_HEADER = ("big-endian", "fill value")
+"""Encodings of zarr chunks that are not compressed."""
+_ZEROS_HINT = (
+    "the bytes were lost in a copy, or never reached the disk: copy the file again from where it"
+    " was saved, or use an older checkpoint"
+)
 
 
 def check_extents(subject: Subject) -> Iterator[Finding]:
@@ -62,4 +72,44 @@ def check_extents(subject: Subject) -> Iterator[Finding]:
             )
 
 
-CHECKS = (Check(check_extents, Level.HEADERS),)
+def check_beginnings(subject: Subject) -> Iterator[Finding]:
+    """Report files that cannot be read (CK105), and zeros where a header belongs (CK108).
+
+    An interrupted copy leaves a file of the right length that is zeros from some byte on.
+    """
+    for name, err in subject.ends.errors.items():
+        if not subject.is_covered_by_finding(name):
+            yield finding_of(err, default=UNREADABLE_FILE, file=name)
+    zeros = {
+        name
+        for name, head in subject.ends.heads.items()
+        if len(head) >= _HEADER_BYTES and not any(head)
+    }
+    headed = {name for name in zeros if DATA.search(name) and not name.endswith(".bin")}
+    headed |= {name for name in zeros if WEIGHTS.search(name)}
+    # Of other files only compressed chunks never begin with zeros.
+    if (zeros := zeros - headed) and subject.catalog is not None:
+        arrays = (fragment.array for fragment in subject.catalog.all_fragments())
+        headed |= {
+            array.extent.file
+            for array in arrays
+            if array is not None
+            and array.extent.file in zeros
+            and array.extent.offset == 0
+            and array.extent.encoding is not None
+            and array.extent.encoding.name not in _WITHOUT_HEADER
+        }
+    for name in sorted(headed):
+        if subject.is_covered_by_finding(name):
+            continue
+        n_zeros = len(subject.ends.heads[name])
+        yield NOT_ITS_KIND.finding(
+            f"the file begins with {n_zeros} zero bytes, where its header belongs",
+            file=name,
+            expected="a header",
+            found=f"{n_zeros} zero bytes",
+            hint=_ZEROS_HINT,
+        )
+
+
+CHECKS = (Check(check_extents, Level.HEADERS), Check(check_beginnings))

@@ -16,19 +16,13 @@ from collections.abc import Iterator
 from core.checks.check import Check
 from core.checks.file_codes import ALL, EMPTY, IRREGULAR, LEFT_OVER, NOT_ITS_KIND, UNREADABLE_FILE
 from core.checks.finding import Finding, Severity
-from core.checks.subject import Subject
-from core.errors import CheckpointingException
-from core.files.substitute import HEAD_BYTES, substitute_of
+from core.checks.subject import DATA, Subject
+from core.files.substitute import substitute_of
 from core.files.walk import BROKEN_LINK, REPEATED_LINK
 from core.stage.stage import stage_dir_of
 
 CODES = ALL
 
-DATA = re.compile(
-    r"\.(pt|pth|bin|ckpt|pkl|safetensors|distcp|npy|json)$"
-    r"|(^|/)(\.metadata|\.zarray|\.zgroup|manifest\.ocdbt)$"
-)
-"""Files that should not be empty. Chunks of zarr arrays are checked by ``zarr_chunks``."""
 _MAY_BE_EMPTY = re.compile(r"\.distcp$")
 """torch creates a file even for a writer without items; ``.metadata`` lists those with items."""
 _LEFT_OVER = re.compile(
@@ -38,7 +32,7 @@ _LEFT_OVER = re.compile(
 )
 """Suffixes of downloads; rsync's ``.NAME.XXXXXX``; NFS files that were removed while open."""
 _STAGES = re.compile(r"^(\.ckpt-stage|\..+\.ckpt-stage)$")
-_WEIGHTS = re.compile(
+WEIGHTS = re.compile(
     r"\.(pt|pth|safetensors)$|(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$"
 )
 """Files that are never text; files with other names may be."""
@@ -80,12 +74,9 @@ def check_file_kinds(subject: Subject) -> Iterator[Finding]:
     for name, size in subject.files.items():
         if not 0 < size <= _PAGE_BYTES or not DATA.search(name) or name.endswith(".json"):
             continue
-        try:
-            head = subject.store.read(name, 0, min(size, HEAD_BYTES))
-        except CheckpointingException:
-            continue  # reported by the check that needs the file
+        head = subject.ends.heads.get(name, b"")
         substitute = substitute_of(head)
-        if substitute is not None and (substitute.is_download or _WEIGHTS.search(name)):
+        if substitute is not None and (substitute.is_download or WEIGHTS.search(name)):
             yield NOT_ITS_KIND.finding(
                 substitute.title,
                 file=name,

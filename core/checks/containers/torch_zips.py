@@ -1,10 +1,10 @@
 """CK103, CK111, CK120–CK129: check each file written by ``torch.save``.
 
-The lowest level opens one file of each group with similar names and equal sizes, higher levels
-every file: its zip directory, the local header and the descriptor of each record, the byte order,
-and the CRCs of the pickle and of other small records. If the checkpoint's metadata could not be
-read, the pickles are parsed one by one as well, so that every damaged file is found and not just
-the first.
+The lowest level opens one file of each group with similar names and equal sizes, and every file
+that does not begin and end like a zip; higher levels open every file: its zip directory, the local
+header and the descriptor of each record, the byte order, and the CRCs of the pickle and of other
+small records. If the checkpoint's metadata could not be read, the pickles are parsed one by one as
+well, so that every damaged file is found and not just the first.
 
 Source: ``core.formats.torch.zip.container``.
 """
@@ -43,6 +43,7 @@ def torch_files(subject: Subject, *, or_others: bool = False) -> Iterator[str]:
         or_others: include files that may be other pickles, judging by their names.
     """
     # The lowest level opens one file of each group: names that differ only in numbers, equal size.
+    # The others must begin and end as zips do.
     opened: set[tuple[str, int]] = set()
     for name, size in subject.files.items():
         if size == 0 or not (
@@ -50,7 +51,11 @@ def torch_files(subject: Subject, *, or_others: bool = False) -> Iterator[str]:
         ):
             continue
         group = (_NUMBERS.sub("0", name), size)
-        if subject.level == Level.METADATA and group in opened:
+        if (
+            subject.level == Level.METADATA
+            and group in opened
+            and subject.ends.is_complete_zip(name)
+        ):
             continue
         opened.add(group)
         if or_others or _is_torch(subject, name, size):

@@ -159,8 +159,12 @@ def _missing_metadata(
     """Return the finding for a directory that looks like an array's but has no metadata."""
     chunk = next(filter(is_like_a_chunk, listing), None)
     prefix = f"{folder}/" if folder else ""
-    # The chunks of zarr 3 are usually in a folder "c".
-    if chunk is None and f"{prefix}c" in subject.tree.folders:
+    # The chunks of zarr 3 are usually in a folder "c", which may also be an array of that name.
+    if (
+        chunk is None
+        and f"{prefix}c" in subject.tree.folders
+        and f"{prefix}c/{marker}" not in subject.files
+    ):
         chunk = "c/…"
     if chunk is not None:
         return ZARR_METADATA.finding(

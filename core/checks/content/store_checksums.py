@@ -22,6 +22,7 @@ from core.checks.level import Level
 from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.files.stated.checksum import StatedChecksum
+from core.manifest.lookup import is_manifest
 from core.scan.sums import Sum
 
 _AGAIN = "upload the file again, or use an older checkpoint"
@@ -109,6 +110,22 @@ def compare_with_manifest(subject: Subject) -> Iterator[Finding]:
             matched.setdefault("CRC-32", []).append(file.path)
     yield from _notes(matched, "matches the manifest, without reading")
     yield from _notes_on_skipped(skipped, hint="compare what is read: ckpt validate --deep")
+
+
+def are_files_of_manifest(subject: Subject) -> bool:
+    """Return whether the store states, of every file, the CRC-32 that the manifest has of it."""
+    manifest = None if subject.recorded is None else subject.recorded.manifest
+    if manifest is None or not subject.has_stated:
+        return False
+    recorded = {file.path: file.crc for file in manifest.files if file.crc is not None}
+    for name in subject.files:
+        checksums = subject.stated.by_name.get(name, ())
+        stated = [item for item in checksums if item.algorithm == "CRC-32" and item.ranges]
+        if not is_manifest(name) and (
+            name not in recorded or not stated or whole_crc(stated[0]) != f"{recorded[name]:08x}"
+        ):
+            return False
+    return True
 
 
 def compare_contents(subject: Subject) -> Iterator[Finding]:

@@ -21,8 +21,8 @@ from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object, read_small_file
-from core.formats.huggingface.index import WeightIndex, read_index
-from core.formats.safetensors.files import is_piece
+from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
+from core.formats.safetensors.files import further_models, is_piece
 from core.formats.safetensors.header import read_header
 from core.formats.torch.tree import parse
 
@@ -209,15 +209,23 @@ def _check_other_files(subject: Subject, index: WeightIndex) -> Iterator[Finding
             expected="only shards",
             found="a single file as well",
         )
-    # Shards of the same series that the index does not name.
+    # Shards of the same series that the index does not name, and other weights next to them, such
+    # as mtp.safetensors, which may be meant to be loaded or not.
+    used |= {f"{other}.safetensors" for other in further_models(subject.store)}
+    used |= list_indexed(subject.store)
     for name in subject.files:
+        if "/" in name or name in used or _SINGLE.match(name):
+            continue
         shard = _SHARD.match(name)
-        if shard is not None and (shard[1], shard[4]) == (stem, suffix) and name not in used:
+        is_shard = shard is not None and (shard[1], shard[4]) == (stem, suffix)
+        is_other = stem == "model" and name.endswith(".safetensors") and not is_piece(name)
+        if is_shard or is_other:
             yield EXTRA.finding(
-                f"{index.file} does not refer to the shard",
+                f"{index.file} does not refer to the {'shard' if is_shard else 'file'}",
                 file=name,
                 expected="an entry",
                 found="no entry",
+                severity=None if is_shard else Severity.NOTE,
             )
 
 

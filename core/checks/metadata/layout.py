@@ -13,10 +13,12 @@ from collections.abc import Iterator
 
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
+from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnknownTensorError, UnsupportedError
 from core.megatron.model.args import fields_of, size_in
 from core.megatron.model.vocabulary import explains
+from core.megatron.reshard.equal_shards import find_equal_shards, replication_hint
 from core.megatron.reshard.problems import Understood
 
 _MIXED = (
@@ -34,6 +36,12 @@ DIFFERS = Code("CK305", Severity.ERROR, "ranks disagree on the dtype or shape of
 TIED = Code("CK306", Severity.ERROR, "a tied copy is missing or has a different shape", _LOST)
 CHUNKS = Code("CK307", Severity.ERROR, "a rank's model is missing or malformed", _LOST)
 ENTRY = Code("CK308", Severity.ERROR, "invalid entry in the model", _LOST)
+PLACE = Code(
+    "CK309",
+    Severity.ERROR,
+    "a tensor is in another pipeline stage than its own",
+    "rename the directories if they were exchanged",
+)
 TENSOR = Code("CK311", Severity.ERROR, "a tensor of the model is missing", _LOST)
 EXPERTS = Code("CK313", Severity.ERROR, "missing or surplus experts", _LOST)
 SHAPE = Code(
@@ -51,14 +59,21 @@ UNKNOWN = Code(
 VOCABULARY = Code(
     "CK316", Severity.WARNING, "unexpected vocabulary padding", "pass --vocab-size when converting"
 )
+WHOLE = Code(
+    "CK317",
+    Severity.ERROR,
+    "all ranks hold the same values of a tensor that is cut",
+    "if every rank holds the complete tensor, say so with --rules FILE",
+    Level.HEADERS,
+)
 ARGS = Code("CK318", Severity.ERROR, "invalid training arguments", "use an older checkpoint")
 NOT_HANDLED = Code(
     "CK319", Severity.NOTE, "an unsupported layout", "convert it without changing the layout"
 )
 
 CODES = (
-    *(ARGUMENTS, NOT_SAVED, NAMES, LAYERS, DIFFERS, TIED, CHUNKS, ENTRY),
-    *(TENSOR, EXPERTS, SHAPE, UNKNOWN, VOCABULARY, ARGS, NOT_HANDLED),
+    *(ARGUMENTS, NOT_SAVED, NAMES, LAYERS, DIFFERS, TIED, CHUNKS, ENTRY, PLACE),
+    *(TENSOR, EXPERTS, SHAPE, UNKNOWN, VOCABULARY, WHOLE, ARGS, NOT_HANDLED),
 )
 
 _BY_RULE = {
@@ -67,6 +82,7 @@ _BY_RULE = {
     "layout.names": NAMES,
     "layout.layers": LAYERS,
     "layout.ranks_differ": DIFFERS,
+    "layout.places": PLACE,
     "layout.tied": TIED,
     "layout.chunks": CHUNKS,
     "layout.entries": ENTRY,
@@ -171,8 +187,18 @@ def _vocabulary_tensors(subject: Subject, model: Understood) -> Iterator[tuple[s
             yield name, shape[0]
 
 
+def check_equal_shards(subject: Subject) -> Iterator[Finding]:
+    """Report tensors that are the same on all ranks although their rule cuts them (CK317)."""
+    model = subject.model.understood
+    if model is None or subject.model.is_sample:
+        return
+    for item in find_equal_shards(model.held, model.facts.topology, subject.store):
+        yield WHOLE.finding(str(item), key=item.name, hint=replication_hint([item.name]))
+
+
 CHECKS = (
     Check(report_argument_differences, formats=("megatron",)),
     Check(check_model_layout),
     Check(check_vocabulary),
+    Check(check_equal_shards, Level.HEADERS, formats=("megatron",)),
 )

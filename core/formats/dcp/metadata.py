@@ -37,6 +37,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from core.arrays.dtypes import dtype_of
@@ -67,6 +68,7 @@ from core.formats.dcp.records import (
     read_by_c,
     read_by_machine,
 )
+from core.formats.missing_entries import report_missing
 from core.pickle.inert import Global
 from core.pickle.names import dangerous_uses
 from core.pickle.reader import gc_paused, judge, note_uses, noting_uses
@@ -86,6 +88,19 @@ __all__ = [
 ]
 
 _MAX_EXTENT = 1 << 62
+
+
+_OTHER_SOFTWARE = {
+    "bytecheckpoint": "merge the checkpoint with ByteCheckpoint's scripts/merge_bcp.py",
+    "olmo_core": "convert the checkpoint with OLMo-core's "
+    "src/examples/huggingface/convert_checkpoint_to_hf.py",
+}
+"""Package whose classes replace DCP's in ``.metadata`` → what can be done with its checkpoints."""
+
+
+def _hint_of(class_name: str) -> str | None:
+    """Return what can be done with metadata of a class of other software; None if it is unknown."""
+    return _OTHER_SOFTWARE.get(class_name.partition(".")[0])
 
 
 def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
@@ -170,9 +185,16 @@ class _Parsed(NamedTuple):
 
     def checked(self, label: str) -> DcpMetadata:
         """Return the metadata, or raise the first problem."""
-        if self.problems:
-            raise self.problems[0].as_error(label)
-        return self.metadata
+        tensors = dict(self.metadata.tensors)
+        for problem in self.problems:
+            err = problem.as_error(label)
+            # An entry with some of its chunks is damaged, not one without data.
+            tensor = None if err.key is None else tensors.get(err.key)
+            if err.rule != "dcp.no_item" or (tensor is not None and tensor.n_chunks):
+                raise err
+            report_missing(err)
+            tensors.pop(problem.key or "", None)
+        return replace(self.metadata, tensors=tensors) if self.problems else self.metadata
 
 
 _parsed_files: ContextVar[dict[bytes, _Parsed] | None] = ContextVar(
@@ -323,7 +345,9 @@ class _ColumnBuilder:
                     f"not checkpoint metadata: the pickle would run {class_name} when it is loaded",
                     hint="do not load it with any other program; find out who wrote it",
                 )
-            raise CorruptError(f"the pickle is a {class_name}, not DCP's Metadata")
+            hint = _hint_of(class_name)
+            kind = CorruptError if hint is None else UnsupportedError
+            raise kind(f"the pickle is a {class_name}, not DCP's Metadata", hint=hint)
         self.state = _state(root)
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, DcpItem] = {}
@@ -630,7 +654,8 @@ def _item_fields(index: object, info: object) -> tuple[str, Any, str, Any, Any, 
     if type(index) is not IndexRecord or type(info) is not StorageRecord:
         kinds = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
         raise UnsupportedError(
-            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes"
+            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes",
+            hint=_hint_of(str(kinds[1])),
         )
     try:
         (index_state,) = index

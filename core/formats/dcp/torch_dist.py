@@ -58,9 +58,9 @@ from core.formats.dcp.items import ItemLayout, lay_out_items
 from core.formats.dcp.plans import PlanRow, TensorData
 from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.dcp.reading.data_files import METADATA
-from core.formats.dcp.reading.stored_metadata import metadata_of
+from core.formats.dcp.reading.stored_metadata import list_indexed, metadata_of
 from core.formats.dcp.writing.metadata_image import metadata_image
-from core.formats.format import Format
+from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
     common_image,
@@ -274,9 +274,11 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    side_folders=MEGATRON_FOLDERS,
     partition="as_stored",
     salvage=salvage,
     is_mcore=True,
     splits_files=True,
     own_folders=_own_folders,
+    list_indexed=list_indexed,
 )

@@ -38,6 +38,8 @@ from core.files.json_object import read_json_object
 from core.files.store import check_name
 from core.formats.flax.scanner import ChunkedArray, FlatPart, Scanner
 from core.formats.format import Format, no_folders
+from core.formats.huggingface.index import list_indexed
+from core.formats.missing_entries import report_missing
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import Path, join_path, nest_leaves
 
@@ -73,7 +75,8 @@ def read(store: ReadStore) -> Catalog:
     """
     # The leaves of all files, by path.
     leaves: dict[Path, object] = {}
-    for file in _files(store):
+    files, listed = _files(store)
+    for file in files:
         scanner = Scanner(store, file)
         tree = scanner.value(depth=0)
         if not isinstance(tree, dict):
@@ -86,6 +89,17 @@ def read(store: ReadStore) -> Catalog:
             if path in leaves:
                 raise CorruptError("two pieces hold this entry", file=file, key=join_path(path))
             leaves[path] = leaf
+    names = {"/".join(map(str, path)) for path in leaves} if listed else set()
+    for name, file in listed.items():
+        if name not in names:
+            report_missing(
+                MissingShardError(
+                    f"{INDEX} lists the entry in this file, but it is missing there",
+                    file=file,
+                    key=name,
+                    hint="copy the checkpoint again, with all its files",
+                )
+            )
 
     # Arrays become tensors, everything else objects.
     arrays: dict[str, FlatPart | ChunkedArray] = {}
@@ -110,17 +124,17 @@ def read(store: ReadStore) -> Catalog:
     return replace(catalog, iteration=_iteration(store, catalog))
 
 
-def _files(store: ReadStore) -> list[str]:
-    """Return the files of a checkpoint.
+def _files(store: ReadStore) -> tuple[list[str], dict[str, str]]:
+    """Return the files of a checkpoint, and the entries in its index: path → file.
 
     Raises:
         CorruptError: the index is malformed.
         MissingShardError: a piece that the index lists is missing.
     """
     if store.entry is not None:
-        return [store.entry]
+        return [store.entry], {}
     if store.exists(SINGLE):
-        return [SINGLE]
+        return [SINGLE], {}
     weight_map = read_json_object(store, INDEX, max_bytes=256 << 20).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError("weight_map is missing or empty", file=INDEX)
@@ -134,7 +148,7 @@ def _files(store: ReadStore) -> list[str]:
                 hint="copy the checkpoint again, with all its files",
             )
         files[file] = None
-    return sorted(files)
+    return sorted(files), weight_map
 
 
 def _leaves(node: Mapping[str, object], path: Path) -> list[tuple[Path, object]]:
@@ -189,4 +203,5 @@ FORMAT = Format(
     lay_out=None,
     aliases=("msgpack",),
     own_folders=no_folders,
+    list_indexed=list_indexed,
 )

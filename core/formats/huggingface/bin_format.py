@@ -50,9 +50,10 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.formats.format import Format, no_folders
-from core.formats.huggingface.files import with_carried
-from core.formats.huggingface.index import WeightIndex, read_index
+from core.formats.format import Format
+from core.formats.huggingface.files import module_folders, with_carried
+from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
+from core.formats.missing_entries import report_missing
 from core.formats.torch.format import SUFFIXES, catalog_of, parse
 from core.formats.trainer.state import with_training_state
 from core.formats.trainer.torch_models import torch_models, with_torch_models
@@ -124,6 +125,11 @@ def read(store: ReadStore) -> Catalog:
             raise UnsupportedError("the directory has no pytorch_model.bin", file=store.label)
         catalog = replace(catalog_of(store, name), format="torch_bin")
         used, stem = {name}, name.removesuffix(".bin")
+        catalog = catalog.noted(
+            f"{name} was read, as transformers does; {index} is out of date: it lists missing files"
+            for index in store.files()
+            if index.endswith(INDEX_SUFFIX)
+        )
         if name == SINGLE_FILES[0]:
             catalog = with_torch_models(catalog, store)
             used |= {*torch_models(store).values()}
@@ -138,6 +144,8 @@ def read(store: ReadStore) -> Catalog:
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
+    if shards is not None and shards.index is not None:
+        catalog = replace(catalog, attributes=shards.index.attributes)
     facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
     stem = "model" if stem.startswith("pytorch_model") else stem
     return catalog.with_facet(replace(facts, stem=stem))
@@ -167,7 +175,8 @@ def shards_of(store: ReadStore, report: Report = raising) -> Shards | None:
         report: receives an error for each missing shard; raises it by default.
 
     Returns:
-        None if the directory has neither an index nor numbered files.
+        None if the directory has neither an index nor numbered files, or has one file with all
+        tensors next to an index whose shards are missing.
 
     Raises:
         MissingShardError: a shard is missing (default ``report``).
@@ -195,6 +204,8 @@ def shards_of(store: ReadStore, report: Report = raising) -> Shards | None:
     for key, name in index.file_of.items():
         first_keys.setdefault(name, key)
     missing = [name for name in first_keys if not store.exists(name)]
+    if missing and store.entry is None and _single_file(names) not in (None, *first_keys):
+        return None  # loaders look for one file with all tensors first
     for name in missing:
         message = f"a shard listed in {file} is missing"
         report(MissingShardError(message, file=name, key=first_keys[name], hint=_COPY_AGAIN))
@@ -364,11 +375,13 @@ class _ShardMerger:
             return
         for key, name in index.file_of.items():
             if key not in self._shard_of:
-                raise MissingShardError(
-                    f"{index.file} lists the tensor in this shard, but it is missing there",
-                    file=name,
-                    key=key,
-                    hint=_MIXED,
+                report_missing(
+                    MissingShardError(
+                        f"{index.file} lists the tensor in this shard, but it is missing there",
+                        file=name,
+                        key=key,
+                        hint=_MIXED,
+                    )
                 )
         # The recorded size may count tied tensors once or several times.
         n_bytes = sum(array.n_bytes for array in self._arrays.values())
@@ -436,5 +449,6 @@ FORMAT = Format(
     salvage=salvage,
     lay_out=None,
     has_live_objects=True,
-    own_folders=no_folders,
+    own_folders=module_folders,
+    list_indexed=list_indexed,
 )

@@ -4,21 +4,38 @@ On disk, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``::
 
     {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
 
-Source: transformers 4.30 to 5.23 and huggingface_hub 2.4.
+Other members of the metadata are attributes of the index (``core.catalog.attributes``), except the
+number of parameters, which also follows from the tensors.
+
+The index of a weight update between trainer and rollout engine says that the files hold
+compressed differences of bytes, which have the names of the tensors, but not their types and
+shapes (``WeightDeltas``)::
+
+    {"metadata": {"version": "000002", "base_version": "000001", "delta_encoding": "xor",
+                  "compression_format": "zstd", "checksum_format": "xxh3-128"}, "weight_map": {…}}
+
+Source: transformers 4.30 to 5.23 and huggingface_hub 2.4; slime
+``update_weight_from_disk_delta.py`` (2026-08).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from core.errors import CorruptError
+from core.catalog.facets import WeightDeltas
+from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
 from core.files.store import check_name
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+
+INDEX_SUFFIX = ".index.json"
+_OF_THE_TENSORS = ("total_size", "total_parameters")
+"""Members of the metadata that follow from the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +46,30 @@ class WeightIndex:
         file: name of the index.
         file_of: tensor → file.
         total_bytes: size of all tensors as recorded in the index; None if it is missing.
+        deltas: what the files hold instead of weights; None for weights.
+        metadata: the metadata that do not follow from the tensors.
     """
 
     file: str
     file_of: dict[str, str]
     total_bytes: int | None
+    deltas: WeightDeltas | None = None
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def attributes(self) -> dict[str, Mapping[str, object]]:
+        """The metadata as attributes of the index, by its name."""
+        return {self.file: self.metadata} if self.metadata else {}
+
+
+def list_indexed(store: ReadStore) -> set[str]:
+    """Return the files that the indexes of a directory list, as far as these can be read."""
+    listed: set[str] = set()
+    for name in store.files():
+        if name.endswith(".json") and ".index." in name:
+            with suppress(CheckpointingException):
+                listed.update(read_index(store, name).file_of.values())
+    return listed
 
 
 def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
@@ -51,13 +87,24 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
     """
     content = read_json_object(store, file)
     weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    metadata = content.get("metadata")
+    facts = metadata if isinstance(metadata, Mapping) else {}
+    deltas = None
+    if "delta_encoding" in facts:
+        names = ("version", "base_version", "delta_encoding", "compression_format")
+        deltas = WeightDeltas(*(str(facts.get(name, "?"))[:40] for name in names))
+    # An update in which nothing has changed lists no tensor.
+    if not isinstance(weight_map, dict) or not (weight_map or deltas):
         raise CorruptError(
             "the index has no weight_map of tensors and files",
             file=file,
             hint="copy the checkpoint again, with all its files",
         )
-    file_of = {key: check_name(name, found_in=file) for key, name in weight_map.items()}
+    # Loaders join a name to the directory, so that ./NAME is the same file.
+    file_of = {
+        key: check_name(name[2:] if str(name).startswith("./") else name, found_in=file)
+        for key, name in weight_map.items()
+    }
     for key, name in file_of.items():
         if not name.endswith(suffix):
             kind = suffix.removeprefix(".")
@@ -67,8 +114,8 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
                 key=key,
             )
     # Some versions of transformers wrote the size as a float.
-    metadata = content.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    total = facts.get("total_size")
     if isinstance(total, float) and total.is_integer():
         total = int(total)
-    return WeightIndex(file, file_of, total if type(total) is int else None)
+    others = {name: value for name, value in facts.items() if name not in _OF_THE_TENSORS}
+    return WeightIndex(file, file_of, total if type(total) is int else None, deltas, others)

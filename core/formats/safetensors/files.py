@@ -6,7 +6,7 @@ On disk, one of::
     model-00001-of-00002.safetensors …    with model.safetensors.index.json:
                                           {"metadata": {"total_size": bytes},
                                            "weight_map": {tensor: file}}
-    a.safetensors  b.safetensors …        no index; every tensor in one of them
+    part1.safetensors  part2.safetensors  no index; every tensor in one of them
     shard-00001-model-00001-of-00002.safetensors …
                                           pieces, see ``core.formats.safetensors.pieces``
     model.safetensors  model_1.safetensors …
@@ -15,8 +15,9 @@ On disk, one of::
                                           the same, with or without consolidated files
 
 The stem need not be ``model`` (``adapter_model``, ``diffusion_pytorch_model``). An index decides
-which files are read. Files with complete tensors take precedence over pieces. Without an index,
-files with a usual name take precedence over others.
+which files are read, unless it lists missing files and one file of its stem has all tensors. Files
+with complete tensors take precedence over pieces. Without an index, files with a usual name take
+precedence over others.
 
 Source: huggingface_hub 2.4 ``serialization``; torch 2.13
     ``torch/distributed/checkpoint/hf_storage.py``.
@@ -71,7 +72,8 @@ def has_tensors(store: ReadStore) -> bool:
     """Return whether a directory is a safetensors checkpoint: files, an index, or pieces.
 
     A single file with an unusual name, without any other file of a model, may belong to something
-    else in the directory, so it does not suffice.
+    else in the directory, so it does not suffice. Several such files are one checkpoint if their
+    names differ in numbers only; otherwise they are models of their own.
     """
     names = store.files()
     if any(name.endswith(INDEX_SUFFIX) for name in names):
@@ -79,11 +81,15 @@ def has_tensors(store: ReadStore) -> bool:
     files = [name for name in names if name.endswith(SUFFIX)]
     if not files:
         return any(map(is_piece, store.files(PIECES_DIR)))
-    if len(files) > 1 or is_piece(files[0]) or _SHARD.fullmatch(files[0]):
-        return True
     # The part before the dot decides: model.fp16.safetensors is a variant of model.safetensors.
-    has_usual_stem = _series(files[0]).partition(".")[0] in STEMS
-    return has_usual_stem or any(name in names for name in _OF_A_MODEL)
+    if any(
+        is_piece(name) or _SHARD.fullmatch(name) or _series(name).partition(".")[0] in STEMS
+        for name in files
+    ):
+        return True
+    if len(files) == 1:
+        return any(name in names for name in _OF_A_MODEL)
+    return len({re.sub(r"\d+", "0", name) for name in files}) == 1
 
 
 def is_piece(name: str) -> bool:
@@ -191,6 +197,14 @@ def _files_of_index(
     # torch writes the index of the consolidated files together with the pieces.
     if missing and pieces and not weights:
         return _complete_pieces(pieces, index=index)
+    # Loaders look for one file with all tensors first, and ignore an index that is left over.
+    single = index.file.removesuffix(INDEX_SUFFIX) + SUFFIX
+    if missing and single in weights and single not in used and store.entry is None:
+        note = (
+            f"{single} was read, as transformers does; {index.file} is out of date: it lists "
+            f"{listed(missing)}, which {'is' if len(missing) == 1 else 'are'} missing"
+        )
+        return WeightFiles((single,), stem=_stem(single), notes=(*notes, note, *_unread(pieces)))
     alternative = f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""
     # The first tensor of each file; an index may list tens of thousands of files.
     first_key: dict[str, str] = {}

@@ -42,12 +42,14 @@ from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,
+    MissingShardError,
     Report,
     TruncatedError,
     UnsupportedError,
     raising,
 )
 from core.files.substitute import substitute_in
+from core.formats.missing_entries import report_missing
 from core.formats.safetensors.json_text import METADATA, Fields, scanned
 
 if TYPE_CHECKING:
@@ -120,7 +122,9 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
     size = store.size(file)
     if size < begin + 8:
         raise TruncatedError(
-            f"the file has {size} bytes, too few for the length of its header (8 bytes)", file=file
+            f"the file has {size} bytes, too few for the length of its header (8 bytes)",
+            file=file,
+            hint="copy the file again",
         )
     header_bytes = int.from_bytes(store.read(file, begin, 8), "little")
     start = begin + 8 + header_bytes
@@ -152,9 +156,15 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
         try:
             entries.append(_parse_entry(name, fields, file))
         except CheckpointingException as err:
-            err.rule = err.rule or "safetensors.entry"
-            report(err)
             n_refused += 1
+            err.rule = err.rule or "safetensors.entry"
+            # torch's consolidation writes such an entry for a tensor of which no rank has a piece.
+            if fields == {"dtype": "", "shape": [], "data_offsets": [0, 0]}:
+                message = "the header lists the tensor without dtype and data"
+                missing = MissingShardError(message, file=file, key=name, rule=err.rule)
+                report_missing(missing, report)
+            else:
+                report(err)
     arrays = _arrays_in_order(
         entries, start=start, size=size, file=file, report=report, n_refused=n_refused
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.catalog.key_patterns import listed_keys, rename_hint
-from core.errors import UnsafeError, UnsupportedError
+from core.catalog.key_patterns import listed_keys, rename_hint, some_of
+from core.errors import MissingShardError, Report, UnsafeError, UnsupportedError
 from core.files.store import check_name
+from core.formats.missing_entries import report_missing
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -79,18 +80,55 @@ def has_array_inside(store: ReadStore, marker: str) -> bool:
     return any(store.exists(f"{name}/{marker}") for name in visible[:_MAX_SNIFFED])
 
 
-def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:
+def compare_with_index(
+    listed: Collection[str], stored: Collection[str], *, file: str, marker: str, report: Report
+) -> list[str]:
+    """Compare the arrays of a hierarchy with those in its consolidated metadata; return notes.
+
+    Args:
+        listed: paths of the arrays in the consolidated metadata.
+        stored: paths of the arrays with a directory of their own, readable or not.
+        file: name of the file with the consolidated metadata.
+        marker: name of an array's metadata file.
+        report: receives an error for each array that is listed, but not stored.
+    """
+    for path in sorted({*listed} - {*stored}):
+        err = MissingShardError(
+            f"{file} lists the array, but its directory is missing",
+            file=path_in(path, marker),
+            key=path,
+            hint="copy the checkpoint again, with all its files; if the array was removed on "
+            "purpose, update the list: zarr.consolidate_metadata(PATH)",
+        )
+        report_missing(err, report)
+    unlisted = sorted({*stored} - {*listed})
+    if not listed or not unlisted:
+        return []
+    note = (
+        f"{file} does not list {some_of(unlisted)}, which zarr-python therefore does not find "
+        "(to update the list: zarr.consolidate_metadata)"
+    )
+    return [note]
+
+
+def check_keys(
+    keys: Mapping[str, object], *, reserved: frozenset[str], are_files: bool = True
+) -> None:
     """Raise unless every key can be the name of an array's directory.
 
     Args:
         keys: the keys of all tensors; none may be inside the directory of another.
         reserved: names that have another meaning in the hierarchy.
+        are_files: the directories are those of a file system, which limits the length of names;
+            False for the keys of a database.
 
     Raises:
         UnsupportedError: a key is not a path of valid names, or is inside another array.
     """
     problems = {
-        key: problem for key in keys if (problem := _key_problem(key, keys, reserved)) is not None
+        key: problem
+        for key in keys
+        if (problem := _key_problem(key, keys, reserved, are_files=are_files)) is not None
     }
     if problems:
         first, *other_keys = problems
@@ -102,7 +140,9 @@ def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:
         )
 
 
-def _key_problem(key: str, keys: Mapping[str, object], reserved: frozenset[str]) -> str | None:
+def _key_problem(
+    key: str, keys: Mapping[str, object], reserved: frozenset[str], *, are_files: bool
+) -> str | None:
     """Return the reason why a key cannot be the name of a directory; None if it can."""
     parts = key.split("/")
     for part in parts:
@@ -110,7 +150,7 @@ def _key_problem(key: str, keys: Mapping[str, object], reserved: frozenset[str])
             return "it is not a relative path"
         if not _is_visible(part) or part in reserved:
             return f"{part!r} is reserved or ignored by readers"
-        if len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
+        if are_files and len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
             return f"{part[:20]!r}… has more than {_MAX_NAME_BYTES} bytes"
     for depth in range(1, len(parts)):
         if "/".join(parts[:depth]) in keys:

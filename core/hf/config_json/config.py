@@ -252,6 +252,8 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
     """Raise UnsupportedError for values that Megatron's models of the family do not have."""
     for name, supported in family.fixed_config.items():
         value = config.get(name)
+        if name in family.inert and not config.get(family.inert[name]):
+            continue
         options = supported if isinstance(supported, list) else [supported]
         if value is not None and value not in options:
             reason = f": {family.reasons[name]}" if name in family.reasons else ""

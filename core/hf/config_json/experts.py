@@ -24,7 +24,8 @@ name                       layers without experts
 Source: transformers 5.23.0 ``models/*/configuration_*.py``; megatron-core 0.16.1
 ``transformer/moe/moe_utils.py`` ``topk_routing_with_score_function``, ``group_limited_topk``.
 
-Not supported: groups of experts that the two sides rank by another number of experts.
+Groups of experts that the two sides rank by another number of experts are converted with a note
+(``describe_ranking``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ def expert_arguments(
 
     Raises:
         CorruptError: the configuration is malformed.
-        UnsupportedError: Megatron's router would choose other experts.
     """
     names = family.experts
     args: dict[str, object] = {}
@@ -78,51 +78,40 @@ def expert_arguments(
 
 
 def _group_arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:
-    """Return the arguments for groups of experts, of which a token may use only the best.
-
-    Raises:
-        UnsupportedError: Megatron would rank the groups by another number of experts.
-    """
+    """Return the arguments for groups of experts, of which a token may use only the best."""
     names = family.experts
     n_groups, n_chosen = (count_of(config, name, default=1) for name in names.groups)
     if names.method is not None and config.get(names.method) == "greedy":
         n_groups = n_chosen = 1
-    text = _ranking_text(
-        family,
-        n_groups=n_groups,
-        n_chosen=n_chosen,
-        n_used=count_of(config, family.config["moe_router_topk"][0]),
-    )
-    if text is not None:
-        raise UnsupportedError(
-            text,
-            file=CONFIG,
-            hint=f"set {names.groups[0]} and {names.groups[1]} to 1 in config.json to convert the "
-            "weights for a router without groups",
-        )
     return {"moe_router_num_groups": n_groups, "moe_router_group_topk": n_chosen}
 
 
-def _ranking_text(family: Family, *, n_groups: int, n_chosen: int, n_used: int) -> str | None:
+def describe_ranking(fields: Mapping[str, object], family: Family) -> str | None:
     """Describe how the two sides rank groups of experts differently.
 
     Megatron ranks a group by the sum of its k best experts, where k is the number of experts of a
     token divided by the number of its groups. transformers always takes ``ranked_by`` of them.
 
     Args:
-        n_groups, n_chosen: number of groups, and of those that a token may use.
-        n_used: number of experts that a token uses.
+        fields: training arguments by name.
 
     Returns:
         None if the two sides choose the same experts.
+
+    Raises:
+        CorruptError: an argument is not a number.
     """
     ranked_by = family.experts.ranked_by
-    if n_groups <= n_chosen or n_used // n_chosen == ranked_by:
+    n_groups = size_of(fields, "moe_router_num_groups", default=1)
+    n_chosen = size_of(fields, "moe_router_group_topk", default=n_groups)
+    n_used = size_of(fields, "moe_router_topk", default=1)
+    if not family.experts.groups or n_groups <= n_chosen or n_used // n_chosen == ranked_by:
         return None
     return (
-        f"{n_groups} groups of experts, {n_chosen} of them for a token that uses {n_used} experts: "
-        f"{family.model_type} models rank a group by its {ranked_by} best, "
-        f"Megatron by its {n_used // n_chosen} best"
+        f"it chooses other experts: of {n_groups} groups of experts, {n_chosen} for a token that "
+        f"uses {n_used}, {family.model_type} models of transformers rank a group by its "
+        f"{ranked_by} best, Megatron by its {n_used // n_chosen} best "
+        "(--moe-router-num-groups 1 trains the weights without groups)"
     )
 
 
@@ -252,10 +241,6 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
     if names.groups:
         n_groups = size_of(fields, "moe_router_num_groups", default=1)
         n_chosen = size_of(fields, "moe_router_group_topk", default=n_groups)
-        n_used = size_of(fields, "moe_router_topk", default=1)
-        text = _ranking_text(family, n_groups=n_groups, n_chosen=n_chosen, n_used=n_used)
-        if text is not None:
-            raise UnsupportedError(text)
         if names.method is not None:
             config[names.method] = "greedy" if n_groups == 1 else "group_limited_greedy"
         if names.method is None or n_groups > 1:

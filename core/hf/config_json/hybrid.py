@@ -49,6 +49,8 @@ _SIZES: Mapping[str, str] = {"num_layers": "num_hidden_layers", "hidden_size": "
 """Argument → its usual name in ``config.json``, under which it is read."""
 _MAX_LAYERS = 1 << 20
 """More layers than any model has: no damaged number makes a pattern that fills the memory."""
+_MOST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+"""The largest float32. Time steps are float32, so no larger limit limits them."""
 
 
 def completed(config: Mapping[str, object], family: Family) -> dict[str, object]:
@@ -201,7 +203,8 @@ def _check_time_steps(config: Mapping[str, object]) -> None:
         math.inf if isinstance(end, Mapping) and end.get("__float__") == "Infinity" else end
         for end in ends
     )
-    if low not in (0, None) or high != math.inf:
+    is_unlimited = isinstance(high, (int, float)) and high >= _MOST_FLOAT32
+    if low not in (0, None) or not is_unlimited:
         raise UnsupportedError(
             f"time_step_limit is {repr(limits)[:80]}; Megatron's Mamba layers have no limits",
             file=CONFIG,

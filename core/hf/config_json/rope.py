@@ -86,14 +86,15 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
         config = plain_rotation(config)
     # Read the parameters under the names of both versions of transformers. Older files call the
     # type "type" and keep rope_theta next to the scaling.
-    parameters = _shared_parameters(config)
+    parameters = _shared_parameters(config, family)
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
     parameters.pop("type", None)
     if "rotary_pct" in family.rope:
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
         config = {**{name: config.get(old) for name, old in names.items()}, **config}
+    usual = rope_number({"rope_theta": 10000.0, **family.defaults}, "rope_theta")
     base = rope_number(
-        parameters, "rope_theta", default=rope_number(config, "rope_theta", default=10000.0)
+        parameters, "rope_theta", default=rope_number(config, "rope_theta", default=usual)
     )
     parameters.pop("rope_theta", None)
     partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -133,7 +134,7 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     if kind == "llama3" and kind in family.rope and not is_latent:
         return args | _llama3_arguments(parameters)
     if kind == "yarn" and is_latent:
-        return args | latent_yarn_arguments(parameters)
+        return args | latent_yarn_arguments(config, parameters)
     if kind == "yarn" and kind in family.rope:
         return args | plain_yarn_arguments(config, parameters)
     if kind == "longrope" and kind in family.rope:
@@ -252,13 +253,21 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     return entries
 
 
-def _shared_parameters(config: Mapping[str, object]) -> dict[str, object]:
+def _shared_parameters(config: Mapping[str, object], family: Family) -> dict[str, object]:
     """Return the rotary parameters that all layers of a configuration share.
+
+    As in transformers 5, a ``rope_scaling`` that somebody added wins over the ``rope_parameters``
+    that were there.
 
     Raises:
         UnsupportedError: layers have parameters of their own.
     """
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = (
+        config.get("rope_scaling")
+        or config.get("rope_parameters")
+        or family.defaults.get("rope_parameters")
+        or {}
+    )
     if not isinstance(parameters, Mapping) or any(
         isinstance(value, Mapping) for value in parameters.values()
     ):

@@ -40,8 +40,14 @@ HINT = (
 """What to do about scaling that Megatron does not have."""
 
 
-def latent_yarn_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments for YaRN scaling in latent attention."""
+def latent_yarn_arguments(
+    config: Mapping[str, object], parameters: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the arguments for YaRN scaling in latent attention.
+
+    Raises:
+        UnsupportedError: Megatron has no argument for a parameter.
+    """
     # ``truncate`` (round the borders of the ranges) is always on in Megatron.
     extra = sorted(set(parameters) - set(_YARN) - {"truncate"})
     if extra or parameters.get("truncate", True) is not True:
@@ -50,12 +56,20 @@ def latent_yarn_arguments(parameters: Mapping[str, object]) -> dict[str, object]
             file="config.json",
             hint=HINT,
         )
+    length = _original_length(config, parameters)
+    parameters = {**parameters, "original_max_position_embeddings": length}
     numbers = {
         arg: as_int(rope_number(parameters, name, default=default))
         for name, (arg, default) in _YARN.items()
     }
     _check_mscale(numbers["mscale"], numbers["mscale_all_dim"])
     return {"rope_type": "yarn", **numbers}
+
+
+def _original_length(config: Mapping[str, object], parameters: Mapping[str, object]) -> float:
+    """Return the number of positions that the model was trained with before it was scaled."""
+    usual = rope_number(config, "max_position_embeddings")
+    return rope_number(parameters, "original_max_position_embeddings", default=usual)
 
 
 def latent_yarn_config(fields: Mapping[str, object]) -> dict[str, object]:
@@ -90,11 +104,7 @@ def plain_yarn_arguments(
             file="config.json",
             hint=HINT,
         )
-    length = rope_number(
-        parameters,
-        "original_max_position_embeddings",
-        default=rope_number(config, "max_position_embeddings"),
-    )
+    length = _original_length(config, parameters)
     # transformers takes mscale and mscale_all_dim only together, and a factor before both.
     numbers = {
         name: rope_number(parameters, name, default=usual)

@@ -24,6 +24,7 @@ from core.hf.config_json.hybrid import PATTERN, PREDICTION, completed
 from core.hf.config_json.per_layer import per_layer_arguments
 from core.hf.family import Family, families
 from core.hf.name_tables import BODY, pairs_of
+from core.hf.settings import indexer_types
 from core.hf.traits import (
     FEATURES,
     Model,
@@ -344,6 +345,10 @@ def _derive_model(
         window = window_layers_of({**per_layer_arguments(config), "num_layers": n_all})
         if window is not None:
             sizes |= {"window_heads": window.n_heads, "window_q": window.n_heads * head}
+    unindexed: frozenset[int] = frozenset()
+    if (indexers := family.settings.get("dsa_indexer_topk_freq")) is not None:
+        types = indexer_types(config, n_layers, name=indexers.name)
+        unindexed = frozenset(n for n in range(n_layers) if types[n] == "shared")
     return Model(
         n_layers=n_layers,
         n_mtp=n_mtp,
@@ -358,5 +363,6 @@ def _derive_model(
         prediction=prediction,
         linear=linear,
         window=None if window is None else window.layers,
+        unindexed=unindexed,
         blocks=stated_blocks(config, family) if "blocks" in family.requires else None,
     )

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.box import Box
-from core.catalog.catalog import Fragment, clip_fragment
+from core.catalog.catalog import Catalog, Fragment, clip_fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,14 @@ def first_rows(key: str, fragments: Iterable[Fragment], n_rows: int) -> list[Fra
     ]
 
 
-def take_from_stack(key: str, fragments: Iterable[Fragment], index: int) -> Iterator[Fragment]:
-    """Yield the fragments of entry ``index`` of a tensor stacked along its first axis."""
-    for fragment in fragments:
+def take_from_stack(catalog: Catalog, stack: str, index: int, *, key: str) -> Iterator[Fragment]:
+    """Yield the fragments of entry ``index`` of a tensor stacked along its first axis.
+
+    Args:
+        catalog, stack, index: the tensor and the entry.
+        key: name of the entry.
+    """
+    for fragment in catalog.entry_fragments(stack, index):
         moved = clip_fragment(fragment, key, start=index, extent=1, to=0)
         if moved is not None:
             yield replace(moved, box=Box(moved.box.offset[1:], moved.box.shape[1:]))

@@ -55,7 +55,7 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
         return GlobalTensor(
             meta,
             (stack_key,),
-            lambda: list(fuse.take_from_stack(name, catalog.fragments(stack_key), index)),
+            lambda: list(fuse.take_from_stack(catalog, stack_key, index, key=name)),
         )
     # Or a matrix of a tensor that holds those of all experts in another order.
     if (packed := pair.packed) is not None:
@@ -92,7 +92,7 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
         return GlobalTensor(
             TensorMeta(name, catalog.tensors[key].dtype, pair.shape),
             (key,),
-            lambda: list(fuse.take_from_stack(name, catalog.fragments(key), 0)),
+            lambda: list(fuse.take_from_stack(catalog, key, 0, key=name)),
         )
     # Copies are fragments of the same box, so that the planner compares their bytes.
     strips = pair.strips
@@ -125,7 +125,7 @@ def _from_entries(catalog: Catalog, pair: Pair, index: int, n_entries: int) -> G
         _check_shape(catalog, key, (n_entries, *tensor.shape))
 
     def fragments() -> list[Fragment]:
-        parts = [list(fuse.take_from_stack(key, catalog.fragments(key), index)) for key in keys]
+        parts = [list(fuse.take_from_stack(catalog, key, index, key=key)) for key in keys]
         return fuse.fuse_parts(name, pair.strips, parts)
 
     meta = TensorMeta(name, _common_dtype(catalog, keys, name), pair.shape)

@@ -133,9 +133,11 @@ def unpack_expert(
         expert: where the expert stands.
         shape: shape of Megatron's tensor.
     """
-    source = source_of(catalog, expert.key)
     entry = expert.entry_shape(shape)
     box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
+    source = source_of(
+        catalog, expert.key, part=(box, catalog.entry_fragments(expert.key, expert.number))
+    )
     encoding = Rearranged(source, box, expert.n_parts, is_packed=False)
     array = StoredArray(
         f"{name} of {source.origin}",

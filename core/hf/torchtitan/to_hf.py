@@ -126,9 +126,9 @@ def from_torchtitan(
         if key not in parts:
             return catalog.fragments(key)
         old_key, part = parts[key]
-        fragments = catalog.fragments(old_key)
         if part.expert is not None:
-            return list(take_from_stack(key, fragments, part.expert))
+            return list(take_from_stack(catalog, old_key, part.expert, key=key))
+        fragments = catalog.fragments(old_key)
         if part.rows is not None:
             fragments = list(take_rows(key, fragments, part.rows))
         if part.n_heads:

@@ -105,9 +105,11 @@ def hf_tower_tensors(catalog: Catalog, tensor: TowerTensor) -> dict[str, HfTenso
         """Return the fragments of a layer's part, or of the only one."""
         if tensor.is_transposed:
             return transpose_tensor(catalog, meta.key, name)
-        fragments = list(catalog.fragments(meta.key))
-        if tensor.n_layers is not None:
-            fragments = list(take_from_stack(meta.key, fragments, number))
+        fragments = (
+            catalog.fragments(meta.key)
+            if tensor.n_layers is None
+            else list(take_from_stack(catalog, meta.key, number, key=meta.key))
+        )
         if strips is None:
             return [replace(fragment, key=name) for fragment in fragments]
         return take_apart(name, strips, 0, fragments)

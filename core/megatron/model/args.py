@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.blocks import TEXT, blocks_of
+from core.megatron.model.blocks import TEXT, WINDOWS, blocks_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import LayerPattern, pattern_of
-from core.megatron.model.pipeline_args import LAYOUT, pipeline_of
+from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
 from core.pickle.inert import Inert, as_mapping, attributes
@@ -31,7 +31,7 @@ No version of Megatron reads it.
 """
 SINCE_0_19 = "mamba_training_ssm_states_dtype"
 """An argument that Megatron's training script has since core 0.19."""
-_GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
+_GATED = ("swiglu", "quick_geglu", "gated_linear_unit", "glu_activation", "geglu", "reglu")
 _REFUSED = {
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",
     "encoder_pipeline_model_parallel_size": "encoder-decoder pipelines",
@@ -90,6 +90,8 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
                 file=file,
             )
         vpp = n_chunks
+    if pp > 1 and is_v_shaped(fields):
+        vpp = vpp or 2  # a schedule with two chunks, which an argument need not say
 
     # An ETP that equals TP, or that no experts use, means the same as no ETP.
     if etp == tp or (ep == 1 and not fields.get("num_experts")):
@@ -129,6 +131,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     n_experts = _n_experts(fields, topology)
     moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
     linear = linear_layers(fields, n_layers)
+    unindexed = layers_without_indexer(fields, n_layers)
     blocks = blocks_of(fields)
     n_groups = attention.n_groups
     if blocks is not None:
@@ -140,6 +143,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     is_alike = (
         fields.get("moe_layer_freq", 1) in (None, 1)
         and not linear
+        and not unindexed
         and not is_allotted
         and hybrid is None
         and blocks is None
@@ -166,13 +170,14 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         is_stacked=is_alike,
         expert_names=None if n_experts is None else _expert_names(fields),
         linear_layers=linear,
+        unindexed_layers=unindexed,
         is_allotted=is_allotted,
         is_prediction_renamed="mtp_hybrid_override_pattern" in fields
         or "hybrid_layer_pattern" in fields,
         pattern=hybrid,
         blocks=blocks,
         n_predictions=n_predictions,
-        sizes=_named_sizes(fields, is_mla=attention.is_mla),
+        sizes=_named_sizes(fields, attention),
         kind=kind,
         stacks=stacks,
     )
@@ -202,8 +207,7 @@ class _AttentionSizes:
 def _attention_of(fields: Mapping[str, object]) -> _AttentionSizes:
     n_heads = _required_size(fields, "num_attention_heads")
     is_mla = bool(fields.get("multi_latent_attention"))
-    has_groups = fields.get("group_query_attention") and not is_mla
-    n_groups = size_in(fields, "num_query_groups") if has_groups else n_heads
+    n_groups = n_heads if is_mla else _n_groups(fields)
     hidden_size = size_in(fields, "hidden_size")
     head_dim = size_in(fields, "kv_channels")
     if head_dim is None and hidden_size is not None:
@@ -211,10 +215,29 @@ def _attention_of(fields: Mapping[str, object]) -> _AttentionSizes:
     return _AttentionSizes(n_heads, n_groups or n_heads, head_dim, hidden_size, is_mla)
 
 
-def _named_sizes(fields: Mapping[str, object], *, is_mla: bool) -> dict[str, int]:
-    """Return the arguments that are positive integers, which rules may name."""
+def _n_groups(fields: Mapping[str, object]) -> int | None:
+    """Return the number of heads of keys and values; None if each head has its own.
+
+    Source: epfLLM/Megatron-LLM 0b9fc0e5 and bigcode-project/Megatron-LM 182df0c0
+    ``megatron/model/transformer.py`` for the arguments of forks.
+    """
+    if fields.get("group_query_attention"):
+        return size_in(fields, "num_query_groups")
+    if fields.get("use_multiquery_attn"):
+        return size_in(fields, "num_attention_heads_kv")
+    return 1 if fields.get("attention_head_type") == "multiquery" else None
+
+
+def _named_sizes(fields: Mapping[str, object], attention: _AttentionSizes) -> dict[str, int]:
+    """Return the arguments that are positive integers, and others that rules may name."""
     sizes = {name: value for name, value in fields.items() if type(value) is int and value > 0}
-    if is_mla:
+    if attention.head_dim is not None:
+        sizes["kv_channels"] = attention.head_dim
+    value_dim = sizes.get("v_head_dim") if attention.is_mla else attention.head_dim
+    # Layers with a window may have heads of their own.
+    if value_dim is not None and fields.get(WINDOWS) is None:
+        sizes["attention_inner"] = attention.n_heads * value_dim
+    if attention.is_mla:
         checked = {name: size_in(fields, name) for name in _SIZES}
         sizes |= {name: size for name, size in checked.items() if size is not None}
     return sizes
@@ -294,6 +317,27 @@ def linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     if step is None:
         return frozenset()
     return frozenset(range(n_layers)) - frozenset(range(step - 1, n_layers, step))
+
+
+def layers_without_indexer(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
+    """Return the numbers of the layers of sparse attention without an indexer of their own.
+
+    They use the choice of keys of an earlier layer.
+
+    The first ``dsa_indexer_skip_topk_offset`` layers have an indexer of their own, at least one,
+    and every ``dsa_indexer_topk_freq``-th layer from there.
+
+    Raises:
+        CorruptError: an argument is not a number.
+
+    Source: Megatron-LM d98e8a64 ``transformer/experimental_attention_variant/dsa.py``.
+    """
+    every = size_in(fields, "dsa_indexer_topk_freq") or 1
+    offset = fields.get("dsa_indexer_skip_topk_offset") or 0
+    if type(offset) is not int or offset < 0:
+        raise CorruptError(f"argument dsa_indexer_skip_topk_offset is {offset!r}, not a number")
+    first = max(offset, 1) - 1
+    return frozenset(layer for layer in range(first, n_layers) if (layer - first) % every)
 
 
 def _listed_layers(fields: Mapping[str, object], name: str, n_layers: int) -> frozenset[int] | None:
@@ -422,6 +466,8 @@ LAYOUT_FIELDS = (
     "mtp_num_layers",
     TEXT,
     "linear_attention_freq",
+    "dsa_indexer_topk_freq",
+    "dsa_indexer_skip_topk_offset",
     "num_experts",
     "moe_layer_freq",
     "moe_grouped_gemm",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
@@ -17,9 +19,12 @@ from core.errors import (
 )
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import SYMBOLS
-from core.megatron.rules.rules import Layer, Rule, Rules
+from core.megatron.rules.rules import Layer, Rule, Rules, replication
 
-_FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
+_FC1 = ("linear_fc1.weight", "dense_h_to_4h.weight")
+_QKV = tuple(
+    f"{name}.{kind}" for name in ("linear_qkv", "query_key_value") for kind in ("weight", "bias")
+)
 _SHOWN = 6
 ADAPTER = ".adapter."
 """Part of the names of adapter parameters."""
@@ -163,51 +168,121 @@ def _check_experts(
         report(CorruptError(problem, key=name, rule="layout.experts"))
 
 
-def fc2_of(name: str) -> str:
+def check_shapes(
+    shapes: Mapping[str, Shape],
+    rule_of: Mapping[str, Rule],
+    facts: ModelFacts,
+    *,
+    n_joined: Callable[[str], int] = lambda group: 1,
+    report: Report = raising,
+) -> None:
+    """Compare the global shapes of a model with its rules, its arguments and one another.
+
+    Args:
+        shapes: global name → shape, padding rows included.
+        rule_of: global name → rule.
+        n_joined: group of a rule → number of shards that were joined to each tensor; 1 for tensors
+            that were stored complete.
+        report: receives the problems (rule ``layout.shapes``); by default, raises the first one.
+
+    Raises:
+        CorruptError: a shape contradicts its rule, the arguments or another shape.
+        UnsupportedError: a rule is for tensors of one element, but the tensor has more.
+    """
+    # Shapes that follow from the arguments come first: of two tensors that contradict each other,
+    # they tell which one is wrong.
+    # A bias follows its weight.
+    wrong: set[str] = set()
+    names = sorted(shapes, key=lambda name: name.endswith("bias"))
+    for check in (_check_by_args, _check_by_neighbours):
+        for name in names:
+            if name in wrong or name.removesuffix("bias") + "weight" in wrong:
+                continue
+            shape = shapes[name]
+            rule = rule_of[name]
+            try:
+                check(name, shape, rule, facts, shapes)
+            except CheckpointingException as err:
+                wrong.add(name)
+                axis, n = rule.cut_axis, n_joined(rule.group)
+                if axis is not None and axis < len(shape) and n > 1 and err.hint is None:
+                    # One rank's tensor may be the complete one.
+                    one = (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+                    with suppress(CheckpointingException):
+                        check(name, one, rule, facts, shapes)
+                        err.hint = (
+                            f"if each of the {n} {rule.group.upper()} ranks holds the complete "
+                            f"tensor, pass a file with --rules that contains:\n"
+                            f"{replication([name])}"
+                        )
+                report(err.breaking("layout.shapes"))
+
+
+def _check_by_args(
+    name: str, shape: Shape, rule: Rule, facts: ModelFacts, shapes: Mapping[str, Shape]
+) -> None:
+    """Raise unless a shape fits the rule and the arguments.
+
+    Raises:
+        CorruptError, UnsupportedError: as for ``check_shapes``.
+    """
+    axis = rule.cut_axis
+    if axis is not None and axis >= len(shape):
+        raise CorruptError(
+            f"the tensor has {len(shape)} axes, but its rule cuts axis {axis}", key=name
+        )
+    if rule.single is not None and prod(shape) != 1:
+        raise UnsupportedError(f"{rule.single} cannot be resharded (shape {shape})", key=name)
+    if rule.unit == "heads" and name.endswith(_QKV):
+        check_qkv_rows(name, shape[0], facts)
+    sizes = sizes_for(name, facts) if rule.shape else {}
+    for axis, (size, extent) in enumerate(zip(rule.shape, shape, strict=False)):
+        expected = None if size is None else size.value(sizes)
+        if size is not None and expected not in (None, extent):
+            lines = ("rows", "columns")[axis] if axis < 2 else f"elements on axis {axis}"
+            raise CorruptError(
+                f"by the arguments, the tensor should have {expected} {lines} ({size.text}), but "
+                f"there are {extent}",
+                key=name,
+            )
+
+
+def _check_by_neighbours(
+    name: str, shape: Shape, rule: Rule, facts: ModelFacts, shapes: Mapping[str, Shape]
+) -> None:
+    """Raise unless a shape fits the other tensors of its layer.
+
+    The rows of an MLP's first linear follow from the columns of the second, those of a bias from
+    its weight.
+
+    Raises:
+        CorruptError: the shapes contradict each other.
+    """
+    partner = shapes.get(_fc2_of(name), ())
+    if rule.parts == "gated" and name.endswith(_FC1) and len(partner) == len(shape) == 2:
+        check_gate(name, shape[0], partner[1], is_gated=facts.is_gated)
+    weight = shapes.get(name.removesuffix("bias") + "weight", ())
+    if name.endswith(".bias") and weight and rule.cut_axis == 0 and shape[0] != weight[0]:
+        raise CorruptError(
+            f"the bias has {shape[0]} elements, but its weight has {weight[0]} rows", key=name
+        )
+
+
+def _fc2_of(name: str) -> str:
     """Return the name of an MLP's second linear layer, given the name of the first."""
     return name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
 
 
-def check_shape(
-    name: str, shape: Shape, partner: Shape | None, rule: Rule, facts: ModelFacts
-) -> None:
-    """Raise unless a tensor's global shape fits its rule and the arguments.
+def sizes_for(name: str, facts: ModelFacts) -> Mapping[str, int]:
+    """Return the sizes that a rule's ``shape`` may name, for one tensor.
 
-    Args:
-        partner: shape of the fc2 of the same MLP, or None.
-
-    Raises:
-        CorruptError: shape and arguments contradict each other.
-        UnsupportedError: the rule is for tensors of one element, but the tensor has more.
+    These are the arguments, and sizes that follow from several of them.
     """
-    if rule.single is not None and prod(shape) != 1:
-        raise UnsupportedError(f"{rule.single} cannot be resharded (shape {shape})", key=name)
-    if len(shape) != 2:
-        return
-
-    # Rows that follow from other sizes: fc1 from fc2, fused QKV from the heads.
-    if rule.parts == "gated" and name.endswith(_FC1) and partner is not None and len(partner) == 2:
-        check_gate(name, shape[0], partner[1], is_gated=facts.is_gated)
-    if rule.unit == "heads" and name.endswith(("linear_qkv.weight", "query_key_value.weight")):
-        check_qkv_rows(name, shape[0], facts)
-
-    # Rows that the rule gives as a sum of arguments.
-    expected = extent_of(rule, facts)
-    if expected is not None and shape[0] != expected:
-        each = f" for each of {facts.n_heads} heads" if rule.unit == "heads" else ""
-        raise CorruptError(
-            f"by the arguments, the tensor should have {expected} rows "
-            f"({' + '.join(rule.extent)}{each}), but there are {shape[0]}",
-            key=name,
-        )
-
-
-def extent_of(rule: Rule, facts: ModelFacts) -> int | None:
-    """Return the extent of axis 0 by the arguments; None if they do not specify it."""
-    if not rule.extent or not all(name in facts.sizes for name in rule.extent):
-        return None
-    n_units = facts.n_heads if rule.unit == "heads" else 1
-    return n_units * sum(facts.sizes[name] for name in rule.extent)
+    derived = {"num_query_groups": facts.n_groups_of(name)}
+    sizes = facts.sizes
+    if facts.blocks is not None:  # each layer of a heterogeneous model has its own MLP
+        sizes = {size: value for size, value in sizes.items() if size != "ffn_hidden_size"}
+    return ChainMap(derived, dict(sizes))
 
 
 def with_gate(facts: ModelFacts, shapes: Mapping[str, Shape]) -> ModelFacts:
@@ -223,7 +298,7 @@ def with_gate(facts: ModelFacts, shapes: Mapping[str, Shape]) -> ModelFacts:
         return facts
     for name, shape in shapes.items():
         if name.endswith(_FC1) and len(shape) == 2:
-            partner = shapes.get(name.removesuffix(_FC1) + _FC2, ())
+            partner = shapes.get(_fc2_of(name), ())
             if len(partner) == 2 and shape[0] == 2 * partner[1]:
                 return replace(facts, is_gated=True)
     return facts

@@ -120,7 +120,7 @@ def cuts_of(
         kind = (id(rule), meta.shape)
         cut = cut_of_kind.get(kind)
         if cut is None:
-            if rule.extent and rule.cut_axis is None and model.is_down_proj_cut:
+            if rule.may_be_cut and model.is_down_proj_cut:
                 rule = rule.as_cut()
             cut = cut_of_kind[kind] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
         cuts[key] = cut

@@ -53,6 +53,7 @@ class ModelFacts:
         expert_names: naming of experts in rank files (``core.megatron.rules.experts``), or None
             without experts.
         linear_layers: global numbers of the layers with linear attention.
+        unindexed_layers: global numbers of the layers of sparse attention without an indexer.
         is_allotted: the arguments give the share of each kind of layers, but not the kind of each
             layer.
         is_prediction_renamed: rank files call the layer of a multi-token prediction
@@ -86,6 +87,7 @@ class ModelFacts:
     is_stacked: bool = True
     expert_names: str | None = None
     linear_layers: frozenset[int] = frozenset()
+    unindexed_layers: frozenset[int] = frozenset()
     is_allotted: bool = False
     is_prediction_renamed: bool = False
     pattern: LayerPattern | None = None
@@ -245,7 +247,8 @@ class ModelFacts:
             return blocks.kind
         if self.is_allotted:
             return None
-        return (stack, layer in self.moe_layers, layer in self.linear_layers)
+        is_unindexed = layer in self.unindexed_layers
+        return (stack, layer in self.moe_layers, layer in self.linear_layers, is_unindexed)
 
 
 def pipeline_notes(facts: ModelFacts, pipeline: Pipeline) -> list[str]:

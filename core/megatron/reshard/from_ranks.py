@@ -60,10 +60,9 @@ from core.megatron.extras.rank_numbers import check_rank_numbers
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import (
     check_complete,
-    check_shape,
-    extent_of,
-    fc2_of,
+    check_shapes,
     gate_notes,
+    sizes_for,
 )
 from core.megatron.model.cut import check_head_gates
 from core.megatron.model.facts import ModelFacts
@@ -71,7 +70,14 @@ from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows
-from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
+from core.megatron.reshard.equal_shards import raise_if_equal_shards
+from core.megatron.reshard.rank_model import (
+    RankModel,
+    RankPart,
+    RankTensor,
+    merge_ranks,
+    with_v_shape,
+)
 from core.megatron.reshard.rank_optimizer import read_states
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, as_mapping, walk
@@ -102,7 +108,8 @@ def unshard_ranks(
     if rank_facts is None or not rank_facts.n_unopened:
         check_rank_numbers(ranks.values())
     check_head_gates(catalog.args, "megatron")
-    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts_by_args = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts = with_v_shape(facts_by_args, ranks, rules)
 
     # Put the tensors of all ranks under global names. Lost extra states go before the rules are
     # settled and the optimizer is read, which both go through the model's tensors.
@@ -112,6 +119,8 @@ def unshard_ranks(
     version = check_version(extras.common, has_old_names=facts.kind.is_legacy)
     lost_states = _empty_lost_states(model, store)
     is_down_proj_cut = settle_rules(model, facts)
+    if store is not None:
+        raise_if_equal_shards(model.tensors, facts.topology, store)
 
     # Find the optimizer's states by their parameters.
     optimizer = _read_optimizer(catalog, model, facts, rules, optim=optim, store=store)
@@ -128,6 +137,11 @@ def unshard_ranks(
     )
     shapes = true_shapes.shapes
     notes = [*catalog.notes, *optimizer.notes, *true_shapes.notes]
+    if facts.pipeline != facts_by_args.pipeline:
+        notes.append(
+            "the pipeline is V-shaped, as the places of the embedding and the output layer show; "
+            "the arguments do not say it"
+        )
 
     # Rows that an old checkpoint stores in another order are put in order by their fragments.
     tensors = {**model.tensors, **optimizer.states}
@@ -187,22 +201,6 @@ def unshard_ranks(
         dropped=(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
-
-
-def check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: ModelFacts) -> None:
-    """Raise unless the tensors have the shapes that the arguments and their rules require.
-
-    Args:
-        stored: name → global shape, padding rows included.
-
-    Raises:
-        CorruptError: a shape contradicts the arguments, the rule, or the MLP's other linear.
-        UnsupportedError: the arguments do not give the sizes of a tensor's parts.
-    """
-    for name, shape in stored.items():
-        rule = model.tensors[name].rule
-        check_shape(name, shape, stored.get(fc2_of(name)), rule, facts)
-        check_parts(rule, shape, facts, key=name)
 
 
 def ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
@@ -320,20 +318,29 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
 
 
 def settle_rules(model: RankModel, facts: ModelFacts) -> bool:
-    """Cut tensors that the rule replicates but of which every rank has only its share of the rows.
+    """Cut tensors that the rule replicates but of which every rank has only its share.
 
     One TP rank alone does not show that. It is then assumed for multi-latent attention in the local
-    implementation, which cuts its down projections.
+    implementation, which cuts its down projections, and for keys and values of several heads.
 
     Returns:
         True if a tensor is cut contrary to its rule.
     """
-    is_cut = facts.is_mla and facts.is_local and facts.topology.tp == 1
-    for tensor in model.tensors.values():
-        extent = extent_of(tensor.rule, facts) if tensor.rule.cut_axis is None else None
-        rows = next(iter(tensor.parts[0].array.shape), 0)
-        if extent is not None and rows != extent and rows * facts.topology.tp == extent:
-            tensor.rule = tensor.rule.as_cut()
+    tp = facts.topology.tp
+    is_cut = facts.is_mla and facts.is_local and tp == 1
+    for name, tensor in model.tensors.items():
+        rule, shape = tensor.rule, tensor.parts[0].array.shape
+        if (
+            not rule.may_be_cut
+            or rule.axis is None
+            or rule.axis >= min(len(shape), len(rule.shape))
+        ):
+            continue
+        size, rows = rule.shape[rule.axis], shape[rule.axis]
+        extent = None if size is None else size.value(sizes_for(name, facts))
+        has_share = rows != extent and rows * tp == extent
+        if has_share or (tp == 1 and rule.unit == "heads" and facts.n_groups > 1):
+            tensor.rule = rule.as_cut()
             is_cut = True
     return is_cut
 
@@ -419,7 +426,10 @@ def _join_shapes(
         for name, tensor in model.tensors.items()
     }
     sized_facts = with_sizes(facts, stored, rules)
-    check_shapes(model, stored, sized_facts)
+    rule_of = {name: tensor.rule for name, tensor in model.tensors.items()}
+    check_shapes(stored, rule_of, sized_facts, n_joined=facts.topology.size_of)
+    for name, shape in stored.items():
+        check_parts(rule_of[name], shape, sized_facts, key=name)
 
     # Drop the padding, also that of the states.
     order = sorted(model.order, key=model.order.__getitem__)

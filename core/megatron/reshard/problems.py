@@ -7,7 +7,7 @@ problem; here the same checks report it and go on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
@@ -17,7 +17,7 @@ from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.args import facts_of
-from core.megatron.model.checks import check_complete, check_shape, fc2_of
+from core.megatron.model.checks import check_complete, check_shapes
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, with_sizes
 from core.megatron.optimizer.rank_state import RankFile
@@ -33,7 +33,13 @@ from core.megatron.reshard.from_global import (
 )
 from core.megatron.reshard.from_ranks import global_shape_of, local_names, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
-from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
+from core.megatron.reshard.rank_model import (
+    RankModel,
+    RankPart,
+    RankTensor,
+    merge_ranks,
+    with_v_shape,
+)
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, walk
 
@@ -85,6 +91,7 @@ def _read_ranks(
     """Read the model of rank files, and report its problems."""
     ranks = ranks_of(catalog)
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts = with_v_shape(facts, ranks, rules)
     if sample is not None:
         facts, ranks = _sampled(facts, ranks, sample)
 
@@ -111,7 +118,7 @@ def _read_ranks(
         except CheckpointingException as err:
             report(err.breaking("layout.shapes"))
     rule_of = {name: tensor.rule for name, tensor in model.tensors.items()}
-    facts = _check_shapes(shapes, rule_of, facts, rules, report)
+    facts = _check_shapes(shapes, rule_of, facts, rules, report, n_joined=facts.topology.size_of)
     return Understood(facts, shapes, held=model.tensors, files=tuple(model.files.values()))
 
 
@@ -144,9 +151,10 @@ def _missing_heads(model: RankModel, facts: ModelFacts) -> Iterator[Checkpointin
 
     With multi-token prediction the copy may be in another stage, so it is not checked.
     """
-    last = facts.topology.pp - 1
+    topology = facts.topology
+    last = facts.stages(topology.pp, topology.vpp).chunk_at("last")[1]
     tied = model.tensors.get(facts.kind.embedding)
-    if not facts.is_tied or last == 0 or facts.n_predictions or tied is None:
+    if not facts.is_tied or topology.pp == 1 or facts.n_predictions or tied is None:
         return
     holders = {part.rank for part in tied.parts}
     for rank, file in model.files.items():
@@ -230,6 +238,8 @@ def _check_shapes(
     facts: ModelFacts,
     rules: Rules,
     report: Report,
+    *,
+    n_joined: Callable[[str], int] = lambda group: 1,
 ) -> ModelFacts:
     """Compare shapes with the arguments and with one another, and report mismatches.
 
@@ -240,16 +250,10 @@ def _check_shapes(
         facts = with_sizes(facts, shapes, rules)
     except CheckpointingException as err:
         report(err.breaking("layout.shapes"))
+    check_shapes(shapes, rule_of, facts, n_joined=n_joined, report=report)
     for name, shape in shapes.items():
-        rule = rule_of[name]
         try:
-            axis = rule.cut_axis
-            if axis is not None and axis >= len(shape):
-                raise CorruptError(
-                    f"the tensor has {len(shape)} axes, but its rule cuts axis {axis}", key=name
-                )
-            check_shape(name, shape, shapes.get(fc2_of(name)), rule, facts)
-            check_parts(rule, shape, facts, key=name)
+            check_parts(rule_of[name], shape, facts, key=name)
         except CheckpointingException as err:
             report(err.breaking("layout.shapes"))
     return facts

@@ -42,13 +42,16 @@ class Rule:
         group: ``tp`` or ``etp``.
         unit: ``heads`` or None.
         divides: sizes that the number of shards must divide as well.
-        extent: arguments whose sum is the extent of axis 0 (per head, with ``unit``), or ().
+        shape: the extents of the axes by the arguments; None for an axis that they do not give, ()
+            for a tensor of which they give none. A replicated tensor with a size and an ``axis`` is
+            cut if a rank has only its share.
         tied: name of the tensor that this one copies in models with tied embeddings, or None.
         later: feature to which the parameter belongs, if it is not supported yet; else None.
         single: for tensors of one element: the feature to which tensors with more elements belong,
             which is not supported; else None.
         source: where the rule was established.
         where: number and file of the rule, for messages.
+        is_users: the rule is from a user's file, so it is taken at its word.
     """
 
     pattern: re.Pattern[str]
@@ -60,21 +63,27 @@ class Rule:
     group: str = "tp"
     unit: str | None = None
     divides: tuple[str, ...] = ()
-    extent: tuple[str, ...] = ()
+    shape: tuple[PartSize | None, ...] = ()
     tied: str | None = None
     later: str | None = None
     single: str | None = None
     source: str = ""
     where: str = ""
+    is_users: bool = False
 
     @property
     def cut_axis(self) -> int | None:
         """Axis that is cut, or None if every shard holds the complete tensor."""
         return self.axis if self.kind in NEEDS_AXIS else None
 
+    @property
+    def may_be_cut(self) -> bool:
+        """True for a replicated parameter of which some models hold only a share on each rank."""
+        return self.kind == "replicate" and self.axis is not None and bool(self.shape)
+
     def as_cut(self) -> Rule:
-        """Return the rule with the parameter cut on axis 0 instead of replicated."""
-        return replace(self, kind="split", axis=0)
+        """Return the rule with the parameter cut on its axis instead of replicated."""
+        return replace(self, kind="split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +234,7 @@ class Rules:
             UnknownTensorError: no rule matches; the hint proposes one.
             UnsupportedError: the rule marks the parameter as not supported yet.
         """
-        rule = self._find_rule(name)
+        rule = self.find_rule(name)
 
         # Propose a rule that the user can complete, with the evidence for it.
         if rule is None:
@@ -247,8 +256,8 @@ class Rules:
             )
         return rule
 
-    def _find_rule(self, name: str) -> Rule | None:
-        """Return the first rule whose pattern matches a name, or None."""
+    def find_rule(self, name: str) -> Rule | None:
+        """Return the first rule whose pattern matches a parameter's name, or None."""
         if name in self._fits:
             return self._fits[name]
 
@@ -267,7 +276,7 @@ class Rules:
         Args:
             part: name of a part that the parameter must have; None for any.
         """
-        rule = self._find_rule(name)
+        rule = self.find_rule(name)
         return None if rule is None or not rule.names or part not in (None, *rule.names) else rule
 
     @property
@@ -282,7 +291,7 @@ class Rules:
 
     def is_unknown(self, name: str) -> bool:
         """Return True if a parameter has a rule only because of ``--unknown replicate``."""
-        rule = self._find_rule(name)
+        rule = self.find_rule(name)
         return rule is not None and rule.source == UNKNOWN_SOURCE
 
     def wrapper_in(self, prefix: str | None) -> Wrapper | None:
@@ -477,6 +486,20 @@ def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
     return sub
 
 
+def replication(names: Iterable[str]) -> str:
+    """Return a rule, in TOML, that replicates tensors, in layers and experts of any number."""
+    return f"[[rule]]\npattern = '{_pattern_of(names)}'\nrule = \"replicate\""
+
+
+def _pattern_of(names: Iterable[str]) -> str:
+    """Return a pattern for names that are alike but for the numbers of layers and experts."""
+    patterns = dict.fromkeys(
+        r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
+        for name in names
+    )
+    return f"^{next(iter(patterns))}$" if len(patterns) == 1 else f"^({'|'.join(patterns)})$"
+
+
 def proposal(
     name: str, shapes: Sequence[Shape], *, hidden_size: int | None = None, tp: int | None = None
 ) -> str:
@@ -489,9 +512,7 @@ def proposal(
         shapes: shape of the tensor on every rank that has it.
         tp: number of shards.
     """
-    # Turn the numbers of layers and experts into patterns: one rule is for all of them.
-    pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
-    rule = ["[[rule]]", f"pattern = '^{pattern}$'"]
+    rule = ["[[rule]]", f"pattern = '{_pattern_of([name])}'"]
     shape = shapes[0] if shapes else ()
 
     # Linear layers are not cut on the axis of the hidden size.

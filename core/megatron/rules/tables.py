@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -30,9 +30,10 @@ from core.megatron.rules.sizes import PartSize, ShapeSize, parsed_size
 
 KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
-_LISTS = ("extent", "divides", "names")
+_OWN = "megatron.toml"
+_LISTS = ("divides", "names")
 _TEXTS = ("tied", "later", "single", "source")
-_RULE_FIELDS = {"pattern", "rule", "axis", "parts", "group", "unit", *_LISTS, *_TEXTS}
+_RULE_FIELDS = {"pattern", "rule", "axis", "parts", "shape", "group", "unit", *_LISTS, *_TEXTS}
 _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
 
 
@@ -63,11 +64,10 @@ def _load_own_rules(unknown: str) -> Rules:
 
 def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
     """Load the project's rules, with those of a user before them."""
-    label = "megatron.toml"
-    table = tomllib.loads(files("core.megatron.rules").joinpath(label).read_text(encoding="utf-8"))
+    table = tomllib.loads(files("core.megatron.rules").joinpath(_OWN).read_text(encoding="utf-8"))
 
     # Put the user's rules first, so that they win, and the rule for all other tensors last.
-    rows = _parse_rows(table, label=label)
+    rows = _parse_rows(table, label=_OWN)
     if extra is not None:
         rows = _parse_rows(_read_user_table(extra), label=str(extra)).before(rows)
     rules = rows.rules
@@ -153,8 +153,9 @@ def _parse_rows(table: Mapping[str, object], *, label: str) -> _Rows:
     Raises:
         UsageError: a table is invalid.
     """
+    is_users = label != _OWN
     rules = [
-        _parse_rule(row, where=f"[[rule]] {n}", label=label)
+        replace(_parse_rule(row, where=f"[[rule]] {n}", label=label), is_users=is_users)
         for n, row in _numbered(table, "rule", label)
     ]
 
@@ -234,6 +235,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
     try:
         kind = _parse_kind(row)
         segments = _parse_segments(row, kind)
+        shape = _parse_shape(row)
         _check_choice(row, "group", ("tp", "etp"))
         _check_choice(row, "unit", (None, "heads"))
         lists = {name: _parse_names(row, name) for name in _LISTS}
@@ -256,7 +258,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         group=str(row.get("group", "tp")),
         unit=None if row.get("unit") is None else str(row["unit"]),
         divides=lists["divides"],
-        extent=lists["extent"],
+        shape=shape,
         tied=texts["tied"],
         later=texts["later"],
         single=texts["single"],
@@ -299,9 +301,19 @@ def _parse_segments(row: Mapping[str, object], kind: str) -> tuple[tuple[PartSiz
                 "of such lists"
             )
         segments.append(tuple(sizes))
-    if kind != "split" and not row.get("extent"):
-        raise _RowError("has parts, but its rule is not split, and it has no extent")
+    if kind != "split" and not row.get("shape"):
+        raise _RowError("has parts, but its rule is not split, and it has no shape")
     return tuple(segments)
+
+
+def _parse_shape(row: Mapping[str, object]) -> tuple[PartSize | None, ...]:
+    """Parse the field ``shape``, a list of sizes; an empty text is an unknown one."""
+    items = row.get("shape", [])
+    if not isinstance(items, list) or any(item != "" and not parsed_size(item) for item in items):
+        raise _RowError(
+            f'has shape {items!r}; it must be a list with a size for each axis, as in parts, or ""'
+        )
+    return tuple(map(parsed_size, items))
 
 
 def _check_choice(row: Mapping[str, object], name: str, allowed: tuple[str | None, ...]) -> None:

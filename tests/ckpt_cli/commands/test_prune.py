@@ -36,7 +36,10 @@ def test_a_dry_run_shows_what_stays_and_why(root: Path, capsys: pytest.CaptureFi
     assert words[1][:2] == ["keep", "checkpoint-4"]
     assert "the newest valid iteration; one of the last 2; a multiple of 2" in out.splitlines()[1]
     assert words[4][:2] == ["remove", "checkpoint-1"]
-    assert out.splitlines()[5].startswith("would remove 1 iteration and free ")
+    assert out.splitlines()[5:7] == [
+        "  the data of the newest valid iteration were not read (--deep)",
+        "would remove 1 iteration and free 83.5 KiB; 3 iterations stay",
+    ]
     assert err == ""
     assert numbers(root) == [1, 2, 3, 4]
 
@@ -53,10 +56,10 @@ def test_without_a_terminal_yes_is_needed(
         "  hint: look at the plan with --dry-run, then pass --yes",
     ]
     assert numbers(root) == [1, 2, 3, 4]
-    assert main(["prune", str(root), "--keep-last", "1", "--yes"]) == 0
+    assert main(["prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"]) == 0
     assert "removed 3 iterations, " in capsys.readouterr().out
     assert numbers(root) == [4]
-    assert main(["prune", str(root), "--keep-last", "1", "--yes"]) == 0
+    assert main(["prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to remove: 1 iteration stays"
 
 
@@ -68,6 +71,25 @@ class Terminal(io.StringIO):
 class Interrupted(Terminal):
     def readline(self, size: int | None = -1) -> str:
         raise Terminated(signal.SIGINT)
+
+
+@pytest.mark.parametrize("option", ["--deep", "--trust-metadata"])
+def test_nothing_is_asked_before_the_data_were_read(
+    root: Path,
+    option: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hint of the refusal names the options that lead on."""
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    assert main(["prune", str(root), "--keep-last", "3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "iteration 4, the newest valid one, was checked without reading its data" in err
+    assert option in err
+    assert numbers(root) == [1, 2, 3, 4]
+    assert main(["prune", str(root), "--keep-last", "3", option]) == 0
+    assert numbers(root) == [2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +111,7 @@ def test_on_a_terminal_it_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", stdin)
-    assert main(["prune", str(root), "--keep-last", "3"]) == code
+    assert main(["prune", str(root), "--keep-last", "3", "--deep"]) == code
     assert numbers(root) == left
     out, err = capsys.readouterr()
     assert out.splitlines()[4].split()[:2] == ["remove", "checkpoint-1"]
@@ -121,7 +143,7 @@ def test_without_a_valid_iteration_the_exit_code_is_1(
 ) -> None:
     for file in root.glob("*/model.safetensors"):
         os.truncate(file, 100)
-    assert main(["prune", str(root), "--keep-last", "1", "--yes"]) == 1
+    assert main(["prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "no iteration is known to be valid, so none is removed"
     assert numbers(root) == [1, 2, 3, 4]
@@ -138,10 +160,13 @@ def test_without_a_valid_iteration_the_exit_code_is_1(
 def test_wrong_arguments(
     root: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["prune", str(root), *arguments, "--yes"]) == 2
+    assert main(["prune", str(root), *arguments, "--yes", "--trust-metadata"]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_launch_refuses_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "--", "prune", str(root), "--keep-last", "1", "--yes"]) == 2
+    assert (
+        main(["launch", "--", "prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"])
+        == 2
+    )
     assert "one process is enough" in capsys.readouterr().err

@@ -41,6 +41,7 @@ from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
 State = dict[str, torch.Tensor]
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -160,7 +161,7 @@ def test_golden_hugging_face_directories_are_read(golden: Path, model: str, form
         "config.json": "file:config.json",
         "generation_config.json": "file:generation_config.json",
     }
-    assert facet_of(catalog, WeightFileFacts).metadata == {"format": "pt"} and catalog.notes == ()
+    assert catalog.attributes == {} and catalog.notes == ()
 
 
 def test_every_oracle_file_is_read(golden: Path) -> None:
@@ -237,7 +238,7 @@ def test_aliases_that_safetensors_recorded_are_tensors(tmp_path: Path) -> None:
     catalog = read(store)
     assert_holds(catalog, store, {"0.weight": model[0].weight, "1.weight": model[0].weight})
     assert next(iter(catalog.aliases.values())) in ("0.weight", "1.weight")
-    assert facet_of(catalog, WeightFileFacts).metadata == {"note": "x"}
+    assert catalog.attributes == {"": {"note": "x"}}
 
 
 def test_a_tensor_called_as_a_format_is_no_alias(tmp_path: Path) -> None:
@@ -384,6 +385,15 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
         ["a", "b", "c"],
         f"total_size in {INDEX} is 99",
     ),
+    "an index with names below ./": (
+        {
+            **SHARDED,
+            INDEX: index_of({key: f"./{name}" for key, name in WEIGHT_MAP.items()}),
+            "old.safetensors": A,
+        },
+        ["a", "b", "c"],
+        "does not list them: old.safetensors",
+    ),
     "a file beside the index": (
         {**SHARDED, INDEX: index_of(WEIGHT_MAP), "old.safetensors": A},
         ["a", "b", "c"],
@@ -407,6 +417,11 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
             "not read, as loaders only read model-00001-of-00002.safetensors …: "
             "adapter_model.safetensors"
         ),
+    ),
+    "all weights in one file beside the index of lost shards": (
+        {INDEX: index_of(WEIGHT_MAP), "model-00001-of-00002.safetensors": A, SINGLE: A},
+        ["a"],
+        f"{SINGLE} was read, as transformers does; {INDEX} is out of date",
     ),
     "the same weights under another name": (
         {"consolidated.safetensors": A, "model.safetensors": A},

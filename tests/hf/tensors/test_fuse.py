@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Fragment
+from core.catalog.catalog import Catalog, Fragment
 from core.catalog.stored import Extent, StoredArray
 from core.hf.tensors import fuse
 
@@ -96,11 +96,15 @@ def test_rows_that_are_not_those_of_the_groups_are_refused() -> None:
         fuse.interleave_by_group([4, 3], 2)
 
 
+def stack_of(fragments: list[Fragment]) -> Catalog:
+    return Catalog("torch", None, {}, lambda key: fragments)
+
+
 def test_one_of_a_stack_has_an_axis_less() -> None:
     array = StoredArray("a", "uint8", (4, 2, 3), Extent("f", 0))
     pieces = [Fragment("s", full_box((4, 2, 3)), array, (0, 0, 0))]
-    (found,) = fuse.take_from_stack("e", pieces, 2)
-    assert (found.key, found.box, found.at) == ("e", full_box((2, 3)), (2, 0, 0))
+    (entry,) = fuse.take_from_stack(stack_of(pieces), "s", 2, key="e")
+    assert (entry.key, entry.box, entry.at) == ("e", full_box((2, 3)), (2, 0, 0))
 
 
 def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
@@ -111,8 +115,8 @@ def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
         Fragment("s", Box((number, 0, 0), (1, 2, 3)), array, (0, 0))
         for number, array in enumerate(arrays)
     ]
-    (found,) = fuse.take_from_stack("e", pieces, 3)
-    assert (found.array, found.at) == (arrays[3], (0, 0))
+    (entry,) = fuse.take_from_stack(stack_of(pieces), "s", 3, key="e")
+    assert (entry.array, entry.at) == (arrays[3], (0, 0))
 
 
 def test_regions_without_an_array_stay_so() -> None:

@@ -105,10 +105,7 @@ def test_query_groups_mean_nothing_here() -> None:
     [
         ({"kv_lora_rank": 9}, r"13 rows \(kv_lora_rank \+ qk_pos_emb_head_dim\), but there are 12"),
         ({"q_lora_rank": 16}, r"16 rows \(q_lora_rank\), but there are 12"),
-        (
-            {"v_head_dim": 6},
-            r"108 rows \(qk_head_dim \+ v_head_dim for each of 12 heads\), but there are 96",
-        ),
+        ({"v_head_dim": 6}, r"72 columns \(attention_inner\), but there are 60"),
         ({"qk_head_dim": "3"}, "qk_head_dim is '3', not a positive integer"),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_users_row_may_set_every_field(tmp_path: Path) -> None:
     path.write_text(
         "[[rule]]\npattern = 'gadget$'\nrule = 'split'\naxis = 0\nparts = 'gated'\ngroup = "
         "'etp'\nunit = 'heads'\n"
-        "extent = ['kv_lora_rank']\ntied = 'a'\nsingle = 'b'\nsource = 'c'\n"
+        "shape = ['kv_lora_rank', '']\ntied = 'a'\nsingle = 'b'\nsource = 'c'\n"
         "[[rule]]\npattern = 'later$'\nrule = 'opaque'\nlater = 'gadgets'\n"
     )
     rule = load_rules(path).rule_of("gadget")
@@ -198,7 +198,8 @@ def test_a_users_row_may_set_every_field(tmp_path: Path) -> None:
         "etp",
         "heads",
     )
-    assert (rule.extent, rule.tied, rule.single, rule.source) == (("kv_lora_rank",), "a", "b", "c")
+    assert [None if size is None else size.text for size in rule.shape] == ["kv_lora_rank", None]
+    assert (rule.tied, rule.single, rule.source, rule.is_users) == ("a", "b", "c", True)
     with pytest.raises(UnsupportedError, match="gadgets cannot be resharded"):
         load_rules(path).rule_of("later")
 
@@ -229,7 +230,9 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
             "[[rule]]\npattern = 'a'\nrule = 'replicate'\ngroup = 'ep'\n",
             "group 'ep'; it must be one of tp, etp",
         ),
-        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nextent = 'rows'\n", "not a list of names"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nshape = 'rows'\n", "has shape 'rows'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nshape = ['a b']\n", "has shape"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nnames = 'x'\n", "not a list of names"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ncolour = 1\n", "unknown fields: colour"),
         ("[[stage]]\npattern = 'a'\nstage = 'middle'\n", "needs a pattern and a stage"),
         ("[rule]\npattern = 'a'\n", "not a list of tables"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from core.errors import (
+    CheckpointingException,
     MissingShardError,
     Report,
 )
@@ -16,6 +18,10 @@ from core.formats.dcp.safetensors_items import with_raw_files
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+
+
+_MOST_LEVELS = 4
+"""Maximum number of directories above one with data files that are searched for ``.metadata``."""
 
 
 def has_item_files(store: ReadStore) -> bool:
@@ -46,6 +52,16 @@ def salvaged(store: ReadStore, report: Report) -> DcpMetadata:
     return joined([(folder, part(f"{folder}/{METADATA}")) for folder in folders], store)
 
 
+def list_indexed(store: ReadStore) -> list[str]:
+    """Return the data files that the metadata lists; of damaged metadata, what can be read."""
+    try:
+        return stated_metadata(store).files
+    except CheckpointingException:
+        with suppress(CheckpointingException):
+            return salvaged(store, lambda problem: None).files
+        return []
+
+
 def metadata_files(store: ReadStore) -> list[str]:
     """Return the names of a checkpoint's ``.metadata`` files; accelerate writes several."""
     return [f"{folder}/{METADATA}" for folder in folders_of(store)] or [METADATA]
@@ -74,6 +90,19 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
         return merge_rank_metadata([_metadata_in(store, name) for name in ranks], store)
     folders = folders_of(store)
     if not folders:
+        # The index may be above: writers spread data files over subdirectories.
+        root = getattr(store, "root", None)
+        above = [] if root is None else list(root.resolve().parents)[:_MOST_LEVELS]
+        for folder in above:
+            is_index = False
+            with suppress(CheckpointingException, OSError):  # it may not be readable
+                is_index = (folder / METADATA).is_file()
+            if is_index:
+                raise MissingShardError(
+                    f"{METADATA} is not in this directory but above it, in {folder}",
+                    file=store.label,
+                    hint=f"point at {folder}",
+                )
         raise _unwritten(METADATA, file=store.label)
     return joined(
         [(folder, _metadata_in(store, f"{folder}/{METADATA}")) for folder in folders], store
