@@ -20,7 +20,7 @@ from core.catalog.files_beside import with_documents
 from core.changes.rename import rename_entries
 from core.changes.tie import INPUT, OUTPUT, untie
 from core.hf.proof.expected import describe_model
-from core.hf.spelling import match_names
+from core.hf.tensors.spelling import match_names
 from core.hf.values import CONFIG
 
 TIE = "tie_word_embeddings"

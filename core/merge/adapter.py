@@ -5,7 +5,7 @@ Both have the names of transformers, the adapter those of peft (``core.hf.adapte
 with an adapter becomes an encoding (``core.merge.lora``); tensors of ``modules_to_save``, biases
 and saved embeddings of the adapter replace those of the base, also where its vocabulary was resized
 before training. The adapter has the names of modules, the base those of its files
-(``core.hf.spelling``).
+(``core.hf.tensors.spelling``).
 
 An output layer that is tied to the embedding gets a tensor of its own where the adapter changes
 only one of them. The model with the adapter computes so; ``merge_and_unload`` of peft changes both
@@ -31,7 +31,7 @@ from core.changes.tie import aliases_among
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.hf.adapters.peft import Adaptation, Config, check_config, sorted_tensors
-from core.hf.spelling import match_names
+from core.hf.tensors.spelling import match_names
 from core.hf.ties import (
     TEXT_CONFIG,
     TIE,
