@@ -17,8 +17,8 @@ of their own (``core.hf.adapters``).
 
 Models of torchtitan get Hugging Face's names first (``core.hf.torchtitan``).
 
-What versions of transformers call the same tensor is in ``core.hf.spelling``, and whether the
-output layer is the embedding in ``core.hf.ties``.
+What versions of transformers call the same tensor is in ``core.hf.tensors.spelling``, and whether
+the output layer is the embedding in ``core.hf.ties``.
 
 States of an optimizer follow their parameters (``core.hf.optimizer``).
 
