@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of
-from core.catalog.key_patterns import folded
+from core.catalog.key_patterns import folded, matcher
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
@@ -323,6 +324,32 @@ def _compare_copies(source: Checkpoint) -> Checkpoint:
     return replace(source, notes=(*source.notes, note)) if note else source
 
 
+def _check_emptied(job: Job, checkpoint: Checkpoint) -> list[str]:
+    """Return a note on parameters without elements, unless the result would be a broken model.
+
+    Raises:
+        CorruptError: the job merges, or writes a model of Hugging Face.
+    """
+    include = [matcher(glob) for glob in job.include]
+    exclude = [matcher(glob) for glob in job.exclude]
+    emptied = [
+        key
+        for key in find_emptied_parameters(checkpoint.catalog)
+        if (not include or any(matches(key) for matches in include))
+        and not any(matches(key) for matches in exclude)
+    ]
+    if not emptied:
+        return []
+    message = (
+        f"{len(emptied):,} parameters have no elements (shape [0]), such as {emptied[0]}: they "
+        "were saved while ZeRO-3 had divided them among ranks"
+    )
+    is_hf = job.names is not None and job.names.startswith("hf")
+    if job.merge is None and not is_hf and (job.to or "").lower() not in HF_ALIASES:
+        return [f"{message}; {EMPTIED_HINT}"]
+    raise CorruptError(message, file=checkpoint.store.label, key=emptied[0], hint=EMPTIED_HINT)
+
+
 def _check_bucket(job: Job, dst: RemotePath) -> None:
     """Raise if a job cannot write to a URL.
 
@@ -359,6 +386,9 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         CheckpointingException: the job cannot be done.
     """
     format = _choose_format(job, source)
+    emptied_notes = [
+        note for checkpoint in (source, *others) for note in _check_emptied(job, checkpoint)
+    ]
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.
     without_state = without_training_state(source.catalog, job, format)
@@ -398,6 +428,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # Collect what the user should know; steps may repeat a note of an earlier one.
     notes = [
         *source.notes,
+        *emptied_notes,
         *copied_notes,
         *form.notes,
         *_nesting_notes(form.catalog, format, is_file=is_file),
