@@ -73,8 +73,10 @@ def find_tie_pair(
     (embedding,) = embeddings
     if heads:
         return TiePair(embedding, heads[0])
-    before, _, _ = embedding.partition("model.")
-    return TiePair(embedding, f"{before}lm_head.weight")
+    # The output layer stands beside the trunk: language_model.lm_head, language_model.model.….
+    parts = embedding.split(".")
+    n_outer = parts.index("model") if "model" in parts else 0
+    return TiePair(embedding, ".".join([*parts[:n_outer], "lm_head.weight"]))
 
 
 def is_tied(config: Mapping[str, object], *, has_head: bool) -> bool:

@@ -209,7 +209,7 @@ def _match_base(names: Sequence[str], keys: Collection[str], adapter: Adapter) -
         UnsupportedError: the base lacks a tensor.
     """
     key_of = match_names(names, keys)
-    missing = [name for name in names if name not in key_of]
+    missing = [name for name in dict.fromkeys(names) if name not in key_of]
     if not missing:
         return key_of
     hint = (

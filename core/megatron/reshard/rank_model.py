@@ -185,7 +185,8 @@ def with_v_shape(
         ranks: coordinates → (directory, content of its file).
     """
     topology = facts.topology
-    if facts.pipeline.is_v_shaped or topology.pp == 1 or topology.vpp != 2:
+    pipeline = facts.pipeline
+    if pipeline.is_v_shaped or pipeline.layout or topology.pp == 1 or topology.vpp != 2:
         return facts
     stages: set[int] = set()
     for coords, (folder, root) in ranks.items():
@@ -199,7 +200,7 @@ def with_v_shape(
                 stages.add(pp)
     if stages != {0}:
         return facts
-    return replace(facts, pipeline=replace(facts.pipeline, is_v_shaped=True))
+    return replace(facts, pipeline=replace(pipeline, is_v_shaped=True))
 
 
 def _add_chunk(
