@@ -607,17 +607,17 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
         return format, []
     own_folders = format.own_folders(store)
     search = search_below(store, _is_checkpoint, without=own_folders, most_levels=NEAR)
-    below = [*search.paths]
+    paths = [*search.paths]
     # What the index lists is no separate checkpoint, whatever its folder is called. The index is
     # read only if there is something to decide.
-    if below and format.list_indexed is not None:
+    if paths and format.list_indexed is not None:
         own = {
             place.as_posix()
             for file in format.list_indexed(store)
             for place in (PurePosixPath(file), *PurePosixPath(file).parents)
         }
-        below = [path for path in below if path not in own]
-    return format, below
+        paths = [path for path in paths if path not in own]
+    return format, paths
 
 
 def _is_checkpoint(store: SourceStore) -> bool:
