@@ -10,7 +10,7 @@ removed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,21 @@ class WriteOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightCopies:
+    """The facet of a checkpoint that has fp32 master weights as its weights, and rounded copies.
+
+    The copies are no tensors of the catalog. Whether they are the rounded master weights is not
+    checked when the catalog is read (``core.megatron.optimizer.proof.find_different_copies``).
+
+    Args:
+        pairs: returns (key of the weight, master weights, copy) for every stored piece; the two
+            arrays have the same elements in the same order.
+    """
+
+    pairs: Callable[[], Sequence[tuple[str, StoredArray, StoredArray]]]
+
+
+@dataclass(frozen=True, slots=True)
 class RankFacts:
     """The facet of a rank catalog: keys are ``<rank directory>:<name>``, shapes are local.
 
@@ -65,7 +80,7 @@ class RankFacts:
             ``core.megatron.optimizer.flat.content.OptimFile`` in a target; of a layer-wise
             optimizer, data parallel rank → skeleton. Ranks without such a file are absent.
         optimizer_kind: form of the optimizer in the files (``float16``, ``distributed``,
-            ``layer-wise``), or None.
+            ``layer-wise``, or ``optim.pt``, which is not read), or None.
         is_single_rank: one rank's directory or file was opened, not the complete checkpoint; it can
             be inspected, but not converted.
         n_unopened: number of ranks whose files were not opened because they look like those of
@@ -178,15 +193,12 @@ class WeightFileFacts:
     """The facet of weight files (safetensors, Hugging Face's ``pytorch_model.bin``).
 
     Args:
-        metadata: ``__metadata__`` of all safetensors files, without the entries that the format
-            itself interprets.
         stem: beginning of the file names when safetensors are written (``model``); None for the
             default one.
         further_models: stems of further models' files (``model_1``), with which the keys of their
             tensors begin.
     """
 
-    metadata: Mapping[str, str] = field(default_factory=dict)
     stem: str | None = None
     further_models: tuple[str, ...] = ()
 

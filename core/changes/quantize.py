@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.arrays.box import Box, Shape
-from core.arrays.dtypes import dtype_called, dtype_of, itemsize
+from core.arrays.dtypes import DType, dtype_called, dtype_of, itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.stored import Extent, StoredArray
@@ -74,6 +74,14 @@ _KEPT = re.compile(
     r"|gate|router|shared_expert_gate|\w*norm\w*|ln_\w+|ln\d*)(\.|$)"
 )
 _STACKED = re.compile(r"(^|\.)(layers|experts)\.(?!\d)")
+_ACTIVATION_SCALE = re.compile(
+    r"(?P<weight>(?:.*\.)?|.+(?=_))_?(?:input|activation)_(?:scale|zero_point)"
+)
+"""A scale of activations, or their zero, and the weight that the name begins with.
+
+``mlp.up_proj.input_scale`` (of ``mlp.up_proj.weight``), and of stacked experts
+``mlp.experts.gate_up_proj_activation_scale``.
+"""
 _CACHED = 64
 
 
@@ -108,6 +116,21 @@ def is_float8(dtype: str) -> bool:
     return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
 
 
+def dequantized_type(name: str) -> DType:
+    """Return the element type that a user named for ``--dequantize``.
+
+    Raises:
+        UsageError: the name is not known, or not that of a float type of at least 16 bits.
+    """
+    target = dtype_called(name)
+    if target.kind != "float" or target.itemsize < 2:
+        raise UsageError(
+            f"--dequantize: {name!r} is not a float type of 16 bits or more",
+            hint="use bf16, fp16 or fp32",
+        )
+    return target
+
+
 def dequantize(
     catalog: Catalog,
     dtype: str = "bfloat16",
@@ -127,12 +150,7 @@ def dequantize(
         CorruptError: scales have a shape or dtype that does not fit, or belong to no tensor.
         UnsupportedError: the scheme of a weight cannot be dequantized.
     """
-    target = dtype_called(dtype)
-    if target.kind != "float" or target.itemsize < 2:
-        raise UsageError(
-            f"--dequantize: {dtype!r} is not a float type of 16 bits or more",
-            hint="use bf16, fp16 or fp32",
-        )
+    target = dequantized_type(dtype)
 
     # Find the scales and check them all now, so that no error comes in the middle of copying.
     of_torchao = dequantize_torchao(catalog, target.name)
@@ -154,11 +172,18 @@ def dequantize(
             if bare
             else "omit --dequantize",
         )
-    # The scales are applied, and bitsandbytes' notes describe numbers that are gone: neither is
-    # kept.
+    # The scales are applied, bitsandbytes' notes describe numbers that are gone, and activations
+    # are quantized only before a product with such numbers: none of these is kept.
+    activations = {
+        key: f"{match['weight']}weight" if match["weight"].endswith(".") else match["weight"]
+        for key in catalog.tensors
+        if (match := _ACTIVATION_SCALE.fullmatch(key)) is not None
+    }
+    left = {key for key, weight in activations.items() if weight in bare}
     removed = {
         *scales_of.values(),
         *(key for weight in integers.values() for key in _row_formats(weight)),
+        *(activations.keys() - left),
     }
 
     @lru_cache(maxsize=_CACHED)
@@ -200,10 +225,9 @@ def dequantize(
 
     # Note the float8 tensors and scales that were not used.
     notes = [f"{some_of(bare)}: float8 without scales, unchanged"] if bare else []
-    activations = [
-        key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)
-    ]
-    notes += [f"{some_of(activations)}: scales of activations, unchanged"] if activations else []
+    dropped = [key for key in activations if key in removed]
+    notes += [f"{some_of(dropped)}: scales of activations, dropped"] if dropped else []
+    notes += [f"{some_of(sorted(left))}: scales of activations, unchanged"] if left else []
     return QuantizedCatalog(
         result, (*unpacked_keys, *scales_of), tuple(bare), (*unpacked.notes, *notes)
     )

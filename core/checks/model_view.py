@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
-from core.formats.megatron.format import MODEL_FILE
+from core.formats.megatron.format import model_file_in
 from core.formats.torch.format import load_object
-from core.megatron.reshard.from_global import common_entries
+from core.megatron.reshard.from_global import common_entries, is_one_rank
 from core.megatron.reshard.from_ranks import ranks_of
 from core.megatron.reshard.problems import Understood, understood
 from core.megatron.reshard.reshard import is_megatron
@@ -53,7 +53,9 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
         return ModelView()
     try:
         catalog = loaded(catalog, store, load_object)
-        if not catalog.is_rank_local and not is_megatron(catalog, rules):
+        if not catalog.is_rank_local and (
+            not is_megatron(catalog, rules) or is_one_rank(catalog, rules)
+        ):
             return ModelView()
     except CheckpointingException:
         return ModelView()  # reported by the checks of files
@@ -63,7 +65,9 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
     if ranks is not None and ranks.n_unopened:
         opened: dict[tuple[object, int], str] = {}
         for coords, (folder, _) in ranks_of(catalog).items():
-            opened.setdefault((dict(coords).get("pp"), store.sizes(folder)[MODEL_FILE]), folder)
+            sizes = store.sizes(folder)
+            size = sizes[model_file_in(sizes) or ""]
+            opened.setdefault((dict(coords).get("pp"), size), folder)
         sample = set(opened.values())
     problems: list[CheckpointingException] = []
     model = understood(catalog, rules, report=problems.append, sample=sample)

@@ -13,13 +13,12 @@
 ``core.changes`` does the work. Each step matches the names that the steps before it produced.
 
 A Hugging Face ``config.json`` follows the changes: ``quantization_config`` is added or removed, the
-dtype of the model changes when all of the model is cast, and ``tie_word_embeddings`` records
-whether the output layer has a tensor of its own.
+dtype of the model changes when all of the model is cast, and ``tie_word_embeddings`` becomes false
+where a change leaves the output layer and the embedding two different tensors.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from shlex import quote as quoted_word
 
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of, with_documents
+from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, without_tensors_of
 from core.changes.optimizer_states import dequantize_states
@@ -42,6 +41,7 @@ from core.convert.nesting_notes import attributes_note
 from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
+from core.hf.ties import TEXT_CONFIG, TiePair, edit_tie, find_tie_pair, is_tied, with_config
 from core.opening.numbered_optimizers import keys_of_numbered
 from core.opening.target import retyped
 from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights
@@ -105,6 +105,7 @@ def apply_changes(
         CorruptError: scales or the configuration do not fit the weights.
     """
     config = config_beside(catalog, config)
+    before = catalog
     attributes = attributes_of(catalog.skeleton)
 
     # Apply the seven changes of the table. Dequantized weights have no scheme any more.
@@ -114,11 +115,13 @@ def apply_changes(
         steps.append(_dequantize_optim(steps[-1].catalog))
     steps.append(_select(steps[-1].catalog, job, scheme_config))
     catalog, renamed = _rename(steps[-1].catalog, job)
-    steps.append(_tie(catalog, job))
+    steps.append(_tie(catalog, job, config))
     steps.append(_restack(steps[-1].catalog, job))
     steps.append(_cast(steps[-1].catalog, job, config, scheme_config))
     if job.quantize:
         steps.append(_quantize(steps[-1].catalog, job))
+    if not (job.tie or job.untie):
+        steps.append(_untie_changed(before, steps[-1].catalog, dict(renamed), config))
     catalog = steps[-1].catalog
     notes = [note for step in steps for note in step.notes]
 
@@ -239,11 +242,11 @@ def _rename(catalog: Catalog, job: Job) -> tuple[Catalog, tuple[tuple[str, str],
     return results[-1].catalog, tuple((old, new) for old, new in new_keys.items() if old != new)
 
 
-def _tie(catalog: Catalog, job: Job) -> _ChangeStep:
+def _tie(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> _ChangeStep:
     """Write tied tensors separately or once, with their optimizer states."""
     notes: list[str] = []
     edits: dict[str, object] = {}
-    for pairs, change, is_tied, result in (
+    for pairs, change, becomes_tied, result in (
         (job.untie, untie, False, "written as a copy of"),
         (job.tie, tie, True, "dropped: it is identical to"),
     ):
@@ -255,12 +258,53 @@ def _tie(catalog: Catalog, job: Job) -> _ChangeStep:
         # Tensors that came or went with the pairs are optimizer states of the tied weights.
         n_states = abs(len(catalog.tensors) - n_before) - len(pairs)
         if n_states > 0:
-            fate = "dropped" if is_tied else "written as copies"
+            fate = "dropped" if becomes_tied else "written as copies"
             notes.append(f"{n_states} optimizer tensors of tied weights are {fate} too")
         # The configuration records only ties between the input and the output embedding.
         if any(OUTPUT.search(key) and INPUT.search(original) for key, original in pairs):
-            edits["tie_word_embeddings"] = is_tied
+            edits |= edit_tie(config or {}, is_tied=becomes_tied)
     return _ChangeStep(catalog, notes, tuple(alias for alias, _ in job.tie), edits)
+
+
+def _untie_changed(
+    before: Catalog,
+    after: Catalog,
+    new_of: Mapping[str, str],
+    config: Mapping[str, object] | None,
+) -> _ChangeStep:
+    """Untie the output layer in the configuration if the changes made it differ from the embedding.
+
+    Args:
+        before, after: the catalog before and after all changes.
+        new_of: new key by old key of the entries that were renamed.
+        config: the configuration, or None.
+    """
+    if config is None:
+        return _ChangeStep(after)
+    first, pair = (find_tie_pair(catalog.tensors, config) for catalog in (before, after))
+    if pair is None or not {pair.embedding, pair.head} <= after.tensors.keys():
+        return _ChangeStep(after)
+    if not is_tied(config, has_head=first is None or first.head in before.tensors):
+        return _ChangeStep(after)
+
+    # Both are still one tensor if they were, under whatever names, and have one dtype.
+    def have_one_dtype(catalog: Catalog, names: TiePair) -> bool:
+        return len({catalog.tensors[key].dtype for key in (names.embedding, names.head)}) == 1
+
+    was_pair = (
+        first is not None
+        and {first.embedding, first.head} <= before.tensors.keys()
+        and new_of.get(first.head, first.head) == pair.head
+        and new_of.get(first.embedding, first.embedding) == pair.embedding
+    )
+    if was_pair and first is not None:
+        if have_one_dtype(after, pair) or not have_one_dtype(before, first):
+            return _ChangeStep(after)
+    note = (
+        f"{pair.head} is no longer the same as {pair.embedding}, to which {CONFIG} ties it: both "
+        "are written"
+    )
+    return _ChangeStep(after, [note], edits=edit_tie(config, is_tied=False))
 
 
 def _restack(catalog: Catalog, job: Job) -> _ChangeStep:
@@ -403,13 +447,14 @@ def _edit_config(
     }
     if edited == config:
         return catalog, ()
-    data = json.dumps(edited, indent=2, ensure_ascii=False) + "\n"
 
     # Describe each edit: dtype is now float32, quantization_config removed.
     texts = []
     for name, value in edits.items():
         if value is None:
             texts.append(f"{name} removed")
+        elif name == TEXT_CONFIG:
+            continue  # repeats what is stated beside it
         elif isinstance(value, (str, bool)):
             texts.append(
                 f"{name} is now {str(value).lower() if isinstance(value, bool) else value}"
@@ -417,4 +462,4 @@ def _edit_config(
         else:
             texts.append(f"{name} {'changed' if name in config else 'added'}")
     note = f"{CONFIG}: {', '.join(texts)}"
-    return with_documents(catalog, {CONFIG: data.encode()}), (note,)
+    return with_config(catalog, edited), (note,)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import FsdpDtensorFacts, MegatronModel
+from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.key_patterns import folded
@@ -46,22 +46,36 @@ from core.convert.report.lightning import model_options
 from core.convert.report.load_line import WrittenResult, load_line
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
-from core.convert.target_form import cut_form, safe_form, with_objects_loaded
+from core.convert.target_form import (
+    cut_form,
+    safe_form,
+    settle_attributes,
+    with_folders_beside,
+    with_objects_loaded,
+)
 from core.convert.verify import check_memory
-from core.errors import CorruptError, UnsupportedError, UsageError
+from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
-from core.formats.huggingface.files import CONFIG, config_of
+from core.formats.huggingface.files import CONFIG, config_of, file_images
 from core.formats.huggingface.tokenizer import has_tokenizer, with_tokenizer
 from core.formats.registry import format_called, formats
 from core.formats.torch.format import load_object
 from core.hf import is_hf
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology
+from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
-from core.opening.objects import check_safety, loaded, state_dict
+from core.opening.numbered_optimizers import with_integer_keys
+from core.opening.objects import (
+    KEEP_OBJECTS,
+    check_safety,
+    has_tensors,
+    loaded,
+    state_dict,
+)
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files
 from core.opening.state_above import with_files_above
@@ -151,7 +165,7 @@ class Prepared:
         # Collect the arrays of each rank's files.
         arrays: dict[str, set[str]] = {}
         for image in self.images:
-            if image.arrays:
+            if image.arrays and (not is_ranks or "mp_rank_" in image.path):
                 folder = image.path.rpartition("/")[0] if is_ranks else image.path
                 arrays.setdefault(folder, set()).update(
                     placed.array.name for placed in image.arrays
@@ -238,10 +252,12 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
         drop_missing=job.drop_missing,
+        needs_optimizer=job.optim != "drop",
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
     try:
+        source = _compare_copies(source)
         # The other sources of a merge share a store with the first one.
         merge = job.merge
         if merge is not None:
@@ -273,6 +289,32 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         source.store.close()
         for other in others:
             other.store.close()
+
+
+def _compare_copies(source: Checkpoint) -> Checkpoint:
+    """Return a source with a note on copies of its weights: not carried, and equal or not."""
+    copies = source.catalog.facet(WeightCopies)
+    if copies is None:
+        return source
+    note = "the 16-bit copies of the weights in the model files are not carried; "
+    try:
+        pairs = copies.pairs()
+        different = find_different_copies(source.store, pairs)
+    except CheckpointingException as err:
+        note += f"they could not be compared with the master weights ({err.message})"
+    else:
+        n = len({key for key, _, _ in pairs})
+        if different:
+            key, copy = different[0]
+            note += (
+                f"{len(different):,} of {n:,} are not the rounded master weights, which are "
+                f"written: {key} in {copy.extent.file} differs (ckpt validate lists all)"
+            )
+        elif n:
+            note += "they are the rounded master weights, in a sample of each"
+        else:
+            note = ""
+    return replace(source, notes=(*source.notes, note)) if note else source
 
 
 def _check_bucket(job: Job, dst: RemotePath) -> None:
@@ -317,6 +359,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     source = with_objects_loaded(
         replace(source, catalog=without_state.catalog), exclude=job.exclude
     )
+    if source.format.has_text_keys and not format.has_text_keys:
+        source = replace(source, catalog=with_integer_keys(source.catalog))
     if job.metadata_only:
         return _prepare_links(job, opened, format)
     if job.replicas != "error" and job.tie:
@@ -338,8 +382,11 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         carries_files = format.carries_files and not is_file
         files = with_tokenizer(form.catalog, job.tokenizer, carries_files=carries_files)
         form = replace(form, catalog=files)
+    form = settle_attributes(form, (opened, *others), format, exclude=job.exclude)
     recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
     catalog, target = cut_form(job, recordable, format)
+    if not is_file:
+        catalog, target = with_folders_beside(catalog, target, opened, format)
     copied_notes = check_copied_files(job, opened, catalog)
 
     # Collect what the user should know; steps may repeat a note of an earlier one.
@@ -352,9 +399,12 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
     if CONFIG in form.catalog.documents and not has_tokenizer(
-        (*form.catalog.documents, *carried_of(form.catalog))
+        (*form.catalog.documents, *carried_of(target))
     ):
         notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
+    modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
+    if modules and (job.dtype or job.quantize):
+        notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")
     options = None if format.nests else model_options(form.catalog)
     if options is not None:
         notes.append(f"PyTorch Lightning checkpoint: to write only the model, add {options}")
@@ -364,10 +414,12 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *_describe_dropped(form.catalog, format, is_file=is_file),
     ]
     dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
+    dropped += _describe_lost_files(opened, form.catalog, target, dropped, is_file=is_file)
 
     # Lay out the files.
     if is_file and not format.nests:
         target = tensors_only(target)
+    _raise_if_empty(source, target, format)
     write = replace(
         target.write,
         max_file_bytes=job.max_file_bytes,
@@ -440,6 +492,24 @@ def _objects_bytes(source: Catalog, n_entries: int) -> int:
     return max(0, n_bytes - _ORDINARY_OBJECTS_BYTES)
 
 
+def _raise_if_empty(source: Checkpoint, target: TargetCatalog, format: Format) -> None:
+    """Raise if the destination would hold no tensor although the source does.
+
+    Raises:
+        UnsupportedError: it would; numbers of the source would be lost.
+    """
+    if target.tensors or has_tensors(target.objects.values()):
+        return
+    catalog = source.catalog
+    if not (catalog.tensors or has_tensors(catalog.objects.values())):
+        return
+    raise UnsupportedError(
+        f"no tensor would be written to {format.title}: all that the source has would be left out",
+        file=source.store.label,
+        hint="leave fewer entries out" if catalog.tensors else KEEP_OBJECTS,
+    )
+
+
 def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:
     """Return the memory that sending to an object store takes; 0 for a local destination."""
     if not isinstance(dst, RemotePath):
@@ -507,6 +577,15 @@ def _lay_out_files(
     """Lay out the files of the destination under their final paths."""
     assert format.lay_out is not None, "the format is writable"
     images = tuple(format.lay_out(target))
+    if not (format.carries_files or target.write.is_file):
+        beside = file_images(target)
+        if format.partition == "ranks":  # the layout of rank files has the training root already
+            is_release = target.write.is_release or target.iteration is None
+            iteration = RELEASE if is_release else target.iteration
+            beside = [
+                replace(image, path=_iteration_path(image.path, iteration)) for image in beside
+            ]
+        images = (*images, *beside)
     if format.is_mcore or target.facet(FsdpDtensorFacts) is not None:
         images = _in_training_root(images, RELEASE if source.is_release else target.iteration)
     return (replace(images[0], path=dst.name),) if target.write.is_file else images
@@ -533,11 +612,12 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
 
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
-    paths = {name: name for name in linked.files}
+    linked_files = (*linked.files, *carried_of(source.catalog))
+    paths = {name: name for name in linked_files}
     if format.is_mcore:
         iteration = RELEASE if source.is_release else source.iteration
         images = _in_training_root(images, iteration)
-        paths = {name: _iteration_path(name, iteration) for name in linked.files}
+        paths = {name: _iteration_path(name, iteration) for name in linked_files}
     links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
 
     # The plan has no tensors: it only writes the new metadata.
@@ -608,13 +688,10 @@ def _keeps_containers(catalog: Catalog, format: Format, *, is_file: bool) -> boo
 
 def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> list[DroppedEntries]:
     """Describe each entry that the destination cannot store, with the reason."""
-    # Attributes with tensors, and files next to the weights.
+    # Attributes with tensors.
     lines: list[str] = []
     if not (is_model_form(catalog) or _keeps_containers(catalog, format, is_file=is_file)):
         lines += attribute_tensors_left_out(catalog)
-    files = [*carried_of(catalog), *catalog.documents]
-    if files and (is_file or not format.carries_files):
-        lines.append(f"{NOT_CARRIED}: {', '.join(files)}")
     dropped = [*parse_dropped(lines)]
     if format.keeps_objects and (format.nests or not is_file):
         return dropped
@@ -629,6 +706,34 @@ def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> lis
         line = f"{label}: not a tensor, so {format.title} cannot store it"
         dropped.append(DroppedEntries(tuple(keys), f"{format.title} stores only tensors", line))
     return dropped
+
+
+def _describe_lost_files(
+    source: Checkpoint,
+    form: Catalog,
+    target: TargetCatalog,
+    dropped: Sequence[DroppedEntries],
+    *,
+    is_file: bool,
+) -> list[DroppedEntries]:
+    """Describe the files beside the weights, of the source or made, that are not written.
+
+    Args:
+        form: the source's global form.
+        target: the files that are written beside the weights, unless the destination is a file.
+        dropped: what is listed already.
+    """
+    written = {} if is_file else {**carried_of(target), **target.documents}
+    # A tokenizer of Megatron is written under other paths.
+    keys = {*carried_of(target).values()} if written else set()
+    files = {**carried_of(source.catalog), **dict.fromkeys(form.documents)}
+    described = {name for entries in dropped for name in entries.names}
+    lost = [
+        path
+        for path, key in files.items()
+        if path not in written and key not in keys and path not in described
+    ]
+    return [*parse_dropped([f"{NOT_CARRIED}: {', '.join(lost)}"])] if lost else []
 
 
 def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from core.catalog.attributes import entry_values, from_entries
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.mapping_attributes import VERSIONS, attributes_of
@@ -40,6 +41,7 @@ from core.megatron.reshard.reshard import Rules
 from core.opening.canonical import canonical
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
+from core.opening.source_files import config_of_source
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
@@ -94,7 +96,29 @@ def sides_of(a: Checkpoint, b: Checkpoint, *, rules: Rules) -> tuple[Side, Side]
     if form_b.has_layout:
         megatron, other = _with_hf(b, form_b, a, form_a)
         return other, megatron
-    return _side(a, form_a), _side(b, form_b)
+    side_a, side_b = _side(a, form_a), _side(b, form_b)
+    return side_a, _named_like(side_b, side_a)
+
+
+def _named_like(side: Side, first: Side) -> Side:
+    """Return a model's side with the names of the first one, if only the spellings differ.
+
+    Both must be models of transformers, whose versions name some tensors differently.
+    """
+    from core.hf import is_hf
+    from core.hf.spelling import name_like
+
+    if not all(is_hf(each.catalog, config_of_source(each.source)) for each in (side, first)):
+        return side
+    catalog, new_of = name_like(side.catalog, first.catalog)
+    if not new_of:
+        return side
+    old, new = next(iter(new_of.items()))
+    note = (
+        f"{len(new_of):,} tensors have names of another version of transformers ({old}); compared "
+        f"under those of the other checkpoint ({new})"
+    )
+    return replace(side, catalog=catalog, notes=(*side.notes, note))
 
 
 def _side(source: Checkpoint, form: Canonical, catalog: Catalog | None = None) -> Side:
@@ -232,6 +256,7 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     Raises:
         CheckpointingException: a value or a small file cannot be read.
     """
+    catalog = from_entries(catalog)
     result: dict[str, object] = {str(name): value for name, value in (catalog.common or {}).items()}
     for key, item in catalog.objects.items():
         # Modules without a state have an empty extra state, which some formats do not store.
@@ -252,7 +277,8 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
         }
     for path, key in carried_of(catalog).items():
         result[path] = _document(store, path, key)
-    return result
+    # Metadata and attributes get the same entries too.
+    return result | entry_values(catalog)
 
 
 def _number(catalog: Catalog, store: ReadStore, value: object) -> object:

@@ -17,6 +17,9 @@ of their own (``core.hf.adapters``).
 
 Models of torchtitan get Hugging Face's names first (``core.hf.torchtitan``).
 
+What versions of transformers call the same tensor is in ``core.hf.spelling``, and whether the
+output layer is the embedding in ``core.hf.ties``.
+
 States of an optimizer follow their parameters (``core.hf.optimizer``).
 
 The vision and audio towers of some composite models stay beside the text model
@@ -24,8 +27,8 @@ The vision and audio towers of some composite models stay beside the text model
 
 Not supported: quantized weights (they are dequantized first), models with another head than the
 language model's.
-Imports: arrays, catalog, changes, errors, files, hf.config_json, hf.optimizer, hf.tensors,
-hf.towers, megatron.extras, megatron.model, pickle, quantize.
+Imports: arrays, catalog, changes, errors, files, hf.config_json, hf.optimizer, hf.proof,
+hf.tensors, hf.towers, megatron.extras, megatron.model, pickle, quantize.
 """
 
 from __future__ import annotations

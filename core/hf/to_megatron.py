@@ -46,6 +46,7 @@ from core.hf.optimizer.to_global import NO_STATES, convert_states
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
 from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
+from core.hf.ties import with_embedding
 from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG, count_of
@@ -128,6 +129,7 @@ def to_megatron(
     if family is None and is_composite(config):
         separated = separate_model(catalog, config)
         catalog, config = separated.text, separated.config
+    catalog = with_embedding(catalog, config)
     if family is None:
         family, note = detect_family(catalog.tensors, config)
 

@@ -3,34 +3,57 @@
 Both have the names of transformers, the adapter those of peft (``core.hf.adapters.peft``);
 ``core.merge.adapter_forms`` brings Megatron's bases and adapters under these names. Every weight
 with an adapter becomes an encoding (``core.merge.lora``); tensors of ``modules_to_save``, biases
-and saved embeddings of the adapter replace those of the base.
+and saved embeddings of the adapter replace those of the base, also where its vocabulary was resized
+before training. The adapter has the names of modules, the base those of its files
+(``core.hf.spelling``).
+
+An output layer that is tied to the embedding gets a tensor of its own where the adapter changes
+only one of them. The model with the adapter computes so; ``merge_and_unload`` of peft changes both
+where one is adapted, and gives another model.
 
 Source: peft 0.21.2 ``tuners/lora/{layer,model}.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.decoded import DecodedStore
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Encoding
 from core.changes.select import without_optimizer
+from core.changes.tie import aliases_among
 from core.errors import CorruptError, UnsupportedError
+from core.files.store import ReadStore
 from core.hf.adapters.peft import Adaptation, Config, check_config, sorted_tensors
+from core.hf.spelling import match_names
+from core.hf.ties import (
+    TEXT_CONFIG,
+    TIE,
+    TiePair,
+    edit_tie,
+    find_tie_pair,
+    is_tied,
+    with_config,
+    with_own_head,
+)
 from core.merge.combined import SUM, Combined
 from core.merge.lora import Folded
 from core.merge.merge import (
     MergeSource,
+    are_equal,
     computed_array,
     origin_note,
     refuse_quantized,
 )
 from core.quantize.source import source_of
+
+_BASE_HINT = "is this the adapter's base model{}?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +86,82 @@ class FoldedCatalog:
     notes: tuple[str, ...]
 
 
-def fold_adapter(base: MergeSource, adapter: Adapter) -> FoldedCatalog:
+def fold_adapter(
+    base: MergeSource,
+    adapter: Adapter,
+    *,
+    store: ReadStore,
+    config: Mapping[str, object] | None = None,
+) -> FoldedCatalog:
     """Return the base with the adapter folded in.
 
     Args:
         base: the base model under the names of transformers.
         adapter: the adapter.
+        store: the files of both; replacements of both sides of a tie are compared.
+        config: the ``config.json`` of the base, or None.
 
     Raises:
         UnsupportedError: the adapter is not plain LoRA, or adapts something else than matrices.
         CorruptError: the adapter's tensors contradict its configuration or each other.
     """
-    config = adapter.config
-    check_config(config)
+    check_config(adapter.config)
     refuse_quantized(base, None)
 
     # Sort the adapter's tensors into matrices and replacements, under the names of the base.
-    adaptations, replacements = sorted_tensors(adapter.catalog, config)
+    adaptations, replacements = sorted_tensors(adapter.catalog, adapter.config)
     catalog = without_optimizer(base.catalog).catalog
-    prefix = _prefix_in(catalog, (*adaptations, *replacements), adapter.label)
-    adaptations = {prefix(name): item for name, item in adaptations.items()}
-    replacements = {prefix(name): key for name, key in replacements.items()}
-    _refuse_tied(catalog, (*adaptations, *replacements))
+    tie = find_tie_pair(catalog.tensors, config)
+    if tie is not None and config is not None:
+        is_both = is_tied(config, has_head=tie.head in catalog.tensors)
+    else:
+        is_both = False
+    keys = {*catalog.tensors, *((tie.embedding, tie.head) if tie is not None and is_both else ())}
+    key_of = _match_base((*adaptations, *replacements), keys, adapter)
+    adaptations = {key_of[name]: item for name, item in adaptations.items()}
+    replacements = {key_of[name]: key for name, key in replacements.items()}
+
+    # What changes one tensor of a tie, or both differently, makes two of it.
+    notes: list[str] = []
+    edits: dict[str, object] = {}
+    changed = {*adaptations, *replacements}
+    if tie is not None and is_both and changed & {tie.embedding, tie.head}:
+        if _stays_tied(tie, adaptations, replacements, adapter.catalog, store):
+            if tie.head not in catalog.tensors:
+                del replacements[tie.head]
+        else:
+            catalog = with_own_head(catalog, tie)
+            edits |= edit_tie(config or {}, is_tied=False)
+            notes.append(
+                f"the adapter changes only one of {tie.embedding} and {tie.head}, which are tied "
+                f"in the base, or both differently: each is written, and {TIE} is false"
+            )
+    changed = {*adaptations, *replacements}
+    catalog = replace(
+        catalog,
+        aliases=aliases_among(
+            catalog.aliases, [key for key in catalog.tensors if key not in changed]
+        ),
+    )
+
+    # Replaced tensors have the adapter's shape if its vocabulary was resized before training.
+    resized = _resized_vocabulary(catalog, tie, replacements, adapter)
+    catalog = replace(catalog, tensors={**catalog.tensors, **resized})
+    if resized:
+        n_rows = next(iter(resized.values())).shape[0]
+        edits |= _edit_vocabulary(config or {}, n_rows)
+        notes.append(
+            f"the vocabulary has {n_rows:,} rows, as the adapter's; the tokenizer stays that of "
+            f"{base.label}: give the one of the training with --tokenizer"
+        )
 
     # Check everything that is computed now, so that no error comes in the middle of copying.
     for name, key in replacements.items():
-        _check_replacement(catalog, name, adapter.catalog, key)
-    is_transposed = _orientations(catalog, adapter.catalog, adaptations, config)
-    for name in (*adaptations, *replacements):
-        source_of(catalog, name)
+        _check_replacement(catalog, name, adapter, key)
+    is_transposed = _orientations(catalog, adapter, adaptations)
+    for name in changed:
+        if name not in replacements:
+            source_of(catalog, name)
     for key in adapter.catalog.tensors:
         source_of(adapter.catalog, key)
 
@@ -117,87 +187,136 @@ def fold_adapter(base: MergeSource, adapter: Adapter) -> FoldedCatalog:
         return computed_array(meta, meta.dtype, encoding)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        is_computed = key in adaptations or key in replacements
-        return computed(key) if is_computed else catalog.fragments(key)
+        return computed(key) if key in changed else catalog.fragments(key)
 
-    notes = [
+    folded = replace(catalog, fragments_of=fragments_of)
+    if edits and config is not None:
+        folded = with_config(folded, {**config, **edits})
+    texts = [
         f"LoRA adapter {adapter.label} folded into {len(adaptations)} weights of {base.label}",
         origin_note(base),
+        *notes,
     ]
     if replacements:
-        notes.append(f"taken from the adapter: {listed_keys(replacements)}")
-    changed = frozenset((*adaptations, *replacements))
-    return FoldedCatalog(replace(catalog, fragments_of=fragments_of), changed, tuple(notes))
+        texts.append(f"taken from the adapter: {listed_keys(replacements)}")
+    return FoldedCatalog(folded, frozenset(changed), tuple(texts))
 
 
-class _Prefix:
-    """Function from an adapter's name for a tensor to the base's."""
-
-    __slots__ = ("added",)
-
-    def __init__(self, added: str) -> None:
-        self.added = added
-
-    def __call__(self, name: str) -> str:
-        return self.added + name
-
-
-def _prefix_in(catalog: Catalog, names: Sequence[str], label: str) -> _Prefix:
-    """Find what the base puts before the adapter's names: nothing, or the name of its trunk.
+def _match_base(names: Sequence[str], keys: Collection[str], adapter: Adapter) -> dict[str, str]:
+    """Match the adapter's names, which are those of modules, with those of the base.
 
     Raises:
-        UnsupportedError: the base lacks a tensor under every prefix.
+        UnsupportedError: the base lacks a tensor.
     """
-    trunks = dict.fromkeys(key.partition(".")[0] + "." for key in catalog.tensors if "." in key)
-    missing: list[str] = []
-    for added in ("", *trunks):
-        lacking = [name for name in names if added + name not in catalog.tensors]
-        if not lacking:
-            return _Prefix(added)
-        missing = missing or lacking
+    key_of = match_names(names, keys)
+    missing = [name for name in dict.fromkeys(names) if name not in key_of]
+    if not missing:
+        return key_of
+    hint = (
+        "merge it with peft, which changes the model's modules: PeftModel.merge_and_unload()"
+        if key_of
+        else _BASE_HINT.format(_trained_on(adapter))
+    )
     raise UnsupportedError(
-        f"the adapter changes {len(missing)} tensors that the base does not have: "
-        f"{listed_keys(missing)}",
-        file=label,
-        hint="is this the adapter's base model? A tied output layer has no tensor of its own",
+        f"the adapter changes {len(missing)} tensors that the base does not have, and "
+        f"{len(key_of)} that it has: {listed_keys(missing)}",
+        file=adapter.label,
+        hint=hint,
     )
 
 
-def _refuse_tied(catalog: Catalog, names: Sequence[str]) -> None:
-    """Raise if a tensor that changes shares its bytes with another one.
+def _trained_on(adapter: Adapter) -> str:
+    """Describe the base model that the adapter's configuration names; empty if it names none."""
+    name = adapter.config.get("base_model_name_or_path")
+    return f", {str(name)[:200]!r}" if isinstance(name, str) and name else ""
+
+
+def _stays_tied(
+    tie: TiePair,
+    adaptations: Mapping[str, Adaptation],
+    replacements: Mapping[str, str],
+    adapter: Catalog,
+    store: ReadStore,
+) -> bool:
+    """Return whether the adapter replaces both tensors of a tie by equal ones."""
+    pair = (tie.embedding, tie.head)
+    if any(name in adaptations or name not in replacements for name in pair):
+        return False
+    first, second = (replacements[name] for name in pair)
+    return are_equal(source_of(adapter, first), source_of(adapter, second), DecodedStore(store))
+
+
+def _resized_vocabulary(
+    catalog: Catalog, tie: TiePair | None, replacements: Mapping[str, str], adapter: Adapter
+) -> dict[str, TensorMeta]:
+    """Return the replaced embedding and output layer with the adapter's number of rows.
 
     Raises:
-        UnsupportedError: it does.
+        UnsupportedError: the adapter has only one of them, or the base another tensor of that many
+            rows, so that the model would have two vocabularies.
     """
-    tied = {*catalog.aliases, *catalog.aliases.values()}
-    for name in names:
-        if name in tied:
-            raise UnsupportedError(
-                "the adapter changes a tensor that is tied to another one",
-                key=name,
-                hint="write a base without ties first: ckpt convert SRC DST --to safetensors",
-            )
+    if tie is None or tie.embedding not in catalog.tensors:
+        return {}
+    old = catalog.tensors[tie.embedding].shape
+    resized = {}
+    for name in (tie.embedding, tie.head):
+        new = adapter.catalog.tensors.get(replacements.get(name, ""))
+        stored = catalog.tensors.get(name)
+        if new is not None and stored is not None and len(new.shape) == 2:
+            if new.shape[0] != stored.shape[0] and new.shape[1:] == stored.shape[1:]:
+                resized[name] = replace(stored, shape=new.shape)
+    if not resized:
+        return {}
+    rest = [
+        name
+        for name, meta in catalog.tensors.items()
+        if name not in resized
+        and (name == tie.embedding or name.startswith(tie.head.removesuffix("weight")))
+        and meta.shape[:1] == old[:1]
+    ]
+    n_rows = {meta.shape[0] for meta in resized.values()}
+    if rest or len(n_rows) > 1:
+        raise UnsupportedError(
+            f"the adapter's vocabulary has {', '.join(map(str, sorted(n_rows)))} rows, that of the "
+            f"base {old[0]}" + (f", and the adapter lacks {listed_keys(rest)}" if rest else ""),
+            key=next(iter(resized)),
+            file=adapter.label,
+            hint="resize the base as before training, with transformers' "
+            "resize_token_embeddings(), and give that as the base",
+        )
+    return resized
 
 
-def _check_replacement(base: Catalog, name: str, adapter: Catalog, key: str) -> None:
+def _edit_vocabulary(config: Mapping[str, object], n_rows: int) -> dict[str, object]:
+    """Return the entries of a configuration that state the size of the vocabulary."""
+    edits: dict[str, object] = {}
+    text = config.get(TEXT_CONFIG)
+    if isinstance(text, Mapping) and "vocab_size" in text:
+        edits[TEXT_CONFIG] = {**text, "vocab_size": n_rows}
+    if "vocab_size" in config or not edits:
+        edits["vocab_size"] = n_rows
+    return edits
+
+
+def _check_replacement(base: Catalog, name: str, adapter: Adapter, key: str) -> None:
     """Raise unless a tensor of the adapter can replace one of the base.
 
     Raises:
-        UnsupportedError: the shapes differ, as after resizing an embedding, or it is not a float.
+        UnsupportedError: the shapes differ, or it is not a float.
     """
-    old, new = base.tensors[name], adapter.tensors[key]
+    old, new = base.tensors[name], adapter.catalog.tensors[key]
     if old.shape != new.shape:
         raise UnsupportedError(
             f"the adapter's tensor has shape {new.shape}, that of the base {old.shape}",
             key=name,
-            hint="resize the base's vocabulary first, as before training",
+            hint=_BASE_HINT.format(_trained_on(adapter)),
         )
     if dtype_of(old.dtype).kind != "float" or dtype_of(new.dtype).kind != "float":
         raise UnsupportedError(f"{new.dtype} cannot replace {old.dtype}", key=name)
 
 
 def _orientations(
-    base: Catalog, adapter: Catalog, adaptations: Mapping[str, Adaptation], config: Config
+    base: Catalog, adapter: Adapter, adaptations: Mapping[str, Adaptation]
 ) -> dict[str, bool]:
     """Return for each weight whether it is stored as (in, out).
 
@@ -208,13 +327,14 @@ def _orientations(
         UnsupportedError: a weight is not a float matrix, or square in an adapter of both kinds.
         CorruptError: the matrices do not fit the weight.
     """
-    default = bool(config.get("fan_in_fan_out"))
+    default = bool(adapter.config.get("fan_in_fan_out"))
+    matrices = adapter.catalog.tensors
     result: dict[str, bool] = {}
     square: list[str] = []
     for name, item in adaptations.items():
         meta = base.tensors[name]
-        n_out, n_in = adapter.tensors[item.b].shape[0], adapter.tensors[item.a].shape[1]
-        kinds = {dtype_of(adapter.tensors[key].dtype).kind for key in (item.a, item.b)}
+        n_out, n_in = matrices[item.b].shape[0], matrices[item.a].shape[1]
+        kinds = {dtype_of(matrices[key].dtype).kind for key in (item.a, item.b)}
         if kinds | {dtype_of(meta.dtype).kind} != {"float"}:
             raise UnsupportedError(f"a weight of {meta.dtype} cannot be adapted", key=name)
         shapes: dict[bool, Shape] = {False: (n_out, n_in), True: (n_in, n_out)}
@@ -226,7 +346,7 @@ def _orientations(
                 f"LoRA matrices for a weight of shape {shapes[item.is_embedding or default]}, "
                 f"but that of the base has shape {meta.shape}",
                 key=name,
-                hint="is this the adapter's base model?",
+                hint=_BASE_HINT.format(_trained_on(adapter)),
             )
         if len(fitting) == 2:
             square.append(name)

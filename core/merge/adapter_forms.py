@@ -18,14 +18,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Fragment
 from core.catalog.facets import MegatronModel
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError, UsageError
+from core.files.json_object import parse_json_object
+from core.files.store import ReadStore
 from core.formats.torch.format import load_object
+from core.hf.values import CONFIG
 from core.megatron.reshard.reshard import is_megatron, unshard
 from core.merge.adapter import Adapter, fold_adapter
 from core.merge.forms import FormOptions, relocated
@@ -68,28 +71,42 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
     )
 
 
-def fold(base: MergeSource, adapter: Adapter) -> MergedCatalog:
+def fold(
+    base: MergeSource, adapter: Adapter, *, store: ReadStore, config: Mapping[str, object] | None
+) -> MergedCatalog:
     """Return the base, under its own names, with the adapter folded in.
 
     Args:
         base: the base model, in Megatron's global form or under the names of transformers.
         adapter: from ``adapter_form``.
+        store: the files of both.
+        config: the ``config.json`` of a base with the names of transformers, or None.
 
     Raises:
-        UnsupportedError: the base belongs to no known family, or as for ``fold_adapter``.
+        UnsupportedError: the base belongs to no known family, or its embedding and output layer are
+            tied in Megatron's form and would not be any more, or as for ``fold_adapter``.
         CorruptError, MissingShardError: adapter and base do not fit each other.
     """
     from core.hf.tensors import fuse
     from core.hf.to_hf import to_hf, weights_of
 
     if base.catalog.facet(MegatronModel) is None:
-        folded = fold_adapter(base, adapter)
+        folded = fold_adapter(base, adapter, store=store, config=config)
         return MergedCatalog(folded.catalog, folded.notes)
 
     # Fold under the names of transformers, and put the changed weights together again.
     catalog = without_optimizer(base.catalog).catalog
-    under_hf = to_hf(catalog, has_config=False)
-    folded = fold_adapter(MergeSource(base.label, under_hf), adapter)
+    under_hf = to_hf(catalog, has_config=True)
+    config = parse_json_object(under_hf.documents[CONFIG], file=CONFIG)
+    folded = fold_adapter(MergeSource(base.label, under_hf), adapter, store=store, config=config)
+    after = folded.catalog
+    if after.documents[CONFIG] != under_hf.documents[CONFIG]:
+        raise UnsupportedError(
+            "the adapter unties the output layer from the embedding, or resizes the vocabulary, "
+            "which Megatron's arguments of the base state otherwise",
+            file=adapter.label,
+            hint="convert the base first, and merge that: ckpt convert SRC DST --to hf",
+        )
     pairs = {}
     for name, pair in weights_of(catalog).items():
         names = [tensor.names[0] for tensor in pair.tensors]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 from core.arrays.box import boxes_of_flat_range
 from core.arrays.dtypes import dtype_of, itemsize
@@ -98,7 +99,7 @@ def merge_catalogs(
         different += [
             f"{key} of {other.label}"
             for other in others
-            if not _are_equal(key, first.catalog, other.catalog, decoded)
+            if not are_equal(source_of(first.catalog, key), source_of(other.catalog, key), decoded)
         ]
     different += [
         f"{key} of {other.label}"
@@ -203,13 +204,12 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
         )
 
 
-def _are_equal(key: str, a: Catalog, b: Catalog, store: ReadStore) -> bool:
-    """Return whether two catalogs hold the same bytes of a tensor, read part by part."""
-    first, second = source_of(a, key), source_of(b, key)
+def are_equal(first: SourceTensor, second: SourceTensor, store: ReadStore) -> bool:
+    """Return whether two tensors hold the same bytes, read part by part."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     at_once = max(1, _COMPARED_BYTES // max(1, itemsize(first.dtype)))
-    n_elements = a.meta(key).n_elements
+    n_elements = prod(first.shape)
     return all(
         first.read(store, box) == second.read(store, box)
         for start in range(0, n_elements, at_once)
@@ -233,7 +233,8 @@ def _different_objects(first: Catalog, other: Catalog, store: ReadStore) -> list
         if is_equal and item is not None:
             inside = [leaf.key for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)]
             is_equal = all(
-                leaf in other.hidden and _are_equal(leaf, first, other, store)
+                leaf in other.hidden
+                and are_equal(source_of(first, leaf), source_of(other, leaf), store)
                 for leaf in inside
                 if leaf in first.hidden
             )

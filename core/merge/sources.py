@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import HuggingFaceModel
 from core.errors import in_checkpoint
 from core.files.source_store import JoinedStore, join_stores, joined_prefix
+from core.hf import is_hf
+from core.hf.spelling import name_like
 from core.hf.text_model import is_composite, text_model_of
+from core.hf.ties import (
+    TIE,
+    TiePair,
+    edit_tie,
+    find_tie_pair,
+    is_tied,
+    with_config,
+    with_own_head,
+)
 from core.merge.adapter_forms import adapter_form, fold
 from core.merge.forms import FormOptions, form_like
 from core.merge.merge import MergedCatalog, MergeSource, merge_catalogs
 from core.merge.replaced import replace_tensors
 from core.merge.request import LORA, REPLACE, Merge
 from core.opening.open import Checkpoint, open_checkpoint
+from core.opening.source_files import config_of_source
 
 
 def open_others(
@@ -86,23 +99,121 @@ def merge_others(
         assert not isinstance(other.store, JoinedStore)
         with in_checkpoint(str(other.path)):
             adapter = adapter_form(other, options=options, prefix=joined_prefix(other.store))
-            return fold(sources[0], adapter)
+            return fold(sources[0], adapter, store=first.store, config=config)
     # Only the text model of a vision-language model may be replaced by one of its family.
-    text = None
+    text, first_config = None, config
     if request.method == REPLACE and is_composite(config):
         text = text_model_of(catalog, config)
         catalog, config = text.catalog, text.config
+    forms: list[Catalog] = []
+    configs: list[Mapping[str, object] | None] = []
     for other in others:
         assert not isinstance(other.store, JoinedStore)
         prefix = joined_prefix(other.store)
         with in_checkpoint(str(other.path)):
             form = form_like(other, catalog, config=config, options=options, prefix=prefix)
-        if request.method == REPLACE:
-            replacing = MergeSource(str(other.path), form)
-            if text is None:
-                return replace_tensors(sources[0], replacing, name_of=None)
-            return replace_tensors(
-                sources[0], replacing, name_of=text.name_of, transposed=text.transposed
-            )
+        forms.append(name_like(form, catalog)[0] if is_hf(catalog, config) else form)
+        configs.append(config_of_source(other))
+
+    # What changes one tensor of a tie, or both differently, makes two of it.
+    names = {} if text is None else dict(text.name_of)
+    ties = align_ties([catalog, *forms], [config, *configs], is_part=request.method == REPLACE)
+    if ties.pair is not None and ties.catalogs[0] is not catalog:
+        name = names.get(ties.pair.embedding, ties.pair.embedding)
+        own = find_tie_pair(sources[0].catalog.tensors, first_config)
+        assert own is not None and own.embedding == name
+        names |= {ties.pair.head: own.head} if text is not None else {}
+        sources = [MergeSource(sources[0].label, with_own_head(sources[0].catalog, own))]
+    for other, form in zip(others, ties.catalogs[1:], strict=True):
         sources.append(MergeSource(str(other.path), form))
-    return merge_catalogs(request, sources, first.store, config=config)
+    if request.method == REPLACE:
+        transposed = frozenset() if text is None else text.transposed
+        result = replace_tensors(
+            *sources, name_of=None if text is None else names, transposed=transposed
+        )
+    else:
+        result = merge_catalogs(request, sources, first.store, config=config)
+    if not ties.is_untied or first_config is None or ties.pair is None:
+        return result
+    note = (
+        f"not all checkpoints tie {ties.pair.head} to {ties.pair.embedding}: each is written, and "
+        f"{TIE} is false"
+    )
+    edited = with_config(result.catalog, {**first_config, **edit_tie(first_config, is_tied=False)})
+    return MergedCatalog(edited, (*result.notes, note))
+
+
+@dataclass(frozen=True, slots=True)
+class _AlignedTies:
+    """The catalogs of all sources, which store the same of embedding and output layer.
+
+    Args:
+        catalogs: the catalogs, in the order of the sources.
+        pair: the names of both, in all of them; None if they are unknown.
+        is_untied: the first source ties them, and the result does not.
+    """
+
+    catalogs: list[Catalog]
+    pair: TiePair | None
+    is_untied: bool
+
+
+def align_ties(
+    catalogs: Sequence[Catalog],
+    configs: Sequence[Mapping[str, object] | None],
+    *,
+    is_part: bool,
+) -> _AlignedTies:
+    """Give tied models an output layer of their own if another source of a merge has one.
+
+    The result is tied if all sources are.
+
+    Args:
+        catalogs: the sources under the names of the first one.
+        configs: the ``config.json`` of each, or None.
+        is_part: the second one may have only some of the first one's tensors, which replace those.
+    """
+    unchanged = _AlignedTies(list(catalogs), None, is_untied=False)
+    first_config = configs[0]
+    pair = find_tie_pair(catalogs[0].tensors, first_config)
+    if pair is None or first_config is None:
+        return unchanged
+
+    def ties(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
+        has_head = pair.head in catalog.tensors
+        if config is not None:
+            return is_tied(config, has_head=has_head)
+        # Megatron's own arguments decided whether there is an output layer.
+        return not has_head and catalog.facet(HuggingFaceModel) is not None
+
+    tied = [ties(catalog, config) for catalog, config in zip(catalogs, configs, strict=True)]
+    if is_part:
+        return _align_part(unchanged, pair, tied)
+    if not any(pair.head in catalog.tensors for catalog in catalogs):
+        return unchanged
+    result = [
+        with_own_head(catalog, pair) if each and pair.embedding in catalog.tensors else catalog
+        for catalog, each in zip(catalogs, tied, strict=True)
+    ]
+    # A tensor that is stored twice for all of them stays what the sources make of it.
+    if all(tied) and all(pair.head in catalog.tensors for catalog in catalogs):
+        result = list(catalogs)
+    return _AlignedTies(result, pair, is_untied=tied[0] and not all(tied))
+
+
+def _align_part(unchanged: _AlignedTies, pair: TiePair, tied: Sequence[bool]) -> _AlignedTies:
+    """Align two sources, of which the second replaces tensors of the first.
+
+    What is tied in the second one replaces both tensors of the first.
+    """
+    first, other = unchanged.catalogs
+    has_embedding, has_head = (name in other.tensors for name in (pair.embedding, pair.head))
+    if not tied[0] or not (has_embedding or has_head):
+        return unchanged
+    if has_head:
+        is_untied = not (has_embedding and tied[1])
+        return _AlignedTies([with_own_head(first, pair), other], pair, is_untied)
+    # The embedding alone stands for both.
+    if pair.head in first.tensors:
+        return _AlignedTies([first, with_own_head(other, pair)], pair, is_untied=False)
+    return unchanged

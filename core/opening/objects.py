@@ -31,6 +31,11 @@ from core.pickle.nesting import REMOVED, LeafEntry, entries, join_path, map_leav
 from core.pickle.reader import judge
 from core.pickle.uses import Use
 
+KEEP_OBJECTS = (
+    "its tensors are inside objects: write a torch file, which keeps those (--to torch), or save "
+    "the tensors as a dict with the program that wrote them"
+)
+"""The hint where all tensors of a source are in objects that a destination does not store."""
 _MAX_AHEAD_BYTES = 1 << 20
 """Length up to which the stream of an object is fetched ahead; longer ones may hold tensors."""
 
@@ -223,17 +228,24 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
         if not unknown or item is common:
             continue
         if not drop_unknown:
+            # Without the object there would be nothing to write.
+            is_all = not catalog.tensors and has_tensors([item])
             raise UnsupportedError(
                 f"the object is of class {unknown[0]}, which is unknown; this format stores only "
                 "known classes",
                 key=item.key,
-                hint="drop such objects with --drop-unknown",
+                hint=KEEP_OBJECTS if is_all else "drop such objects with --drop-unknown",
             )
         dropped[item.key] = f"unknown class {unknown[0]}"
     if not dropped:
         return SafeCatalog(catalog, ())
     lines = tuple(f"{key} ({reason})" for key, reason in dropped.items())
     return SafeCatalog(_without_objects(catalog, dropped.keys()), lines)
+
+
+def has_tensors(objects: Iterable[StoredObject]) -> bool:
+    """Return whether there are tensors inside some objects, which are loaded."""
+    return any(isinstance(node, TensorLeaf) for item in objects for node in walk(item.value))
 
 
 def _without_objects(catalog: Catalog, keys: Set[str]) -> Catalog:

@@ -43,6 +43,8 @@ from core.errors import (
     CheckpointingException,
     CorruptError,
     MissingShardError,
+    ReplicaMismatchError,
+    UnsafeError,
     UnsupportedError,
     UsageError,
     is_at_or_below,
@@ -53,6 +55,7 @@ from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
+from core.formats.huggingface.files import files_in_folder, with_files
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nemo_context
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
@@ -133,6 +136,7 @@ def open_checkpoint(
     *,
     iteration: int | None = None,
     samples: bool = False,
+    needs_optimizer: bool = True,
     missing_chunks: str = FILL,
     drop_missing: bool = False,
     on_open: Callable[[int], None] | None = None,
@@ -144,6 +148,8 @@ def open_checkpoint(
         iteration: the iteration of a root to open; None for its tracker's, else the newest.
         samples: open only one of several similar files, if the format supports it. The catalog is
             then good for inspecting, not for converting.
+        needs_optimizer: raise if the optimizer cannot be read; False to read the weights from other
+            files then, with a note, if the format has such files.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
         drop_missing: leave out entries that an index lists without data; a note names them.
         on_open: becomes that of the store (``core.files.store.SourceStore``); the caller resets it
@@ -169,11 +175,10 @@ def open_checkpoint(
         # Metadata consists of so many small objects that the garbage collector would dominate.
         allowed = leaving_out_missing() if drop_missing else nullcontext(())
         with noting_uses() as uses, gc_paused(), allowed as left_out:
-            catalog = (
-                format.sample(store)
-                if samples and format.sample is not None
-                else format.read(store)
-            )
+            read = format.sample if samples and format.sample is not None else format.read
+            catalog = read(store) if needs_optimizer else _read_despite_optimizer(store, format)
+            for folder in format.side_folders if store.entry is None else ():
+                catalog = with_files(catalog, files_in_folder(store, folder))
             if catalog.common is not None and location.path.name == WEIGHTS:
                 catalog = _with_context_above(catalog, location.path)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
@@ -205,6 +210,34 @@ def open_checkpoint(
         below=location.below,
         passed=location.passed,
     )
+
+
+def _read_despite_optimizer(store: SourceStore, format: Format) -> Catalog:
+    """Read a checkpoint; if that fails, its weights from files that hold them beside the optimizer.
+
+    Raises:
+        CheckpointingException: as for ``open_checkpoint``: both fail, or the first one for a reason
+            that concerns the weights as well.
+    """
+    try:
+        return format.read(store)
+    except (UnsafeError, ReplicaMismatchError):
+        raise
+    except CheckpointingException as err:
+        if format.read_weights is None:
+            raise
+        try:
+            catalog = format.read_weights(store)
+        except UnsupportedError:
+            raise  # the weights cannot be read for a reason of their own
+        except CheckpointingException:
+            raise err from None
+        place = "" if err.file is None else f"{err.file}: "
+        note = (
+            f"the optimizer cannot be read ({place}{err.message}); the weights are those that the "
+            "model's files have in its own precision"
+        )
+        return replace(catalog, notes=(*catalog.notes, note))
 
 
 def _with_context_above(catalog: Catalog, path: Path) -> Catalog:

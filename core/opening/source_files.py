@@ -37,7 +37,8 @@ _BOOKKEEPING = re.compile(
     r"|.*\.index(\..+)?\.json"  # indexes of weights in a second format
     r"|(.*\.)?ckpt-(manifest\.json|objects\.pt)"  # files of this project
     r"|(.*/)?[^/]*\.sync/.*"  # locks of Megatron's zarr backend
-    r"|(.*/)?ocdbt\.process_\d+/.*",  # files of single Orbax processes, before merging
+    r"|(.*/)?ocdbt\.process_\d+/.*"  # files of single Orbax processes, before merging
+    r"|(.*/)?commit_success\.txt",  # Orbax's mark of a finished save
     re.DOTALL,
 )
 _TOOL = re.compile(r"zero_to_\w+\.py")

@@ -84,13 +84,19 @@ def dense_target(metas: Iterable[TensorMeta]) -> TargetCatalog:
 def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:
     """Return a catalog whose tensors have the dtypes of ``dtype_for``.
 
-    ``partitioned`` then gives the arrays of the target the same dtypes.
+    ``partitioned`` then gives the arrays of the target the same dtypes. Tensors that get different
+    dtypes no longer share their bytes.
     """
     tensors = {
         key: meta if (dtype := dtype_for(meta)) == meta.dtype else replace(meta, dtype=dtype)
         for key, meta in catalog.tensors.items()
     }
-    return replace(catalog, tensors=tensors)
+    aliases = {
+        key: first
+        for key, first in catalog.aliases.items()
+        if tensors[key].dtype == tensors[first].dtype
+    }
+    return replace(catalog, tensors=tensors, aliases=aliases)
 
 
 def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:

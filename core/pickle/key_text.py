@@ -136,10 +136,10 @@ def scalar_of(value: Inert) -> int | float | bool | str | None:
     if len(value.args) != 2:
         return None
     dtype, data = value.args
-    element_type = _element_type(dtype)
-    if element_type is None or type(data) is not bytes:
+    kind = element_type(dtype)
+    if kind is None or type(data) is not bytes:
         return None
-    code, order = element_type
+    code, order = kind
     # Strings are fixed-width UTF-32, padded with NULs.
     if code.startswith("U"):
         try:
@@ -155,7 +155,7 @@ def scalar_of(value: Inert) -> int | float | bool | str | None:
     return _shortest(number, struct_code) if struct_code in "ef" else number
 
 
-def _element_type(dtype: object) -> tuple[str, str] | None:
+def element_type(dtype: object) -> tuple[str, str] | None:
     """Return numpy's code of an inert dtype, such as ``f4``, and its byte order (``<`` or ``>``).
 
     Returns:

@@ -213,6 +213,24 @@ def test_float8_without_scales_is_left_alone_and_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("weight", "scale"),
+    [
+        ("mlp.up_proj.weight", "mlp.up_proj.input_scale"),
+        ("mlp.up_proj.weight", "mlp.up_proj.activation_scale"),
+        ("mlp.experts.down_proj", "mlp.experts.down_proj_activation_scale"),
+        ("mlp.experts.down_proj", "mlp.experts.down_proj_input_scale"),
+        ("weight", "input_scale"),
+    ],
+)
+def test_scales_of_activations_leave_with_those_of_the_weights(weight: str, scale: str) -> None:
+    numbers, one = torch.ones(2, 2).to(E4M3), torch.ones(())
+    catalog, _ = stored({weight: numbers, f"{weight}_scale_inv": one, scale: one})
+    result = dequantize(catalog)
+    assert list(result.catalog.tensors) == [weight]
+    assert f"{scale}: scales of activations, dropped" in result.notes
+
+
+@pytest.mark.parametrize(
     ("tensors", "error", "text"),
     [
         ({"w": torch.ones(2, 2)}, UsageError, "no float8, int8 or MXFP4 tensor"),

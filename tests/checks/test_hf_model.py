@@ -12,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from core.changes.tie import INPUT
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.metadata import hf_model
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, CorruptError, UnknownTensorError, UnsupportedError
 from core.validate.run import validate
-from tests.hf.models import loaded_model
+from tests.hf.models import loaded_model, logits, saved
 from tests.support.damages import MODELS, ONE, TIED, Row, config_changed, prefixed, tensors_changed
+from tests.support.rank_files import assert_same_bits
 
 APP = "torch_dcp/fsdp2_dp2"
 """Written by FSDP2 with the layout of torchtitan's top level: the model's keys begin with
@@ -79,6 +81,25 @@ def test_a_tied_output_layer_that_is_stored_as_well_is_no_problem(
         ),
     )
     assert own(validate(path, level=Level.DEEP).findings) == []
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "gemma", "mamba2_tied"])
+def test_a_tied_model_may_store_only_its_output_layer(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(saved(name, tmp_path / "saved"), path)
+    expected = logits(loaded_model(path))
+    tensors = load_file(path / "model.safetensors")
+    (embedding,) = (
+        key for key in tensors if INPUT.search(key) or key.endswith("embeddings.weight")
+    )
+    tensors_changed(path, lambda each: each.update({"lm_head.weight": each.pop(embedding)}))
+    assert torch.equal(logits(loaded_model(path)), expected)
+    assert own(validate(path, level=Level.DEEP).findings) == []
+    run(Job(src=path, dst=tmp_path / "ranks", to="megatron", fsync=False))
+    run(Job(src=tmp_path / "ranks", dst=tmp_path / "back", to="hf", fsync=False))
+    assert_same_bits(
+        load_file(tmp_path / "back/model.safetensors")[embedding], tensors[embedding], embedding
+    )
 
 
 def test_every_code_has_a_damage() -> None:

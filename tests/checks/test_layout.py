@@ -13,6 +13,8 @@ import pytest
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
+from core.errors import UnsupportedError
+from core.validate.run import validate
 from tests.support.edited import (
     Rows,
     chunks_of,
@@ -300,3 +302,30 @@ def test_what_every_layer_lacks_is_missed(
     keys = {finding.key for finding in findings}
     assert (lost if named is None else f"decoder.layers.2.{named}") in keys
     assert all(named is None or str(key).endswith(named.rpartition(".3.")[2]) for key in keys)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["dense_gqa/tp2_pp1", "dense_gqa/tp2_pp2", "dense_gqa/tp1_pp2", "moe_seq/tp1_pp1_ep2"],
+)
+def test_a_rank_file_under_another_name_is_no_damaged_model(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
+    for file in (golden / "mcore_legacy" / case).glob("iter_*/mp_rank_*/model_optim_rng.pt"):
+        path = tmp_path / f"{file.parent.name}.pt"
+        shutil.copy(file, path)
+        for level in Level:
+            assert validate(path, level=level).findings == ()
+        with pytest.raises(UnsupportedError, match="file of one rank") as caught:
+            run(Job(src=path, dst=tmp_path / "out", to="megatron", fsync=False))
+        assert "mp_rank_00/model_optim_rng.pt" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("case", ["dense_gqa/tp2_pp2", "moe_seq/tp2_pp1_ep2"])
+def test_a_complete_torch_file_is_not_taken_for_one_rank(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
+    path = tmp_path / "all.pt"
+    run(Job(src=golden / "mcore_legacy" / case, dst=path, to="torch", optim="drop", fsync=False))
+    run(Job(src=path, dst=tmp_path / "again", to="megatron", fsync=False))
+    assert validate(path, level=Level.DEEP).findings == ()

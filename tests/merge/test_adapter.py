@@ -146,12 +146,12 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
         (
             _rewritten(lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(25, 16)})),
             UnsupportedError,
-            r"shape \(25, 16\), that of the base \(24, 16\)",
+            "vocabulary has 25 rows, that of the base 24, and the adapter lacks model.embed_tokens",
         ),
         (
             _rewritten(lambda t: t.update({"base_model.model.x.weight": torch.ones(2)})),
             UnsupportedError,
-            "1 tensors that the base does not have: x.weight",
+            r"1 tensors that the base does not have, and \d+ that it has: x.weight",
         ),
         (
             _rewritten(lambda t: t.update({f"{Q_PROJ}magnitude_vector": torch.ones(2)})),
@@ -173,3 +173,54 @@ def test_adapters_that_do_not_fit_are_refused(
     with pytest.raises(error, match=message):
         fold(adapters / "llama/base", adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def _as_state_dict(tensors: dict[str, torch.Tensor]) -> None:
+    """Give the matrices the names that they have in the modules of peft."""
+    for name in list(tensors):
+        middle = ".default" if ".lora_" in name else ".modules_to_save.default"
+        tensors[name.replace(".weight", f"{middle}.weight")] = tensors.pop(name)
+
+
+def _with_saved_twice(tensors: dict[str, torch.Tensor]) -> None:
+    """Add the head as peft writes it for ``modules_to_save`` and a resized vocabulary."""
+    head = torch.full((24, 16), 0.5, dtype=torch.bfloat16)
+    for name in ("lm_head", "lm_head.modules_to_save"):
+        tensors[f"base_model.model.{name}.weight"] = head.clone()
+    tensors["base_model.model.lm_head.original_module.weight"] = head + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "is_head"), [(_as_state_dict, False), (_with_saved_twice, True)]
+)
+def test_names_of_the_modules_of_peft_mean_the_same(
+    change: Callable[[dict[str, torch.Tensor]], None],
+    is_head: bool,
+    adapters: Path,
+    tmp_path: Path,
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(adapters / "llama/adapter", adapter)
+    expected = tensors_of(fold(adapters / "llama/base", adapter, tmp_path / "expected"))
+    if is_head:
+        expected["lm_head.weight"] = torch.full((24, 16), 0.5, dtype=torch.bfloat16)
+    _rewritten(change)(adapter)
+    result = tensors_of(fold(adapters / "llama/base", adapter, tmp_path / "out"))
+    assert result.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bits(result[name], tensor, name)
+
+
+def test_two_adapters_in_one_file_are_refused_by_name(adapters: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(adapters / "llama/adapter", adapter)
+
+    def add_second(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            for number in ("default", "second"):
+                tensors[name.replace(".weight", f".{number}.weight")] = tensors[name].clone()
+            del tensors[name]
+
+    _rewritten(add_second)(adapter)
+    with pytest.raises(UnsupportedError, match="2 adapters: default, second"):
+        fold(adapters / "llama/base", adapter, tmp_path / "out")

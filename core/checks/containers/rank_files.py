@@ -12,7 +12,7 @@ Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from core.checks.check import Check
 from core.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
@@ -22,7 +22,12 @@ from core.errors import CheckpointingException
 from core.formats.deepspeed.files import name_of_rank, parse_zero_name
 from core.formats.deepspeed.optim_states import recorded_ranks
 from core.formats.deepspeed.universal.parameter import lacking_files
-from core.formats.megatron.format import MODEL_FILE, OPTIM_FILE
+from core.formats.megatron.format import (
+    MODEL_FILE,
+    OPTIM_FILE,
+    is_optimizer_dir,
+    model_file_in,
+)
 from core.formats.torch.tree import parse
 from core.formats.torch_sharded.format import TorchShardedFacts
 from core.megatron.model.args import fields_of, topology_of
@@ -32,7 +37,7 @@ from core.pickle.inert import as_mapping
 CODES = ()
 
 _RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
-_OLD_FILES = ("model_rng.pt", "optim.pt", "model_weights.ckpt")
+_NEMO_FILE = "model_weights.ckpt"
 _OPTIM = re.compile(r"(.*zero_pp_rank_)(\d{1,7})(_mp_rank_\d{2,6}_?optim_states\.pt)$")
 _ZERO_MODEL = re.compile(r"(zero_pp_rank_)(\d{1,7})(_mp_rank_\d{2,6}_model_states\.pt)$")
 _MODEL = re.compile(r"mp_rank_\d{2,6}_model_states\.pt$")
@@ -41,13 +46,20 @@ _MOST_RANKS = 1 << 20
 
 def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
     """Check the rank directories of a Megatron checkpoint and their files."""
-    folders = [name for name in subject.tree.folders if _RANK_DIR.match(name)]
+    files_in: dict[str, set[str]] = {
+        name: set() for name in subject.tree.folders if _RANK_DIR.match(name)
+    }
+    for path in subject.files:
+        folder, _, name = path.rpartition("/")
+        if folder in files_in:
+            files_in[folder].add(name)
+    folders = [folder for folder, names in files_in.items() if not is_optimizer_dir(names)]
     # If the catalog could be read, every rank has its model file.
     if subject.catalog is None:
-        yield from _check_model_files(subject, folders)
+        yield from _check_model_files({folder: files_in[folder] for folder in folders})
     # Compare the directories with those that the training arguments imply. With expert parallelism
     # there are several possible sets, depending on the version of Megatron.
-    args = _read_args(subject, folders) if folders else None
+    args = _read_args(subject, files_in) if folders else None
     if args is None:
         return
     try:
@@ -81,10 +93,10 @@ def _check_optimizer_files(subject: Subject, folders: list[str]) -> Iterator[Fin
         )
 
 
-def _check_model_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
-    """Report rank directories without a model file of a current or an old Megatron version."""
-    for folder in folders:
-        if not any(f"{folder}/{name}" in subject.files for name in (MODEL_FILE, *_OLD_FILES)):
+def _check_model_files(files_in: Mapping[str, Collection[str]]) -> Iterator[Finding]:
+    """Report rank directories without a model file of Megatron or NeMo."""
+    for folder, names in files_in.items():
+        if model_file_in(names) is None and _NEMO_FILE not in names:
             yield MISSING.finding(
                 "the model file of the rank is missing",
                 file=f"{folder}/{MODEL_FILE}",
@@ -100,12 +112,12 @@ def _int_argument(args: object, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _read_args(subject: Subject, folders: list[str]) -> object:
+def _read_args(subject: Subject, files_in: Mapping[str, Collection[str]]) -> object:
     """Read the training arguments of the first rank whose file is intact; None if no file is."""
     if subject.catalog is not None:
         return subject.catalog.args
-    for folder in folders:
-        name = f"{folder}/{MODEL_FILE}"
+    for folder, names in files_in.items():
+        name = f"{folder}/{model_file_in(names)}"
         if not subject.files.get(name):
             continue
         try:

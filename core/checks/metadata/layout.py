@@ -36,6 +36,12 @@ DIFFERS = Code("CK305", Severity.ERROR, "ranks disagree on the dtype or shape of
 TIED = Code("CK306", Severity.ERROR, "a tied copy is missing or has a different shape", _LOST)
 CHUNKS = Code("CK307", Severity.ERROR, "a rank's model is missing or malformed", _LOST)
 ENTRY = Code("CK308", Severity.ERROR, "invalid entry in the model", _LOST)
+PLACE = Code(
+    "CK309",
+    Severity.ERROR,
+    "a tensor is in another pipeline stage than its own",
+    "rename the directories if they were exchanged",
+)
 TENSOR = Code("CK311", Severity.ERROR, "a tensor of the model is missing", _LOST)
 EXPERTS = Code("CK313", Severity.ERROR, "missing or surplus experts", _LOST)
 SHAPE = Code(
@@ -66,7 +72,7 @@ NOT_HANDLED = Code(
 )
 
 CODES = (
-    *(ARGUMENTS, NOT_SAVED, NAMES, LAYERS, DIFFERS, TIED, CHUNKS, ENTRY),
+    *(ARGUMENTS, NOT_SAVED, NAMES, LAYERS, DIFFERS, TIED, CHUNKS, ENTRY, PLACE),
     *(TENSOR, EXPERTS, SHAPE, UNKNOWN, VOCABULARY, WHOLE, ARGS, NOT_HANDLED),
 )
 
@@ -76,6 +82,7 @@ _BY_RULE = {
     "layout.names": NAMES,
     "layout.layers": LAYERS,
     "layout.ranks_differ": DIFFERS,
+    "layout.places": PLACE,
     "layout.tied": TIED,
     "layout.chunks": CHUNKS,
     "layout.entries": ENTRY,

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
+from core.catalog.facets import RankFacts, WeightCopies
 from core.catalog.optimizer_keys import MASTER
 from core.catalog.stored import StoredArray
 from core.checks.check import Check, Code
@@ -27,7 +27,7 @@ from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnsupportedError
 from core.megatron.model.topology import Topology
-from core.megatron.optimizer.proof import is_master, pairs_of_masters
+from core.megatron.optimizer.proof import find_different_copies, is_master, pairs_of_masters
 from core.megatron.optimizer.rank_state import ParamState
 from core.megatron.reshard.problems import Understood
 from core.megatron.reshard.rank_optimizer import read_states
@@ -83,7 +83,9 @@ def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
     view = subject.model
     model, catalog = view.understood, view.catalog
     ranks = None if catalog is None else catalog.facet(RankFacts)
-    if model is None or catalog is None or ranks is None or ranks.optimizer_kind is None:
+    if model is None or catalog is None or ranks is None:
+        return
+    if ranks.optimizer_kind in (None, "optim.pt"):
         return
     if not model.files or not _can_judge_ranks(subject, model):
         return
@@ -280,7 +282,27 @@ def _unreadable_optimizer(
     yield BUFFERS.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span)
 
 
+def check_weight_copies(subject: Subject) -> Iterator[Finding]:
+    """Compare a sample of DeepSpeed's master weights with the model's weights (CK407)."""
+    copies = None if subject.catalog is None else subject.catalog.facet(WeightCopies)
+    if copies is None or subject.level < Level.HEADERS:
+        return
+    try:
+        different = find_different_copies(subject.store, copies.pairs())
+    except CheckpointingException:
+        return  # a dtype without rounding, or damaged data, which other checks report
+    for key, copy in different:
+        yield MASTERS.finding(
+            "the fp32 master weight does not round to the weight, in a sample of the elements",
+            file=copy.extent.file,
+            key=key,
+            expected=f"the {copy.dtype} weight",
+            found="other values",
+        )
+
+
 CHECKS = (
+    Check(check_weight_copies, formats=("deepspeed",)),
     Check(check_rank_optimizers, formats=("megatron",)),
     Check(check_global_optimizer, formats=("torch_dist", "zarr")),
 )

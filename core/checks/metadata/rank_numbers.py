@@ -1,4 +1,4 @@
-"""CK507: check that every rank file is in the directory of the rank that wrote it.
+"""CK507, CK509: check that every rank file is in the directory of the rank that wrote it.
 
 ``core.megatron.extras.rank_numbers`` says how the number of a file's rank proves it.
 """
@@ -12,7 +12,13 @@ from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.megatron.extras.rank_numbers import MISPLACED_HINT, describe_misplaced, find_misplaced
+from core.megatron.extras.rank_numbers import (
+    MISPLACED_HINT,
+    describe_misplaced,
+    find_misplaced,
+    have_numbers,
+)
+from core.megatron.model.topology import Topology
 
 SWAPPED = Code(
     "CK507",
@@ -22,15 +28,41 @@ SWAPPED = Code(
     Level.HEADERS,
 )
 
-CODES = (SWAPPED,)
+UNPROVEN = Code(
+    "CK509",
+    Severity.NOTE,
+    "files do not record their ranks",
+    "if the directories may have been renamed, compare with the original, or with its manifest",
+    Level.HEADERS,
+)
+
+CODES = (SWAPPED, UNPROVEN)
 
 
 def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
-    """Compare the rank numbers in the files with the names of the directories."""
+    """Compare the rank numbers in the files with the names of the directories (CK507, CK509)."""
     catalog = subject.salvaged.catalog
     facts = None if catalog is None else catalog.facet(RankFacts)
     if facts is None:
         return
+    topology = None if catalog is None else catalog.facet(Topology)
+    if topology and not have_numbers(facts.ranks.values()) and subject.recorded is None:
+        # The embedding and the model's end prove the stages that have them.
+        n_proven = 1 if topology.vpp == 2 else 2
+        axes = [
+            name
+            for name, is_free in (
+                ("tensor parallel ranks", topology.tp > 1),
+                ("pipeline stages without embedding and output", topology.pp > n_proven + 1),
+                ("expert parallel ranks", topology.ep > 1),
+            )
+            if is_free
+        ]
+        if axes:
+            yield UNPROVEN.finding(
+                "no argument tells which rank wrote a file, so an exchange of files between "
+                f"{' and '.join(axes)} would not be noticed"
+            )
     for misplaced in find_misplaced(facts.ranks.values()):
         is_copy = misplaced.expected is None
         yield SWAPPED.finding(

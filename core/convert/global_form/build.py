@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from core.catalog.facets import WeightDeltas
 from core.catalog.files_beside import with_documents
+from core.changes.quantize import dequantized_type
 from core.convert.global_form.as_hf import form_as_hf
 from core.convert.global_form.as_megatron import form_as_adapter, form_as_megatron
 from core.convert.global_form.form import GlobalForm
@@ -40,7 +41,9 @@ from core.convert.sizes import check_source_sizes
 from core.errors import UnsupportedError, UsageError
 from core.formats.format import Format
 from core.formats.torch.format import load_object
+from core.formats.torch.object_tensors import with_array_tensors
 from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
+from core.megatron.extras.float8_weights import dequantize_rank_weights
 from core.megatron.reshard.reshard import load_rules
 from core.opening.numbered_optimizers import with_parameter_names
 from core.opening.objects import loaded
@@ -81,6 +84,8 @@ def global_form(
     catalog = with_documents(
         loaded(without_state.catalog, source.store, load_object), documents_above(source)
     )
+    if not (format.has_live_objects or format.is_mcore or format.partition == "ranks"):
+        catalog = with_array_tensors(catalog, source.store)
     if job.param_order is not None:
         if job.optim == "drop":
             raise UsageError(
@@ -120,6 +125,16 @@ def global_form(
             request, job=replace(request.job, stack_layers=False, unstack_layers=None)
         )
 
+    # Float8 weights of Transformer Engine are computed rank by rank: each has a scale of its own.
+    notes: list[str] = []
+    if job.dequantize is not None:
+        dtype = dequantized_type(job.dequantize).name
+        dequantized = dequantize_rank_weights(catalog, dtype)
+        if dequantized.n:
+            catalog = dequantized.catalog
+            request = replace(request, job=replace(request.job, dequantize=None))
+            notes.append(f"{dequantized.n} float8 tensors of Transformer Engine become {dtype}")
+
     # Take one of the paths of the picture above.
     if request.becomes_megatron and request.is_peft:
         form = form_as_adapter(request, catalog, source)
@@ -130,4 +145,4 @@ def global_form(
         build = form_as_hf if request.becomes_hf else form_with_own_names
         form = build(request, step)
     files = (*without_state.dropped, *([unread_entries(unread)] if unread else []))
-    return replace(form, dropped=(*files, *form.dropped))
+    return replace(form, notes=(*notes, *form.notes), dropped=(*files, *form.dropped))

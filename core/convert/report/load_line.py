@@ -4,7 +4,8 @@
  destination          line
 ==================== =============================================================================
  megatron, torch_dist options of Megatron's training script: ``--load DST``, the sizes, and
- and zarr of Megatron ``--no-load-optim`` or ``--no-load-rng`` for what is not in the checkpoint
+ and zarr of Megatron ``--no-load-optim`` or ``--no-load-rng`` for what is not in the checkpoint,
+                      and those that a model from Hugging Face needs (``checkpoint_args``)
  fsdp_dtensor         the same with ``--use-megatron-fsdp``, without a pipeline
  the same with towers Megatron-Bridge's setting ``checkpoint.pretrained_checkpoint=DST``
  Hugging Face model   ``AutoModelForCausalLM.from_pretrained("DST")``; the class of a composite one
@@ -33,17 +34,20 @@ from core.catalog.catalog import AnyCatalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts, WeightFileFacts
 from core.catalog.file_image import FileImage
 from core.changes.select import is_optimizer_key
+from core.convert.report.checkpoint_args import uncopied_options
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.formats.torch.weights_only import refused
 from core.hf.adapters.peft import ADAPTER_CONFIG
 from core.hf.adapters.to_peft import is_adapter
+from core.hf.config_json.origin import ARGUMENT as HUGGING_FACE
 from core.hf.towers.models import composite_models
 from core.megatron.extras.common_state import RNG
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.hybrid import NAMES as PATTERNS
 from core.megatron.model.pipeline import Pipeline, layout_text
+from core.megatron.model.pipeline_args import v_options
 from core.megatron.model.topology import Topology
 from core.megatron.rules.tables import load_rules
 from core.opening.open import RELEASE, TRACKER
@@ -187,6 +191,11 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
     if topology.expert_tp != topology.tp:
         yield f"--expert-tensor-parallel-size {topology.expert_tp}"
 
+    # No script has the arguments of a model that came from Hugging Face yet.
+    fields = fields_of(target.args)
+    if HUGGING_FACE in fields:
+        yield from uncopied_options(fields)
+
     # Of a release, Megatron loads neither optimizer nor random states anyway.
     if any(image.path.startswith(f"{RELEASE}/") for image in result.images):
         return
@@ -227,6 +236,9 @@ def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str
         yield "--account-for-loss-in-pipeline-split"
     if pipeline.has_embedding_stage:
         yield "--standalone-embedding-stage"
+    if pipeline.is_v_shaped:  # a schedule of a fork, which sets the number of chunks
+        yield from v_options(fields_of(target.args))
+        return
     if topology.vpp == 1:
         return
 

@@ -20,6 +20,7 @@ from core.formats.dcp.zstd_streams import StreamItem
 from core.formats.deepspeed.widened import Widened
 from core.formats.ocdbt.database import InlineValue
 from core.formats.torch.item import item_location
+from core.formats.torch.object_tensors import PickledArray
 from core.formats.torch.zip.container import Record
 from core.formats.torch.zip.records import RecordEncoding
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
@@ -55,6 +56,7 @@ CLASSES: dict[str, type] = {
             FillValue,
             RecordEncoding,
             StreamItem,
+            PickledArray,
             InlineValue,
             Widened,
             Combined,

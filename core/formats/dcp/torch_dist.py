@@ -60,7 +60,7 @@ from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import list_indexed, metadata_of
 from core.formats.dcp.writing.metadata_image import metadata_image
-from core.formats.format import Format
+from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
     common_image,
@@ -274,6 +274,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    side_folders=MEGATRON_FOLDERS,
     partition="as_stored",
     salvage=salvage,
     is_mcore=True,

@@ -33,13 +33,13 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.arrays.dtypes import itemsize
-from core.errors import CorruptError, MissingShardError
+from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.partition import CutGroups, FlatGroup, cut_groups
+from core.formats.deepspeed.runs import pair_with_copy, runs_in_groups
 from core.formats.deepspeed.state_file import mapping_or_empty
+from core.megatron.optimizer.proof import is_master
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
     from core.files.store import ReadStore
     from core.formats.deepspeed.model_states import ModelStates
     from core.formats.deepspeed.optim_states import OptimStates
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_")
 _NAME = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<number>\d+)\.")
 _DATA_FIRST = "use_data_before_expert_parallelism"
-_SAMPLE_ELEMENTS = 256
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
@@ -236,45 +235,18 @@ def _check_weights(
                 )
         # The largest parameter: biases are often zero.
         name = max(group.shapes, key=lambda key: prod(group.shapes[key]))
-        for run in islice(partition.runs(name), 1):
-            weights, masters = model.module[name], optim[run.rank].fp32[run.group]
-            n = min(run.n, _SAMPLE_ELEMENTS)
-            rounded = _rounded(_elements(store, masters, run.at, n), masters, weights)
-            if rounded != _elements(store, weights, run.start, n):
+        runs = runs_in_groups(partition, name, [rank_optim.fp32 for rank_optim in optim])
+        for _, masters, weights in islice(pair_with_copy(name, runs, model.module[name]), 1):
+            try:
+                is_rounded = is_master(store, masters, weights)
+            except UnsupportedError as err:  # dtypes that are not those of a run with masters
+                raise model.state.corrupt(err.message, key=name) from err
+            if not is_rounded:
                 raise model.state.corrupt(
                     "the expert's weights are not the rounded master weights that the optimizer "
                     "files have for it",
                     key=name,
                 )
-
-
-def _elements(store: ReadStore, array: StoredArray, first: int, n: int) -> bytes:
-    """Read elements of an array without gaps."""
-    size = itemsize(array.dtype)
-    return store.read(array.extent.file, array.extent.offset + first * size, n * size)
-
-
-def _rounded(data: bytes, masters: StoredArray, weights: StoredArray) -> bytes:
-    """Return master weights in the precision of the weights, as torch rounds them.
-
-    Raises:
-        CorruptError: the dtypes are not those of a run with master weights.
-    """
-    if masters.dtype == weights.dtype:
-        return data
-    import numpy as np
-
-    if masters.dtype == "float32" and weights.dtype == "float16":
-        with np.errstate(over="ignore"):
-            return bytes(np.frombuffer(data, "<f4").astype("<f2").data)
-    if masters.dtype == "float32" and weights.dtype == "bfloat16":
-        bits = np.frombuffer(data, "<u4")
-        # To the nearest, ties to even. numpy has no bfloat16.
-        return bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").data)
-    raise CorruptError(
-        f"the weights are {weights.dtype}, but their masters {masters.dtype}",
-        file=weights.extent.file,
-    )
 
 
 def local_names(partition: CutGroups) -> Mapping[str, str]:

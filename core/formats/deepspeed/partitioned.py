@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
-from core.errors import CorruptError, MissingShardError
+from core.catalog.facets import WeightCopies
+from core.catalog.key_patterns import some_of
+from core.errors import CheckpointingException, CorruptError, MissingShardError
 from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import missing_rank
 from core.formats.deepspeed.model_states import parse_model_states
 from core.formats.deepspeed.moments import states_by_parameter
 from core.formats.deepspeed.optim_states import parse_optim_states
-from core.formats.deepspeed.partition import CutGroups, cut_parameters
-from core.formats.deepspeed.runs import tensor_in_groups
+from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
+from core.formats.deepspeed.runs import (
+    StoredRun,
+    pair_with_copy,
+    runs_in_groups,
+    tensor_in_groups,
+)
 from core.formats.deepspeed.state_file import read_state_file
 from core.formats.deepspeed.weights import buffers, frozen, unlisted_weights, with_shared
+from core.megatron.optimizer.proof import are_masters
 
 if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
     from core.files.store import ReadStore
     from core.formats.deepspeed.files import ZeroRankFiles
     from core.formats.deepspeed.model_states import ModelStates
     from core.formats.deepspeed.optim_states import OptimStates
-    from core.formats.deepspeed.partition import CutParameters
+    from core.formats.deepspeed.partition import CutParameters, Shapes
     from core.formats.deepspeed.runs import UnkeyedTensor
     from core.formats.deepspeed.state_file import StateFile
-
-ROUNDED_COPIES = (
-    "the model file's 16-bit copies of the weights are not carried; they are the rounded master "
-    "weights"
-)
-"""The note for ZeRO-1 and 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,11 @@ class PartitionedStates:
         notes: messages for the user.
         dropped: what is not stored or cannot be read, with the reason.
         extras: parameter → how tensor parallelism cut it, as a universal checkpoint records it.
+        copies: the model's weights in its own precision, beside their masters; None in ZeRO-3.
+        masters_of: returns where the master weights of a trained parameter are stored.
+        optimizers: the optimizer's state dicts as trees, by model-parallel rank, where no masters
+            are stored (``core.formats.deepspeed.tree.spread``).
+        files: further files that contain tensors of ``optimizers``.
     """
 
     model: ModelStates
@@ -65,10 +74,19 @@ class PartitionedStates:
     notes: Sequence[str]
     dropped: Sequence[str]
     extras: Mapping[str, object] = field(default_factory=dict)
+    copies: WeightCopies | None = None
+    masters_of: Callable[[str], list[StoredRun]] = lambda name: []
+    optimizers: Sequence[object] = ()
+    files: Sequence[StateFile] = ()
 
 
-def read_data_parallel(store: ReadStore, files: ZeroRankFiles) -> PartitionedStates | None:
+def read_data_parallel(
+    store: ReadStore, files: ZeroRankFiles, layer_shapes: Shapes | None = None
+) -> PartitionedStates | None:
     """Return what the files of a model-parallel rank contain; None without optimizer files.
+
+    Args:
+        layer_shapes: name → shape of what a pipeline's files of layers contain; None for none.
 
     Raises:
         MissingShardError: a rank's file is missing.
@@ -96,7 +114,51 @@ def read_data_parallel(store: ReadStore, files: ZeroRankFiles) -> PartitionedSta
         )
     model = parse_model_states(read_state_file(store, files.model))
     experts = [read_state_file(store, name) for name in files.experts]
-    return read_partitioned(store, [with_experts(model, experts)], optim)
+    model = with_experts(model, experts)
+    if model.groups is None and all(rank_optim.slices is not None for rank_optim in optim):
+        shapes = {name: array.shape for name, array in model.module.items()} | (layer_shapes or {})
+        model = replace(model, groups=_list_groups(optim, shapes))
+    return read_partitioned(store, [model], optim)
+
+
+def _list_groups(optim: Sequence[OptimStates], shapes: Shapes) -> list[Shapes]:
+    """Return the parameters of each group in the order of their recorded positions.
+
+    ``BF16_Optimizer`` partitions the masters without ZeRO too (stage 0), but only ZeRO records
+    ``param_shapes``.
+
+    Args:
+        shapes: name → shape in the files of the model.
+
+    Raises:
+        CorruptError: the model's files lack a parameter, or have another number of elements.
+    """
+    groups: list[Shapes] = []
+    for number in range(len(optim[0].fp32)):
+        sizes: dict[str, int] = {}
+        for rank_optim in optim:
+            recorded = (rank_optim.slices or ())[number]
+            for name, (_, n) in sorted(recorded.items(), key=lambda item: item[1]):
+                sizes[name] = sizes.get(name, 0) + n
+        group = {}
+        for name, n in sizes.items():
+            candidates = {shapes[name]} if name in shapes else set()
+            if name.startswith("tied_modules."):  # the file of a layer has its own names
+                short = name.split(".", 2)[-1]
+                candidates = {
+                    shape
+                    for other, shape in shapes.items()
+                    if other.partition(".")[2] == short and prod(shape) == n
+                }
+            if len(candidates) != 1 or prod(*candidates) != n:
+                raise optim[0].state.corrupt(
+                    f"param_slice_mappings records {n} elements of the parameter, but the model's "
+                    f"files have shape {next(iter(candidates), None)}",
+                    key=name,
+                )
+            group[name] = candidates.pop()
+        groups.append(group)
+    return groups
 
 
 def read_partitioned(
@@ -128,6 +190,10 @@ def read_partitioned(
     weights |= {
         name: tensor_in_groups(partition, name, shape, flat) for name, shape in shapes.items()
     }
+
+    def runs(name: str) -> list[StoredRun]:
+        return runs_in_groups(partition, name, flat) if name in shapes else []
+
     unlisted = unlisted_weights(model, weights, head.stage)
     weights, aliases = with_shared(model, weights | unlisted.tensors)
 
@@ -149,9 +215,36 @@ def read_partitioned(
         param_groups=head.param_groups,
         names_of=names_of if len(model.groups) == len(head.fp32) else {},
         other_entries=head.other_entries,
-        notes=unlisted.notes,
+        notes=[*_frozen_notes(model, weights), *unlisted.notes],
         dropped=[*unlisted.dropped, *by_parameter.dropped],
+        copies=None if head.stage == 3 else WeightCopies(lambda: pair_copies(model, shapes, runs)),
+        masters_of=runs,
     )
+
+
+def _frozen_notes(model: ModelStates, weights: Mapping[str, UnkeyedTensor]) -> list[str]:
+    """Return a note on frozen parameters, which have no master weights in float32."""
+    narrow = [name for name in model.frozen if weights[name].dtype in ("bfloat16", "float16")]
+    if not narrow:
+        return []
+    dtype = weights[narrow[0]].dtype
+    note = (
+        f"frozen parameters have no float32 master weights, they are {dtype}: {some_of(narrow)} "
+        "(--dtype fp32 makes all weights float32)"
+    )
+    return [note]
+
+
+def pair_copies(
+    model: ModelStates, names: Iterable[str], masters_of: Callable[[str], list[StoredRun]]
+) -> list[tuple[str, StoredArray, StoredArray]]:
+    """Return the pieces of the master weights with their copies in the model file."""
+    return [
+        pair
+        for name in names
+        if name in model.module
+        for pair in pair_with_copy(name, masters_of(name), model.module[name])
+    ]
 
 
 def _partition(
@@ -173,11 +266,51 @@ def _partition(
                 f"{len(optim[0].fp32)}"
             )
         partition = cut_with_experts(store, model, optim)
-        _check_slices(partition, optim)
+        try:
+            _check_slices(partition, optim)
+        except CorruptError:
+            if not _prove_order(store, partition, model, optim):
+                raise
     except CorruptError as err:
         err.file = err.file or model.state.file  # the partition knows no files
         raise
     return partition
+
+
+def _prove_order(
+    store: ReadStore, partition: CutGroups, model: ModelStates, optim: Sequence[OptimStates]
+) -> bool:
+    """Return whether the values prove a partition that the recorded positions contradict.
+
+    With ``round_robin_gradients``, ``param_shapes`` are in the order of the flat groups, but
+    ``param_slice_mappings`` have the positions of the optimizer's order (0.19.8,
+    ``runtime/zero/stage_1_and_2.py``: ``link_hp_params`` gets ``bit16_groups`` without offsets).
+    The copies in the model file are the rounded master weights in one of both orders only.
+    """
+    groups = []
+    for group in partition.groups:
+        slices = [(rank_optim.slices or ())[group.number] for rank_optim in optim]
+        order = dict.fromkeys(name for rank_slices in slices for name in rank_slices)
+        if set(order) != set(group.shapes) or group.stored_names:
+            return False
+        groups.append(replace(group, shapes={name: group.shapes[name] for name in order}))
+    flat = [rank_optim.fp32 for rank_optim in optim]
+    sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
+
+    def has_values(order: CutGroups) -> bool:
+        pairs = pair_copies(model, order.shapes, lambda name: runs_in_groups(order, name, flat))
+        return are_masters(store, [(masters, copy) for _, masters, copy in pairs])
+
+    try:
+        recorded = cut_groups(groups, sizes, alignment=None)
+        _check_slices(recorded, optim)
+        return (
+            all(name in model.module for name in partition.shapes)
+            and has_values(partition)
+            and not has_values(recorded)
+        )
+    except CheckpointingException:  # another contradiction, a dtype without rounding, or damage
+        return False
 
 
 def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:

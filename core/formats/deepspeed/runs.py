@@ -85,33 +85,68 @@ def tensor_in_groups(
     Args:
         flat: rank → flat group → array.
     """
-
-    def runs() -> Iterator[StoredRun]:
-        for run in partition.runs(name):
-            yield StoredRun(flat[run.rank][run.group], run.at, run.start, run.n)
-
     groups = partition.groups_of(name)
-    return tensor_of_runs(flat[0][groups[0] if groups else 0].dtype, shape, runs)
+    return tensor_of_runs(
+        flat[0][groups[0] if groups else 0].dtype,
+        shape,
+        lambda: runs_in_groups(partition, name, flat),
+    )
+
+
+def runs_in_groups(
+    partition: Partition, name: str, flat: Sequence[Sequence[StoredArray]]
+) -> list[StoredRun]:
+    """Return where a parameter is stored in the flat groups of all ranks.
+
+    Args:
+        flat: rank → flat group → array.
+    """
+    return [
+        StoredRun(flat[run.rank][run.group], run.at, run.start, run.n)
+        for run in partition.runs(name)
+    ]
 
 
 def fragments_of_run(key: str, shape: Shape, run: StoredRun) -> list[Fragment]:
     """Return the fragments of one run, one per box, in C order."""
-    extent = run.array.extent
-    assert extent.strides is None and len(run.array.shape) == 1
-    size = itemsize(run.array.dtype)
     position = run.at
     fragments = []
     for box in boxes_of_flat_range(shape, run.start, run.start + run.n):
-        box_extent = Extent(extent.file, extent.offset + position * size)
-        array = replace(
-            run.array,
-            name=f"{run.array.name}[{position}:{position + box.n_elements}]",
-            shape=box.shape,
-            extent=box_extent,
-        )
+        array = part_of_array(run.array, position, box.shape)
         fragments.append(Fragment(key, box, array, (0,) * len(box.shape)))
         position += box.n_elements
     return fragments
+
+
+def part_of_array(array: StoredArray, first: int, shape: Shape) -> StoredArray:
+    """Return the elements of a dense array from the ``first`` on, as an array of a shape."""
+    extent = array.extent
+    assert extent.strides is None
+    return replace(
+        array,
+        name=f"{array.name}[{first}:{first + prod(shape)}]",
+        shape=shape,
+        extent=Extent(extent.file, extent.offset + first * itemsize(array.dtype)),
+    )
+
+
+def pair_with_copy(
+    key: str, runs: Iterable[StoredRun], copy: StoredArray
+) -> Iterator[tuple[str, StoredArray, StoredArray]]:
+    """Yield (key, master weights, weights) of each run of a parameter's master weights.
+
+    Args:
+        runs: the runs that together are the flattened parameter.
+        copy: the same parameter, complete, in the model's precision.
+    """
+    runs = list(runs)
+    is_whole = len(runs) == 1 or prod(copy.shape) != sum(run.n for run in runs)
+    for run in runs:
+        masters = part_of_array(run.array, run.at, (run.n,))
+        if is_whole:  # or of another size, which is told by the comparison
+            yield key, masters, copy
+        elif copy.extent.strides is None:
+            yield key, masters, part_of_array(copy, run.start, (run.n,))
 
 
 def reshaped(array: StoredArray, shape: Shape) -> StoredArray:

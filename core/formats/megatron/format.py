@@ -12,6 +12,9 @@ On disk::
         │   └── layer_wise_optimizer_0.pt  layer-wise Muon: one of each DP rank
         └── mp_rank_01_000/ …
 
+    With the distributed optimizer of 2022-03 to 2023-05 the model's file is model_rng.pt, without
+    optimizer, and directories with a number of the data parallel rank more hold optim.pt alone.
+
 Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to HEAD) and of
 ``megatron.legacy``, whose models are nested dicts.
 
@@ -22,9 +25,9 @@ tensors; those of other entries (random states) are hidden ones inside their obj
 ``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` if it follows from the
 arguments.
 
-Not supported: files from before 2023-05 with the distributed optimizer (``model_rng.pt``,
-``optim.pt``), ``.nemo`` archives; expert parallel checkpoints whose ranks overwrote each other's
-files (ETP does not divide TP), which are refused by name.
+Not supported: the optimizer in ``optim.pt``, which can be left out; ``.nemo`` archives; expert
+parallel checkpoints whose ranks overwrote each other's files (ETP does not divide TP), which are
+refused by name.
 
 Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/golden
     (``mcore_legacy``).
@@ -33,7 +36,7 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/gold
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -43,7 +46,7 @@ from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
-from core.formats.format import Format
+from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.megatron.ranks import RankContent, RankFiles
 from core.formats.torch.zip.tree_layouts import TreePlans
 from core.megatron.extras.common_state import OPTIMIZER, iteration_of
@@ -56,19 +59,31 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 MODEL_FILE = "model_optim_rng.pt"
+MODEL_FILES = (MODEL_FILE, "model_rng.pt")
+"""Names of a rank's model file: today's, and the one beside the old distributed optimizer."""
+OLD_OPTIM_FILE = "optim.pt"
 OPTIM_FILE = "distrib_optim.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
 _LAYER_WISE_FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt$")
-_OTHER_FILES = ("model_rng.pt", "optim.pt", "model_weights.ckpt")
-"""Files of older versions and of NeMo, which are not supported."""
+_NEMO_FILE = "model_weights.ckpt"
+
+
+def model_file_in(names: Container[str]) -> str | None:
+    """Return the name of a rank's model file among those in its directory; None without one."""
+    return next((name for name in MODEL_FILES if name in names), None)
+
+
+def is_optimizer_dir(names: Container[str]) -> bool:
+    """Return whether a rank directory holds the old distributed optimizer alone."""
+    return OLD_OPTIM_FILE in names and model_file_in(names) is None
 
 
 def sniff(store: ReadStore) -> bool:
     """Return whether a store is a directory of rank directories, one of these, or a rank's file."""
     if store.entry is not None:
-        return store.entry == MODEL_FILE
-    return store.exists(MODEL_FILE) or any(map(_RANK_DIR.match, store.folders()))
+        return store.entry in MODEL_FILES
+    return any(map(store.exists, MODEL_FILES)) or any(map(_RANK_DIR.match, store.folders()))
 
 
 def sample(store: ReadStore) -> Catalog:
@@ -92,26 +107,31 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
         UnsupportedError: the files are of an older kind, or have no training arguments.
         UnsafeError: a pickle is hostile.
     """
-    if store.entry is not None or store.exists(MODEL_FILE):
+    if store.entry is not None or any(map(store.exists, MODEL_FILES)):
         return _read_single(store)
-    # Every rank directory must contain its file.
-    folders = [name for name in store.folders() if _RANK_DIR.match(name)]
-    files_in = {folder: store.files(folder) for folder in folders}
-    for folder, names in files_in.items():
-        _check_folder(folder, names)
+    # Every rank directory must contain its file, except those of the old distributed optimizer.
+    files_in = {name: store.files(name) for name in store.folders() if _RANK_DIR.match(name)}
+    optimizer_dirs = {name for name, names in files_in.items() if is_optimizer_dir(names)}
+    if len(optimizer_dirs) < len(files_in):
+        files_in = {name: names for name, names in files_in.items() if name not in optimizer_dirs}
+    folders = list(files_in)
+    model_files = {folder: _find_model_file(folder, names) for folder, names in files_in.items()}
     # The topology, and hence the expected directories, follow from the first rank's arguments.
     files = RankFiles(store, samples=samples)
     files.expect(
         f"{folder}/{name}"
         for folder in sorted(folders, key=lambda folder: folder.split("_")[:1:-1])
         for name in files_in[folder]
-        if name in (MODEL_FILE, OPTIM_FILE) or _LAYER_WISE_FILE.match(name)
+        if name in (*MODEL_FILES, OPTIM_FILE) or _LAYER_WISE_FILE.match(name)
     )
-    args = files.read_root(f"{folders[0]}/{MODEL_FILE}").get("args")
-    topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
+    first_file = f"{folders[0]}/{model_files[folders[0]]}"
+    args = files.read_root(first_file).get("args")
+    topology = topology_of(args, file=first_file)
     coords_of = matched_dirs(folders, possible_dirs(args, topology), topology=topology)
     places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
-    return _catalog(files, places, files_in, topology=topology)
+    return _catalog(
+        files, places, files_in, topology=topology, has_old_optimizer=bool(optimizer_dirs)
+    )
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
@@ -126,7 +146,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         MissingShardError: no file can be read, or no rank directory matches the arguments.
         CheckpointingException: the checkpoint is a single rank's, and cannot be read.
     """
-    if store.entry is not None or store.exists(MODEL_FILE):
+    if store.entry is not None or any(map(store.exists, MODEL_FILES)):
         return _read_single(store)
     # Skip the rank directories that cannot be read.
     files_in: dict[str, Sequence[str]] = {}
@@ -134,10 +154,12 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     files = RankFiles(store)
     for folder in filter(_RANK_DIR.match, store.folders()):
         names = store.files(folder)
+        if is_optimizer_dir(names):
+            continue
         try:
-            _check_folder(folder, names)
-            roots[folder] = files.read_root(f"{folder}/{MODEL_FILE}").get("args")
-            topology_of(roots[folder], file=f"{folder}/{MODEL_FILE}")
+            file = f"{folder}/{_find_model_file(folder, names)}"
+            roots[folder] = files.read_root(file).get("args")
+            topology_of(roots[folder], file=file)
             files_in[folder] = names
         except CheckpointingException as err:
             report(err.breaking("ranks.files"))
@@ -201,22 +223,23 @@ def possible_dirs(args: object, topology: Topology) -> list[dict[str, Coords]]:
     )
 
 
-def _check_folder(folder: str, names: Sequence[str]) -> None:
-    """Raise unless a rank directory contains its model file.
+def _find_model_file(folder: str, names: Sequence[str]) -> str:
+    """Return the name of the model file in a rank directory.
 
     Args:
         names: the files in the directory.
 
     Raises:
-        UnsupportedError: the directory contains files of an older version or of NeMo.
+        UnsupportedError: the directory contains files of NeMo, or an optimizer without its model.
         MissingShardError: the file is missing.
     """
-    if MODEL_FILE in names:
-        return
-    old_files = [name for name in _OTHER_FILES if name in names]
-    if old_files:
+    model_file = model_file_in(names)
+    if model_file is not None:
+        return model_file
+    other_file = next((name for name in (_NEMO_FILE, OLD_OPTIM_FILE) if name in names), None)
+    if other_file is not None:
         raise UnsupportedError(
-            f"the rank directory has {old_files[0]}, a kind of rank file that is not supported",
+            f"the rank directory has {other_file}, but no {' or '.join(MODEL_FILES)}",
             file=folder,
             hint="load and save the checkpoint with a newer Megatron-LM",
         )
@@ -241,6 +264,7 @@ def _catalog(
     files_in: Mapping[str, Sequence[str]],
     *,
     topology: Topology | None,
+    has_old_optimizer: bool = False,
     report: Report = raising,
 ) -> Catalog:
     """Read the files of some ranks, and build their catalog.
@@ -249,14 +273,18 @@ def _catalog(
         places: rank directory → (path before its files, coordinates).
         files_in: rank directory → names of its files.
         topology: None for a single rank.
+        has_old_optimizer: directories of their own hold an optimizer that is not read.
         report: receives the problems (rules ``ranks.files``, ``.arguments``); raises them by
             default.
     """
     # Read the model file of every rank, and compare its arguments with those of the first one.
     collected = _CollectedRanks()
+    if has_old_optimizer:
+        collected.optimizer_kinds.add(OLD_OPTIM_FILE)
     for folder, (start, coords) in places.items():
         try:
-            content = files.read_model(start + MODEL_FILE, folder, coords)
+            model_file = _find_model_file(folder, files_in[folder])
+            content = files.read_model(start + model_file, folder, coords)
         except CheckpointingException as err:
             report(err.breaking("ranks.files"))
             continue
@@ -294,7 +322,7 @@ class _CollectedRanks:
     """The content of the rank files that have been read.
 
     Attributes:
-        optimizer_kinds: the optimizers of the ranks: ``distributed``, ``layer-wise``, ``float16``.
+        optimizer_kinds: the optimizers of the ranks, as in ``RankFacts.optimizer_kind``.
     """
 
     def __init__(self) -> None:
@@ -385,7 +413,7 @@ class _CollectedRanks:
         # separate one counts.
         kinds = (
             kind
-            for kind in ("distributed", "layer-wise", "float16")
+            for kind in ("distributed", "layer-wise", OLD_OPTIM_FILE, "float16")
             if kind in self.optimizer_kinds
         )
         facts = RankFacts(
@@ -450,6 +478,7 @@ FORMAT = Format(
     sample=sample,
     salvage=salvage,
     lay_out=lay_out,
+    side_folders=MEGATRON_FOLDERS,
     aliases=("torch_ranks",),
     partition="ranks",
 )

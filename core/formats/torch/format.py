@@ -9,7 +9,8 @@ are decoded (``torch.zip.records``).
 A catalog of this format: every tensor that is reached through mappings and lists has its path,
 dot-joined, as key; where two paths join to one key, dots inside names are written ``\\.``. The
 skeleton is the complete unpickled root; it contains the values that are not tensors, and they are
-listed in ``objects`` too. Tensors inside other objects are ``hidden``.
+listed in ``objects`` too. Pickled modules are read as their state dicts (``torch.object_tensors``).
+Tensors inside other objects are ``hidden``.
 
 ``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``unsupported``
 are not plain dense ones: they are objects of the skeleton and cannot be written. ``iteration`` and

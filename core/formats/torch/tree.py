@@ -8,7 +8,7 @@ ones: Megatron's rank files, and the objects of a DCP checkpoint.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from core.errors import CheckpointingException, CorruptError, UnsafeError, Unsup
 from core.files.substitute import substitute_in
 from core.formats.torch.legacy import VERSION, read_legacy
 from core.formats.torch.nested_names import uses_of_stream
+from core.formats.torch.object_tensors import with_state_dicts
 from core.formats.torch.stream import stream_kind as stream_kind
 from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
 from core.formats.torch.weights_only import put_back
@@ -323,6 +324,9 @@ class _TreeBuilder:
         if _check_unfolded_size(root):
             root = cut_cycles(root)
             _check_unfolded_size(root)
+        classes: tuple[str, ...] = ()
+        if not self._prefix:
+            root, classes = with_state_dicts(root)
         # Compute the key of every tensor and object, and rebuild the tree with them.
         tree_entries = list(entries(root))
         keys = iter(keys_of(tree_entries, reserved=self._reader.locations))
@@ -366,7 +370,11 @@ class _TreeBuilder:
             objects=objects,
             hidden=hidden,
             unsupported=unsupported,
-            notes=(*_attribute_notes(attributes), *_part_notes(self._reader.taken_apart)),
+            notes=(
+                *_attribute_notes(attributes),
+                *_part_notes(self._reader.taken_apart),
+                *_module_notes(classes),
+            ),
             version=self._content.version,
             shared=_find_shared_containers(root),
             is_set_aside=is_set_aside,
@@ -522,6 +530,19 @@ def _part_notes(taken_apart: Mapping[str, int]) -> tuple[str, ...]:
     counts = ", ".join(f"{n} × {name}" for name, n in sorted(taken_apart.items()))
     note = (
         f"tensors of torchao are taken apart ({counts}): numbers, scales and settings are entries"
+    )
+    return (note,)
+
+
+def _module_notes(classes: Sequence[str]) -> tuple[str, ...]:
+    """Return a note that pickled modules became their state dicts, if there are any."""
+    if not classes:
+        return ()
+    names = listed_keys(dict.fromkeys(classes))
+    subject = f"{len(classes)} pickled modules" if len(classes) > 1 else "a pickled module"
+    note = (
+        f"{subject} ({names}): read as the state dict of its parameters and buffers; its class and "
+        "its other attributes are not kept"
     )
     return (note,)
 

@@ -10,10 +10,15 @@
           base_model.model.model.embed_tokens.lora_embedding_A, …_B        (r, rows), (width, r)
           base_model.model.score.weight                                    of modules_to_save
           base_model.model.….q_proj.base_layer.bias                        bias = "all", "lora_only"
+          base_model.model.model.embed_tokens.weight                       of a resized vocabulary
 
 ``scaling`` is alpha / r, or alpha / √r with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern``
 give modules other numbers. Tensors of ``modules_to_save``, biases and saved embeddings replace
 those of the base.
+
+State dicts that peft's functions did not write have the name of the adapter behind the matrices and
+``modules_to_save`` (``lora_A.default.weight``), and peft's files of a resized vocabulary have
+``modules_to_save`` twice, and ``original_module``, which is the base's.
 
 Versions: what peft 0.4 to 0.21 write for plain LoRA.
 
@@ -33,6 +38,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from core.catalog.catalog import Catalog
+from core.catalog.key_patterns import listed_keys
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import ReadStore
@@ -41,11 +47,23 @@ ADAPTER_CONFIG = "adapter_config.json"
 _MAX_CONFIG_BYTES = 16 << 20
 PREFIX = "base_model.model."
 """What peft puts before the names of the base model."""
-_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<name>[AB])(\.weight)?")
+_MATRIX = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<name>[AB])"
+    r"(\.(?P<adapter>(?!weight$|bias$)[^.]+))?(\.weight)?"
+)
+_SAVED = re.compile(
+    r"(?P<module>.+)\.modules_to_save\.((?P<adapter>(?!weight$|bias$)[^.]+)\.)?(?P<rest>.+)"
+)
 _PLAIN_FIELDS = frozenset(
     {
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config"),
-        *("exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights"),
+        *(
+            "ensure_weight_tying",
+            "exclude_modules",
+            "fan_in_fan_out",
+            "inference_mode",
+            "init_lora_weights",
+        ),
         *("layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
         *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size"),
         *("r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type"),
@@ -80,7 +98,9 @@ class Adaptation:
 
 def is_peft(catalog: Catalog, store: ReadStore) -> bool:
     """Return whether a checkpoint is an adapter that peft wrote."""
-    return store.exists(ADAPTER_CONFIG) and any(".lora_" in key for key in catalog.tensors)
+    return store.exists(ADAPTER_CONFIG) and any(
+        ".lora_" in key or key.startswith(PREFIX) for key in catalog.tensors
+    )
 
 
 def read_config_text(store: ReadStore) -> bytes:
@@ -148,19 +168,29 @@ def sorted_tensors(
         base, by its name.
 
     Raises:
-        UnsupportedError: a tensor belongs to a variant of LoRA.
+        UnsupportedError: a tensor belongs to a variant of LoRA, or there are several adapters.
         CorruptError: one of two matrices is missing, or the ranks contradict each other.
     """
     matrices: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
     replacements: dict[str, str] = {}
+    trained: dict[str, str] = {}
+    adapters: dict[str, str] = {}
     for key in catalog.tensors:
         name = key.removeprefix(PREFIX)
+        if ".original_module." in name:
+            continue
         match = _MATRIX.fullmatch(name)
+        saved = _SAVED.fullmatch(name)
+        for each in (match, saved):
+            if each is not None and each["adapter"]:
+                adapters.setdefault(each["adapter"], key)
         if match is not None:
             matrices.setdefault(match["module"], {})[match["name"]] = key
             if match["embedding"]:
                 embeddings.add(match["module"])
+        elif saved is not None:
+            trained[f"{saved['module']}.{saved['rest']}"] = key
         elif ".lora_" in name:
             raise UnsupportedError(
                 "the tensor belongs to a variant of LoRA",
@@ -169,6 +199,14 @@ def sorted_tensors(
             )
         else:
             replacements[name.replace(".base_layer.", ".")] = key
+    # Where peft wrote a module twice, both are the trained one.
+    replacements = {**trained, **replacements}
+    if len(adapters) > 1:
+        raise UnsupportedError(
+            f"there are {len(adapters)} adapters: {listed_keys(adapters)}",
+            key=list(adapters.values())[1],
+            hint="save one: PeftModel.save_pretrained(DIR, selected_adapters=[NAME])",
+        )
 
     adaptations: dict[str, Adaptation] = {}
     for module, keys in matrices.items():

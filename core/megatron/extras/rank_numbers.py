@@ -50,11 +50,10 @@ def find_misplaced(ranks: Collection[tuple[str, object]]) -> list[MisplacedRank]
     Args:
         ranks: (rank directory, content of its file) of every rank.
     """
-    # Without a number in every file, or with the same number in all, nothing can be concluded.
     numbers = _read_numbers(ranks)
-    counts = Counter(numbers.values())
-    if len(counts) < 2 or numbers.keys() != {folder for folder, _ in ranks}:
+    if not have_numbers(ranks):
         return []
+    counts = Counter(numbers.values())
     if max(counts.values()) > 1:
         return [
             MisplacedRank(folder, number, None)
@@ -65,6 +64,18 @@ def find_misplaced(ranks: Collection[tuple[str, object]]) -> list[MisplacedRank]
         MisplacedRank(folder, numbers[folder], number)
         for folder, number in _expected_numbers(numbers).items()
     ]
+
+
+def have_numbers(ranks: Collection[tuple[str, object]]) -> bool:
+    """Return whether rank numbers tell the files apart.
+
+    Without a number in every file, or with the same number in all, nothing can be concluded.
+
+    Args:
+        ranks: (rank directory, content of its file) of every rank.
+    """
+    numbers = _read_numbers(ranks)
+    return len(set(numbers.values())) > 1 and numbers.keys() == {folder for folder, _ in ranks}
 
 
 def check_rank_numbers(ranks: Collection[tuple[str, object]]) -> None:

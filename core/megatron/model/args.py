@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.blocks import TEXT, blocks_of
+from core.megatron.model.blocks import TEXT, WINDOWS, blocks_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import LayerPattern, pattern_of
-from core.megatron.model.pipeline_args import LAYOUT, pipeline_of
+from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
 from core.pickle.inert import Inert, as_mapping, attributes
@@ -90,6 +90,8 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
                 file=file,
             )
         vpp = n_chunks
+    if pp > 1 and is_v_shaped(fields):
+        vpp = vpp or 2  # a schedule with two chunks, which an argument need not say
 
     # An ETP that equals TP, or that no experts use, means the same as no ETP.
     if etp == tp or (ep == 1 and not fields.get("num_experts")):
@@ -175,7 +177,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         pattern=hybrid,
         blocks=blocks,
         n_predictions=n_predictions,
-        sizes=_named_sizes(fields, is_mla=attention.is_mla),
+        sizes=_named_sizes(fields, attention),
         kind=kind,
         stacks=stacks,
     )
@@ -226,10 +228,16 @@ def _n_groups(fields: Mapping[str, object]) -> int | None:
     return 1 if fields.get("attention_head_type") == "multiquery" else None
 
 
-def _named_sizes(fields: Mapping[str, object], *, is_mla: bool) -> dict[str, int]:
-    """Return the arguments that are positive integers, which rules may name."""
+def _named_sizes(fields: Mapping[str, object], attention: _AttentionSizes) -> dict[str, int]:
+    """Return the arguments that are positive integers, and others that rules may name."""
     sizes = {name: value for name, value in fields.items() if type(value) is int and value > 0}
-    if is_mla:
+    if attention.head_dim is not None:
+        sizes["kv_channels"] = attention.head_dim
+    value_dim = sizes.get("v_head_dim") if attention.is_mla else attention.head_dim
+    # Layers with a window may have heads of their own.
+    if value_dim is not None and fields.get(WINDOWS) is None:
+        sizes["attention_inner"] = attention.n_heads * value_dim
+    if attention.is_mla:
         checked = {name: size_in(fields, name) for name in _SIZES}
         sizes |= {name: size for name, size in checked.items() if size is not None}
     return sizes

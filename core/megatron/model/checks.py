@@ -279,11 +279,6 @@ def sizes_for(name: str, facts: ModelFacts) -> Mapping[str, int]:
     These are the arguments, and sizes that follow from several of them.
     """
     derived = {"num_query_groups": facts.n_groups_of(name)}
-    value_dim = facts.sizes.get("v_head_dim") if facts.is_mla else facts.head_dim
-    if value_dim is not None:
-        derived["attention_inner"] = facts.n_heads * value_dim
-    if facts.head_dim is not None:
-        derived["kv_channels"] = facts.head_dim
     sizes = facts.sizes
     if facts.blocks is not None:  # each layer of a heterogeneous model has its own MLP
         sizes = {size: value for size, value in sizes.items() if size != "ffn_hidden_size"}

@@ -10,6 +10,9 @@ in each chunk describes a distribution::
     embedding and loss count, PP 2, VPP 2: 6    1       2       2       1
     layout "Et|tt||tttL"  (6 layers)            1       2       0       3
 
+In V-shaped schedules every second virtual stage runs backwards: chunk 0 of stage p is the p-th one,
+chunk 1 of stage p is number ``2 * PP - 1 - p``, so the first stage has the embedding and the loss.
+
 A layout string has one part for every chunk, separated by ``|``: ``E`` is the embedding, ``t`` a
 layer, ``m`` a multi-token prediction layer, ``L`` the loss; ``(…)*n`` and ``x*n`` repeat, commas
 are ignored. Embedding and loss must be its first and last letters; Megatron builds them in the
@@ -19,14 +22,15 @@ Source: megatron-core 0.16.1 ``transformer/transformer_block.py`` ``get_num_laye
 ``transformer/pipeline_parallel_layer_layout.py``, ``transformer/transformer_config.py`` (for
 refusals); for the stage with nothing but the embedding, Megatron-LM
 ``megatron/legacy/model/transformer.py``. tests/megatron/model/test_stages.py compares with
-megatron-core. Layout strings: not in megatron-core 0.12, in 0.15 and later.
+megatron-core. Layout strings: not in megatron-core 0.12, in 0.15 and later. V-shaped: schedules of
+forks (``core.megatron.model.pipeline_args``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -62,6 +66,7 @@ class Pipeline:
         layout: letters of every chunk, in the order of the chunks' numbers, or None.
         has_embedding_stage: the first stage has no layers (``standalone_embedding_stage`` of older
             Megatron).
+        is_v_shaped: every second virtual stage runs from the last pipeline stage to the first.
 
     Raises:
         UsageError: two of the options contradict each other.
@@ -73,6 +78,7 @@ class Pipeline:
     counts_loss: bool = False
     layout: tuple[str, ...] | None = None
     has_embedding_stage: bool = False
+    is_v_shaped: bool = False
 
     def __post_init__(self) -> None:
         given = {
@@ -92,7 +98,7 @@ class Pipeline:
     def __str__(self) -> str:
         if self.layout is not None:
             return f"layout {layout_text(self.layout)}"
-        parts = [
+        parts = ["V-shaped"] * self.is_v_shaped + [
             f"{name} {count}"
             for name, count in (("first", self.first), ("last", self.last))
             if count is not None
@@ -113,7 +119,7 @@ class Pipeline:
             has_pp, has_vpp: the number of stages (of model chunks per stage) is the same.
         """
         if has_pp and (has_vpp or self.layout is None):
-            return self
+            return self if has_vpp else replace(self, is_v_shaped=False)
         return Pipeline(counts_embedding=self.counts_embedding, counts_loss=self.counts_loss)
 
 
@@ -122,13 +128,20 @@ class LayerSplit:
     """The number of layers in every model chunk.
 
     Layers are numbered over all chunks, virtual stages outermost: the offset of a chunk is the sum
-    of all previous counts in (vp, pp) order.
+    of all previous counts in the order of ``chunks``.
 
     Args:
         counts: ``counts[vp_rank][pp_rank]``, in layers.
+        is_v_shaped: every second virtual stage runs from the last pipeline stage to the first.
     """
 
     counts: tuple[tuple[int, ...], ...]
+    is_v_shaped: bool = False
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """(vp_rank, pp_rank) of every chunk, in the order of the model."""
+        return _chunks(len(self.counts), len(self.counts[0]), self.is_v_shaped)
 
     @property
     def n_layers(self) -> int:
@@ -137,8 +150,8 @@ class LayerSplit:
 
     def offset(self, vp_rank: int, pp_rank: int) -> int:
         """Return the global number of a chunk's first layer."""
-        before = sum(map(sum, self.counts[:vp_rank]))
-        return before + sum(self.counts[vp_rank][:pp_rank])
+        before = self.chunks[: self.chunks.index((vp_rank, pp_rank))]
+        return sum(self.counts[v][p] for v, p in before)
 
     def chunk_of(self, layer: int) -> tuple[int, int, int]:
         """Return (vp_rank, pp_rank, local number) of a global layer.
@@ -146,21 +159,24 @@ class LayerSplit:
         Raises:
             ValueError: the model has no such layer.
         """
-        places = _places(self.counts)
+        places = _places(self)
         if not 0 <= layer < len(places):
             raise ValueError(f"layer {layer} of {len(places)}")
         return places[layer]
 
 
 @lru_cache(maxsize=64)
-def _places(counts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, int, int], ...]:
-    """Return (vp_rank, pp_rank, local number) of every layer."""
+def _chunks(vpp: int, pp: int, is_v_shaped: bool) -> tuple[tuple[int, int], ...]:
+    """Return (vp_rank, pp_rank) of every chunk, in the order of the model."""
     return tuple(
-        (v, p, n)
-        for v, row in enumerate(counts)
-        for p, count in enumerate(row)
-        for n in range(count)
+        (v, pp - 1 - p if is_v_shaped and v % 2 else p) for v in range(vpp) for p in range(pp)
     )
+
+
+@lru_cache(maxsize=64)
+def _places(split: LayerSplit) -> tuple[tuple[int, int, int], ...]:
+    """Return (vp_rank, pp_rank, local number) of every layer."""
+    return tuple((v, p, n) for v, p in split.chunks for n in range(split.counts[v][p]))
 
 
 def split_layers(
@@ -193,16 +209,17 @@ def split_layers(
         n_others = pipeline.counts_embedding + pipeline.counts_loss
         stages = _even_stages(n_layers, pp, vpp, n_others=n_others, n_mtp=n_mtp)
         counts = [list(row) for row in _split_by_stage(stages, vpp).counts]
+        last_vp, last_pp = _chunks(vpp, pp, pipeline.is_v_shaped)[-1]
         counts[0][0] -= pipeline.counts_embedding
-        counts[-1][-1] -= pipeline.counts_loss
-        if counts[0][0] < 0 or counts[-1][-1] < 0:
+        counts[last_vp][last_pp] -= pipeline.counts_loss
+        if counts[0][0] < 0 or counts[last_vp][last_pp] < 0:
             raise UsageError("too few layers for embedding and loss to count as layers")
         split = LayerSplit(tuple(map(tuple, counts)))
     if split.n_layers != n_layers:
         raise UsageError(
             f"the pipeline stages have {split.n_layers} layers, but the model has {n_layers}"
         )
-    return split
+    return replace(split, is_v_shaped=pipeline.is_v_shaped)
 
 
 def _even_stages(

@@ -11,10 +11,16 @@
                                              ``PipelineParallelLayerLayout``, of which only the
                                              attributes are read
  ``standalone_embedding_stage``              a bool, in older Megatron
+ ``zero_bubble_v_schedule``,                 a bool: V-shaped (sail-sg's zero bubble, Primus)
+ ``enable_1f1b_v``
+ ``pp_algorithm``                            V-shaped by these names, if ``patch_primus_pipeline``
+                                             (Primus)
+ ``schedules_method``                        V-shaped if ``dualpipev`` (MindSpeed)
 ============================================ ======================================================
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``; megatron-core 0.16.1
-``transformer/pipeline_parallel_layer_layout.py``.
+``transformer/pipeline_parallel_layer_layout.py``; Primus (AMD-AGI, 2025)
+``primus/backends/megatron/patches``; MindSpeed-LLM (2025) ``schedules_method``.
 """
 
 from __future__ import annotations
@@ -49,11 +55,43 @@ def pipeline_of(fields: Mapping[str, object], *, file: str | None = None) -> Pip
             counts_loss=bool(fields.get(COUNTS_LOSS)),
             layout=layout_of(fields.get(LAYOUT)),
             has_embedding_stage=bool(fields.get(EMBEDDING_STAGE)),
+            is_v_shaped=is_v_shaped(fields),
         )
     except UsageError as err:
         raise CorruptError(
             f"in the training arguments, {err.message}", file=file, hint=err.hint
         ) from err
+
+
+def is_v_shaped(fields: Mapping[str, object]) -> bool:
+    """Return whether the arguments of a fork describe a V-shaped pipeline."""
+    is_primus = bool(fields.get("patch_primus_pipeline")) and not fields.get("patch_zero_bubble")
+    return (
+        bool(fields.get("zero_bubble_v_schedule") or fields.get("enable_1f1b_v"))
+        or (is_primus and fields.get("pp_algorithm") in _V_ALGORITHMS)
+        or fields.get("schedules_method") == "dualpipev"
+    )
+
+
+def v_options(fields: Mapping[str, object]) -> list[str]:
+    """Return the options of a fork's training script that give a V-shaped pipeline."""
+    options = [
+        f"--{name.replace('_', '-')}"
+        for name in ("zero_bubble_v_schedule", "enable_1f1b_v")
+        if fields.get(name)
+    ]
+    method = fields.get("schedules_method")
+    return options + ([f"--schedules-method {method}"] if method == "dualpipev" else [])
+
+
+_V_ALGORITHMS = ("zbv-formatted", "v-half", "v-min")
+_V_ARGUMENTS = {
+    "zero_bubble_v_schedule": False,
+    "enable_1f1b_v": False,
+    "patch_primus_pipeline": False,
+    "schedules_method": None,
+}
+"""Argument of a V-shaped pipeline → its value for another one."""
 
 
 def layout_of(value: object) -> tuple[str, ...] | None:
@@ -139,6 +177,8 @@ def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, o
     ):
         if had != has:
             changes[name] = has
+    if source.is_v_shaped and not pipeline.is_v_shaped:
+        changes |= _V_ARGUMENTS
 
     # An absent argument means None or False already.
     return {name: value for name, value in changes.items() if name in fields or value}

@@ -64,7 +64,11 @@ class Stages:
         if place == "last_layer":
             split = next(iter(self.splits.values()))
             return split.chunk_of(split.n_layers - 1)[:2]
-        return (self.vpp - 1, self.pp - 1)
+        return next(iter(self.splits.values())).chunks[-1]
+
+    def number_of(self, vp: int, pp: int) -> int:
+        """Return the number of a chunk in the order of the model."""
+        return next(iter(self.splits.values())).chunks.index((vp, pp))
 
     def in_one_chunk(self, n_layers: int, where: tuple[int, int]) -> LayerSplit:
         """Return the split of a stack whose layers are all in one chunk, (vp, pp)."""

@@ -89,6 +89,26 @@ def are_masters(
     )
 
 
+def find_different_copies(
+    store: ReadStore, pairs: Sequence[tuple[str, StoredArray, StoredArray]]
+) -> list[tuple[str, StoredArray]]:
+    """Return the (key, copy) of weights whose copies are not their rounded master weights.
+
+    Args:
+        pairs: see ``core.catalog.facets.WeightCopies``.
+
+    Raises:
+        UnsupportedError, MissingShardError: as for ``is_master``.
+    """
+    if are_masters(store, [(master, copy) for _, master, copy in pairs]):
+        return []
+    copies: dict[str, StoredArray] = {}
+    for key, master, copy in pairs:
+        if key not in copies and not is_master(store, master, copy):
+            copies[key] = copy
+    return list(copies.items())
+
+
 def _samples(
     store: ReadStore,
     arrays: Sequence[StoredArray],

@@ -42,6 +42,11 @@ class ModelChunk:
     """Cache: name → (name with its layer renumbered, its expert); shared by ranks of a stage."""
 
     @property
+    def position(self) -> int:
+        """Number of the chunk in the order of the model."""
+        return self.stages.number_of(*self.where)
+
+    @property
     def n_experts(self) -> int:
         """Number of experts of a layer on this rank."""
         return (self.facts.n_experts or 0) // self.facts.topology.ep

@@ -19,7 +19,7 @@ from itertools import filterfalse
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.changes.select import is_optimizer_key
-from core.errors import UnsupportedError
+from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (
     OPTIMIZER,
@@ -33,7 +33,13 @@ from core.megatron.extras.common_state import (
 )
 from core.megatron.extras.order import by_place
 from core.megatron.model.args import facts_of
-from core.megatron.model.checks import check_complete, check_shapes, gate_notes, with_gate
+from core.megatron.model.checks import (
+    check_complete,
+    check_shapes,
+    gate_notes,
+    sizes_for,
+    with_gate,
+)
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
@@ -63,6 +69,13 @@ def unshard_global(
 
     ``core.megatron.reshard.reshard.unshard`` explains the arguments and errors.
     """
+    if is_one_rank(catalog, rules):
+        raise UnsupportedError(
+            "this is the file of one rank of a checkpoint, by its shapes; the other ranks are "
+            "needed as well",
+            hint="put each rank's file under its name, mp_rank_00/model_optim_rng.pt …, and pass "
+            "the directory above",
+        )
     catalog = from_fsdp_dtensor(catalog, carries_optimizer=optim == "carry")
     catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
@@ -263,6 +276,62 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     args = common_entries(catalog).get("args")
     fields = attributes(args) or as_mapping(args) or {}
     return "tensor_model_parallel_size" in fields
+
+
+def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
+    """Return whether a torch file with Megatron's names is the file of one of several ranks.
+
+    Such a file is known by its name, unless somebody renamed it. Then its shapes show it: they are
+    shares of those that the arguments give, or it has one stage's layers or one rank's experts.
+
+    Args:
+        catalog: a catalog for which ``is_megatron`` is true.
+    """
+    if catalog.format != "torch":
+        return False
+    prefix = prefix_of(catalog, rules)
+    names = {
+        key.removeprefix(prefix): meta.shape
+        for key, meta in catalog.tensors.items()
+        if key.startswith(prefix)
+    }
+    model = rules.model_of(names)
+    try:
+        facts = facts_of(common_entries(catalog).get("args"), names=model)
+        topology = facts.topology
+        stages = facts.stages(topology.pp, topology.vpp)
+    except CheckpointingException:
+        return False  # arguments that contradict each other prove nothing
+
+    # Compare the tensors whose extent on the cut axis follows from the arguments.
+    has_share = has_all = False
+    experts: set[int] = set()
+    for name, shape in names.items():
+        if rules.layer_of(name) is None:
+            continue
+        expert = rules.expert_of(name)
+        if expert is not None:
+            experts.add(expert.number or 0)
+            name = expert.numbered(expert.number or 0)
+        rule = rules.find_rule(name)
+        axis = None if rule is None else rule.cut_axis
+        if rule is None or axis is None or axis >= min(len(shape), len(rule.shape)):
+            continue
+        size, n = rule.shape[axis], topology.size_of(rule.group)
+        expected = None if size is None else size.value(sizes_for(name, facts))
+        has_all |= shape[axis] == expected
+        has_share |= n > 1 and shape[axis] * n == expected
+    if has_share or (topology.tp > 1 and has_all):
+        return has_share and not (topology.tp > 1 and has_all)
+
+    # With one tensor parallel rank, a rank has a part of the layers or of the experts.
+    stack = facts.kind.stacks[0]
+    n_seen = model.n_seen.get(stack, 0)
+    counts = {stages.count(stack, 0, pp) for pp in range(topology.pp)}
+    is_stage = topology.pp > 1 and n_seen < facts.n_layers and n_seen in counts
+    n_experts = facts.n_experts or 0
+    has_some = topology.ep > 1 and experts == set(range(n_experts // topology.ep))
+    return is_stage or has_some
 
 
 def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:

@@ -71,7 +71,13 @@ from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows
 from core.megatron.reshard.equal_shards import raise_if_equal_shards
-from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
+from core.megatron.reshard.rank_model import (
+    RankModel,
+    RankPart,
+    RankTensor,
+    merge_ranks,
+    with_v_shape,
+)
 from core.megatron.reshard.rank_optimizer import read_states
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, as_mapping, walk
@@ -102,7 +108,8 @@ def unshard_ranks(
     if rank_facts is None or not rank_facts.n_unopened:
         check_rank_numbers(ranks.values())
     check_head_gates(catalog.args, "megatron")
-    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts_by_args = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts = with_v_shape(facts_by_args, ranks, rules)
 
     # Put the tensors of all ranks under global names. Lost extra states go before the rules are
     # settled and the optimizer is read, which both go through the model's tensors.
@@ -130,6 +137,11 @@ def unshard_ranks(
     )
     shapes = true_shapes.shapes
     notes = [*catalog.notes, *optimizer.notes, *true_shapes.notes]
+    if facts.pipeline != facts_by_args.pipeline:
+        notes.append(
+            "the pipeline is V-shaped, as the places of the embedding and the output layer show; "
+            "the arguments do not say it"
+        )
 
     # Rows that an old checkpoint stores in another order are put in order by their fragments.
     tensors = {**model.tensors, **optimizer.states}

@@ -33,7 +33,13 @@ from core.megatron.reshard.from_global import (
 )
 from core.megatron.reshard.from_ranks import global_shape_of, local_names, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
-from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
+from core.megatron.reshard.rank_model import (
+    RankModel,
+    RankPart,
+    RankTensor,
+    merge_ranks,
+    with_v_shape,
+)
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, walk
 
@@ -85,6 +91,7 @@ def _read_ranks(
     """Read the model of rank files, and report its problems."""
     ranks = ranks_of(catalog)
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts = with_v_shape(facts, ranks, rules)
     if sample is not None:
         facts, ranks = _sampled(facts, ranks, sample)
 
@@ -144,9 +151,10 @@ def _missing_heads(model: RankModel, facts: ModelFacts) -> Iterator[Checkpointin
 
     With multi-token prediction the copy may be in another stage, so it is not checked.
     """
-    last = facts.topology.pp - 1
+    topology = facts.topology
+    last = facts.stages(topology.pp, topology.vpp).chunk_at("last")[1]
     tied = model.tensors.get(facts.kind.embedding)
-    if not facts.is_tied or last == 0 or facts.n_predictions or tied is None:
+    if not facts.is_tied or topology.pp == 1 or facts.n_predictions or tied is None:
         return
     holders = {part.rank for part in tied.parts}
     for rank, file in model.files.items():

@@ -29,6 +29,7 @@ from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.rank_state import Param, RankFile
 from core.megatron.placement.chunk import ModelChunk, chunk_of
+from core.megatron.placement.homes import FINAL_NORM
 from core.megatron.placement.qkv_order import OldRows
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
@@ -154,6 +155,7 @@ def merge_ranks(
             if rank.pp not in heads:
                 heads[rank.pp] = _StageHead(chunk, names, chunk.places(names))
                 _check_layers(names, chunk, report)
+                _check_places(names, chunk, report)
             head = heads[rank.pp]
             chunk = replace(chunk, known=head.chunk.known)
             places = head.places
@@ -169,6 +171,36 @@ def merge_ranks(
     if facts.kind.is_legacy and facts.is_tied:
         _add_head(model, facts)
     return model
+
+
+def with_v_shape(
+    facts: ModelFacts, ranks: Mapping[Coords, tuple[str, object]], rules: Rules
+) -> ModelFacts:
+    """Return the facts with a V-shaped pipeline if the place of the model's end shows it.
+
+    In a V-shaped pipeline of two chunks a stage, the final norm and the output layer are in the
+    second chunk of the first stage, not of the last. Some forks have no argument for it.
+
+    Args:
+        ranks: coordinates → (directory, content of its file).
+    """
+    topology = facts.topology
+    pipeline = facts.pipeline
+    if pipeline.is_v_shaped or pipeline.layout or topology.pp == 1 or topology.vpp != 2:
+        return facts
+    stages: set[int] = set()
+    for coords, (folder, root) in ranks.items():
+        pp = topology.rank_at(coords).pp
+        container = (as_mapping(root) or {}).get("model1")
+        if pp not in stages and as_mapping(container) is not None:
+            names = flattened(container, rank=folder).entries
+            if any(
+                rules.layer_of(name) is None and rules.stage_of(name) == "last" for name in names
+            ):
+                stages.add(pp)
+    if stages != {0}:
+        return facts
+    return replace(facts, pipeline=replace(pipeline, is_v_shaped=True))
 
 
 def _add_chunk(
@@ -214,7 +246,9 @@ def _add_chunk(
         for number, global_name in chunk.global_names(module + "."):
             global_module = global_name[:-1]
             model.versions.setdefault(global_module, version)
-            model.module_order.setdefault(global_module, (*chunk.where, place[0], number, place[1]))
+            model.module_order.setdefault(
+                global_module, (chunk.position, place[0], number, place[1])
+            )
 
 
 def _add_head(model: RankModel, facts: ModelFacts) -> None:
@@ -281,7 +315,7 @@ def _add_entry(
                 )
         if tensor is None:
             tensor = model.tensors[global_name] = RankTensor(rule)
-            model.order[global_name] = (*chunk.where, place[0], number, place[1])
+            model.order[global_name] = (chunk.position, place[0], number, place[1])
         tensor.parts.append(RankPart(chunk.rank, chunk.folder, array))
 
 
@@ -305,16 +339,14 @@ def _add_state(
     """
     rule = chunk.rules.rule_of(name)
     if rule.kind != "opaque":
-        # A tensor subclass is pickled as a call of a function, with the class as an argument.
-        class_name = type(leaf).__name__
-        if isinstance(leaf, Inert):
-            classes = [str(part) for part in leaf.args if isinstance(part, Global)]
-            class_name = classes[-1] if classes else str(leaf.fn)
+        class_name = _class_of(leaf)
         raise UnsupportedError(
             f"this entry is a {class_name}, not a plain tensor",
             key=name,
             rank=chunk.folder,
-            hint="save the model once without quantized or otherwise special parameters",
+            hint="make plain tensors of them with --dequantize bf16"
+            if class_name.endswith(".Float8Tensor")
+            else "save the model once without quantized or otherwise special parameters",
         )
 
     # Keep every distinct value: ranks may disagree, which is decided when the model is complete.
@@ -325,7 +357,22 @@ def _add_state(
         values = model.extra_states.setdefault(global_name, [leaf])
         if not same(values[0], leaf):
             values.append(leaf)
-        model.order.setdefault(global_name, (*chunk.where, place[0], number, place[1]))
+        model.order.setdefault(global_name, (chunk.position, place[0], number, place[1]))
+
+
+def _class_of(leaf: object) -> str:
+    """Return the name of the class of a pickled object."""
+    if not isinstance(leaf, Inert):
+        return type(leaf).__name__
+    # A tensor subclass is pickled as a call: of a method of its class, or of a function with the
+    # class as an argument. Element types are arguments, too.
+    name = str(leaf.fn)
+    if isinstance(leaf.fn, Global) and "." in leaf.fn.name:
+        return name.rpartition(".")[0]
+    classes = [
+        str(part) for part in leaf.args if isinstance(part, Global) and part.module != "torch"
+    ]
+    return classes[-1] if classes else name
 
 
 def _add_expert_states(model: RankModel, rules: Rules) -> None:
@@ -386,6 +433,43 @@ def _check_layers(names: Sequence[str], chunk: ModelChunk, report: Report) -> No
         if extra:
             problem = f"layers {listed(extra)} are beyond the {count} that this stage should hold"
             report(CorruptError(problem, rank=chunk.folder, rule="layout.layers"))
+
+
+def _check_places(names: Sequence[str], chunk: ModelChunk, report: Report) -> None:
+    """Report the first tensor that belongs to another chunk than the one that has it.
+
+    The embedding is in the first chunk, the final norm and the output layer are in the last.
+    """
+    stages, has_predictions = chunk.stages, chunk.facts.n_predictions > 0
+    for name in names:
+        place = None if chunk.rules.layer_of(name) else chunk.rules.stage_of(name)
+        if place is None:
+            continue
+        # The norm follows the last layer; multi-token prediction has copies.
+        places = {stages.chunk_at(place)}
+        if name.startswith(FINAL_NORM):
+            places.add(stages.chunk_at("last_layer"))
+        if has_predictions:
+            places.add(stages.chunk_at("mtp"))
+        if chunk.where not in places:
+            expected = describe_chunk(*stages.chunk_at(place), vpp=stages.vpp)
+            actual = describe_chunk(*chunk.where, vpp=stages.vpp)
+            error = CorruptError(
+                f"the tensor is in {actual}, but belongs to {expected}, the {place} part of the "
+                "model by the arguments",
+                key=name,
+                rank=chunk.folder,
+                hint="were the directories of pipeline stages exchanged? Rename them so that the "
+                f"file with this tensor is that of {expected}",
+                rule="layout.places",
+            )
+            report(error)
+            return
+
+
+def describe_chunk(vp: int, pp: int, *, vpp: int) -> str:
+    """Return a model chunk in words."""
+    return f"pipeline stage {pp}" if vpp == 1 else f"chunk {vp} of pipeline stage {pp}"
 
 
 def _check_names(

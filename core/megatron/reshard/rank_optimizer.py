@@ -47,6 +47,12 @@ def read_states(
     """
     ranks = catalog.facet(RankFacts)
     kind = None if ranks is None else ranks.optimizer_kind
+    if kind == "optim.pt":
+        raise UnsupportedError(
+            "the optimizer is in files optim.pt of a Megatron-LM from before 2023-05, which cannot "
+            "be resharded",
+            hint="drop it with --no-optim: the weights are exact",
+        )
     if kind == "distributed":
         from core.megatron.optimizer.flat.read import read_flat
 

@@ -234,7 +234,7 @@ class Rules:
             UnknownTensorError: no rule matches; the hint proposes one.
             UnsupportedError: the rule marks the parameter as not supported yet.
         """
-        rule = self._find_rule(name)
+        rule = self.find_rule(name)
 
         # Propose a rule that the user can complete, with the evidence for it.
         if rule is None:
@@ -256,8 +256,8 @@ class Rules:
             )
         return rule
 
-    def _find_rule(self, name: str) -> Rule | None:
-        """Return the first rule whose pattern matches a name, or None."""
+    def find_rule(self, name: str) -> Rule | None:
+        """Return the first rule whose pattern matches a parameter's name, or None."""
         if name in self._fits:
             return self._fits[name]
 
@@ -276,7 +276,7 @@ class Rules:
         Args:
             part: name of a part that the parameter must have; None for any.
         """
-        rule = self._find_rule(name)
+        rule = self.find_rule(name)
         return None if rule is None or not rule.names or part not in (None, *rule.names) else rule
 
     @property
@@ -291,7 +291,7 @@ class Rules:
 
     def is_unknown(self, name: str) -> bool:
         """Return True if a parameter has a rule only because of ``--unknown replicate``."""
-        rule = self._find_rule(name)
+        rule = self.find_rule(name)
         return rule is not None and rule.source == UNKNOWN_SOURCE
 
     def wrapper_in(self, prefix: str | None) -> Wrapper | None:

@@ -224,6 +224,7 @@ def test_every_parameter_is_put_together(tmp_path: Path, name: str) -> None:
 def test_frozen_parameters_keep_their_precision(tmp_path: Path, stage: int) -> None:
     frozen = {"lora": (5, 3), "base": (4,), "tiny": ()}
     store, catalog = opened(Zero(stage, 4, frozen=frozen).write(tmp_path / "x"))
+    assert any("they are bfloat16" in note and "lora" in note for note in catalog.notes)
     for name, shape in frozen.items():
         assert_holds(store, catalog, name, values(name, shape).bfloat16())
     assert "optimizer.state.lora.exp_avg" not in catalog.tensors

@@ -222,14 +222,14 @@ def test_a_missing_rank_is_named(
     assert f"rank_{number[1] or number[2]}" in str(caught.value) or "layer 2" in str(caught.value)
 
 
-def test_zero_0_with_model_parallel_ranks_is_refused(tmp_path: Path) -> None:
+def test_model_parallel_ranks_of_zero_without_optimizer_files_are_refused(tmp_path: Path) -> None:
     folder = Zero(2, 2).write(tmp_path / "x")
     for path in folder.glob("*optim_states.pt"):
         path.unlink()
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
-    with pytest.raises(UnsupportedError, match="without ZeRO") as caught:
+    with pytest.raises(MissingShardError, match="optimizer files") as caught:
         deepspeed.read(LocalStore(folder))
-    assert "torch.save" in (caught.value.hint or "")
+    assert "--no-optim" in (caught.value.hint or "")
 
 
 def test_damage_is_an_error_of_ours(deepspeed_parallel: Path, tmp_path: Path) -> None:
@@ -281,3 +281,87 @@ def test_replicas_are_compared_to_their_last_element(tmp_path: Path) -> None:
     with pytest.raises(ReplicaMismatchError, match="embed"):
         run(Job(src=folder, dst=tmp_path / "ucp", to="ucp", fsync=False))
     assert not (tmp_path / "ucp").exists()
+
+
+REPLICATED = "tp_replicated_parameter_patterns"
+
+
+@pytest.mark.parametrize("patterns", [None, []])
+def test_what_is_the_same_on_all_ranks_is_taken_once_where_no_pattern_says_so(
+    deepspeed_parallel: Path, tmp_path: Path, patterns: object
+) -> None:
+    source = deepspeed_parallel / "pipeline_tp2_zero1" / "global_step2"
+    store = edited(source, tmp_path / "x", of_info(REPLICATED, patterns))
+    catalog = deepspeed.read(store)
+    for name, files in truth_of(source.parent).items():
+        wanted = files["fp32"]["param"]
+        assert catalog.tensors[name].shape == tuple(wanted.shape), name
+        assert tensor_bytes(catalog, store, name).tobytes() == plain_bytes(wanted), name
+    (note,) = [note for note in catalog.notes if "taken once" in note]
+    assert "4.weight" in note or "1.bias" in note
+
+
+def test_a_bias_of_a_row_parallel_layer_that_differs_between_ranks_is_refused(
+    tmp_path: Path,
+) -> None:
+    store = two_tensor_ranks(tmp_path, {"row.weight": (4, 3), "row.bias": (4,)}, {"row.bias"})
+    with pytest.raises(ReplicaMismatchError, match="differs between tensor-parallel ranks"):
+        deepspeed.read(store)
+
+
+SHARDS = {
+    "column.weight": (6, 4),
+    "column.bias": (6,),
+    "row.weight": (4, 3),
+    "row.bias": (4,),
+    "norm.weight": (4,),
+    "router": (5, 4),
+    "heads": (2,),
+}
+
+
+@pytest.mark.parametrize("hidden_size", [None, 4])
+def test_neighbours_and_the_hidden_size_decide_before_the_values(
+    tmp_path: Path, hidden_size: int | None
+) -> None:
+    """Biases start as zeros, so that those of a column-parallel layer are equal as well."""
+    different = {"column.weight", "row.weight"}
+    store = two_tensor_ranks(tmp_path, SHARDS, different, hidden_size=hidden_size)
+    shapes = {key: meta.shape for key, meta in deepspeed.read(store).tensors.items()}
+    assert {name: shapes[name] for name in SHARDS} == {
+        "column.weight": (12, 4),
+        "column.bias": (12,),
+        "row.weight": (4, 6),
+        "row.bias": (4,),
+        "norm.weight": (4,),
+        "router": (5, 4),
+        "heads": (2,) if hidden_size is None else (4,),
+    }
+
+
+def two_tensor_ranks(
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    different: set[str],
+    hidden_size: int | None = None,
+) -> LocalStore:
+    """Write two tensor-parallel ranks whose only pattern is that of row-parallel weights.
+
+    Args:
+        shapes: name → shape of the shard.
+        different: parameters that are not the same on both ranks.
+    """
+    for tp_rank in range(2):
+        # A group for each parameter, so that masters are edited by their number.
+        zero = Zero(1, 1, groups=[{name: shape} for name, shape in shapes.items()])
+        for file, content in zero.files().items():
+            if file.endswith("model_states.pt"):
+                content[HINT] = {"parameter_with_row_parallelism_patterns": ["row.weight"]}
+                content["checkpoint_parallel_dimensions"] = {"tp_degree": 2, "pp_degree": 1}
+                content["args"] = {} if hidden_size is None else {"hidden_size": hidden_size}
+            else:
+                masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+                for name, master in zip(shapes, masters, strict=True):
+                    master += 1000 * tp_rank if name in different else 0
+            torch.save(content, folder / file.replace("mp_rank_00", f"mp_rank_0{tp_rank}"))
+    return LocalStore(folder)

@@ -166,13 +166,49 @@ def test_a_truncated_rank_file_is_named(golden: Path, tmp_path: Path) -> None:
     assert caught.value.file == "mp_rank_01/model_optim_rng.pt"
 
 
-def test_older_kinds_of_rank_files_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["optim.pt", "model_weights.ckpt"])
+def test_other_kinds_of_rank_files_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "mp_rank_00_000").mkdir()
-    (tmp_path / "mp_rank_00_000" / "model_rng.pt").write_bytes(b"x")
+    (tmp_path / "mp_rank_00_000" / name).write_bytes(b"x")
     store = LocalStore(tmp_path)
     assert megatron.sniff(store)
-    with pytest.raises(UnsupportedError, match="model_rng.pt"):
+    with pytest.raises(UnsupportedError, match=name):
         megatron.read(store)
+
+
+@pytest.mark.parametrize("case", ["dense_gqa/tp2_pp1", "dense_gqa/tp2_pp2"])
+@pytest.mark.parametrize("n_optim", [0, 2])
+def test_model_files_beside_the_old_distributed_optimizer_are_read(
+    golden: Path, tmp_path: Path, case: str, n_optim: int
+) -> None:
+    import torch
+
+    from core.checks.level import Level
+    from core.convert.job import Job
+    from core.convert.run import run
+    from core.validate.run import validate
+
+    folder = copied(golden, case, tmp_path)
+    expected = megatron.read(LocalStore(folder)).tensors
+    for rank in list(folder.glob("mp_rank_*")):
+        (rank / "model_optim_rng.pt").rename(rank / "model_rng.pt")
+        for number in range(n_optim):
+            optim = folder / f"{rank.name}_{number:03d}"
+            optim.mkdir()
+            torch.save({"shard": torch.zeros(4)}, optim / "optim.pt")
+    (folder / "ckpt-manifest.json").unlink(missing_ok=True)
+    assert megatron.read(LocalStore(folder)).tensors == expected
+    assert megatron.sample(LocalStore(folder)).tensors
+    one = LocalStore(folder / next(folder.glob("mp_rank_*")).name)
+    assert megatron.sniff(one) == (one.exists("model_rng.pt"))
+    for level in Level:
+        assert validate(folder, level=level).findings == ()
+    job = Job(src=folder, dst=tmp_path / "out", to="safetensors", fsync=False)
+    if n_optim:
+        with pytest.raises(UnsupportedError, match=r"optim\.pt") as caught:
+            run(job)
+        assert "--no-optim" in str(caught.value.hint)
+    run(replace(job, optim="drop"))
 
 
 def test_files_without_arguments_are_refused(tmp_path: Path) -> None:

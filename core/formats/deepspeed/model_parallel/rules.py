@@ -7,7 +7,8 @@ The entry of a model file lists regular expressions, which match from the beginn
     parameter_with_2_sub_params_cat_dim_0   two matrices, each cut along axis 0 (SwiGLU)
     parameter_with_sub_params               several matrices, each cut along one axis (QKV)
     parameter_with_row_parallelism_patterns cut along axis 1
-    all others                              cut along axis 0
+    all others                              cut along axis 0; in an entry without replicated
+                                            patterns, what ``model_parallel.whole`` proves is whole
     vocabulary_parameter_patterns           of these, rows beyond original_vocab_size are padding
 
 Not supported, refused by name: ``parameter_to_average_patterns`` and scaled pieces, whose values
@@ -59,6 +60,7 @@ class JoinPlan:
         extras: what a universal checkpoint records of it.
         is_replicated: all ranks have the same.
         n_padding: rows of padding that are left out.
+        is_stated: the checkpoint says so; False where the values do.
     """
 
     shape: Shape
@@ -66,6 +68,7 @@ class JoinPlan:
     extras: Mapping[str, object]
     is_replicated: bool = False
     n_padding: int = 0
+    is_stated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,21 @@ class TensorParallelRules:
     def is_pipeline_replicated(self, name: str) -> bool:
         """Return whether several pipeline stages have the parameter."""
         return self._match(_PIPELINE, name) is not None
+
+    def states_axis(self, name: str) -> bool:
+        """Return whether the entry says how a parameter is cut.
+
+        An entry without patterns of what is whole on every rank says so only of what it matches;
+        with them, all others are cut along axis 0.
+        """
+        affine = mapping_or_empty(mapping_or_empty(self.info.get("affine_map")).get("params"))
+        sub = [mapping_or_empty(item).get("patterns") for item in _items(self.info.get(_SUB))]
+        patterns = [*affine, *(pattern for group in sub for pattern in _items(group))]
+        return (
+            bool(_items(self.info.get(_REPLICATED)))
+            or any(self._match(kind, name) for kind in (_AVERAGED, _TWO, _ROW, _VOCABULARY))
+            or any(self._matches(str(pattern), name) for pattern in patterns)
+        )
 
     def plan(self, name: str, shapes: Sequence[Shape]) -> JoinPlan:
         """Return how a parameter is joined.
@@ -114,8 +132,7 @@ class TensorParallelRules:
         if self._match(_REPLICATED, name) is not None:
             if len(set(shapes)) > 1:
                 raise self._contradiction(name, shapes)
-            piece = TensorParallelPiece(0, full_box(shapes[0]), (0,) * len(shapes[0]))
-            return self._without_padding(name, JoinPlan(shapes[0], [piece], {}, is_replicated=True))
+            return self._without_padding(name, plan_whole(shapes[0], is_stated=True))
         extras: dict[str, object]
         if self._match(_TWO, name) is not None and shapes[0]:
             axis, extras = 0, {"cat_dim": 0, "param_n_sub_params": 2}
@@ -338,6 +355,12 @@ class TensorParallelRules:
             file=self.file,
             key=name,
         )
+
+
+def plan_whole(shape: Shape, *, is_stated: bool) -> JoinPlan:
+    """Return the plan of a parameter that every tensor-parallel rank has completely."""
+    piece = TensorParallelPiece(0, full_box(shape), (0,) * len(shape))
+    return JoinPlan(shape, [piece], {}, is_replicated=True, is_stated=is_stated)
 
 
 def rules_of(model: ModelStates) -> TensorParallelRules:

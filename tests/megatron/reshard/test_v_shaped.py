@@ -1,0 +1,169 @@
+"""V-shaped pipelines, and files of pipeline stages that were exchanged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.checks.finding import Finding
+from core.checks.level import Level
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
+from core.errors import CorruptError
+from core.megatron.model.pipeline import Pipeline, split_layers
+from core.validate.run import validate
+from tests.support.edited import edit_rank
+from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs
+
+V_ARGUMENTS: dict[str, dict[str, object]] = {
+    "sail-sg": {"zero_bubble_v_schedule": True, "enable_zero_bubble": True},
+    "1F1B-V": {"enable_1f1b_v": True, "enable_zero_bubble": True},
+    "Primus": {"patch_primus_pipeline": True, "pp_algorithm": "zbv-formatted"},
+    "MindSpeed": {
+        "schedules_method": "dualpipev",
+        "virtual_pipeline_model_parallel_size": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+    },
+    "no argument": {},
+}
+
+
+def copied(golden: Path, case: str, root: Path) -> Path:
+    """A copy of a checkpoint without a manifest."""
+    shutil.copytree(golden / "mcore_legacy" / case, root)
+    for manifest in root.rglob("ckpt-manifest.json"):
+        manifest.unlink()
+    return root
+
+
+def make_v_shaped(golden: Path, root: Path, arguments: dict[str, object], tp: int = 1) -> Path:
+    """Rank files of two stages, of which the first has chunks 0 and 3 of the model."""
+    folders = rank_dirs(copied(golden, f"dense_gqa/tp{tp}_pp2_vpp2", root))
+    chunks = {name: load_rank_file(path / MODEL_FILE)["model1"] for name, path in folders.items()}
+    for name, path in folders.items():
+        start, _, stage = name.rpartition("_")
+        other = chunks[f"{start}_{1 - int(stage):03d}"]
+
+        def change(file: dict[str, Any], other: object = other) -> None:
+            file["model1"] = other
+            vars(file["args"]).update(arguments)
+
+        edit_rank(path, change)
+    return root
+
+
+def convert(source: Path, target: Path, **options: Any) -> None:
+    run(Job(src=source, dst=target, fsync=False, **options))
+
+
+def as_tensors(root: Path, target: Path) -> dict[str, bytes]:
+    from safetensors.torch import load_file
+
+    convert(root, target, to="safetensors")
+    return {
+        name: tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        for path in target.rglob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def findings_of(root: Path) -> list[Finding]:
+    return list(validate(root, level=Level.DEEP).findings)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fork", V_ARGUMENTS)
+def test_a_v_shaped_pipeline_is_the_model_that_it_holds(
+    golden: Path, tmp_path: Path, fork: str, tp: int
+) -> None:
+    source = make_v_shaped(golden, tmp_path / "v", V_ARGUMENTS[fork], tp)
+    expected = as_tensors(golden / f"mcore_legacy/dense_gqa/tp{tp}_pp2_vpp2", tmp_path / "expected")
+    assert as_tensors(source, tmp_path / "out") == expected
+    assert findings_of(source) == []
+
+    # At the same sizes the files stay V-shaped where an argument says so; at others they are not.
+    same, other = tmp_path / "same", tmp_path / "other"
+    convert(source, same, to="megatron", topology=TopologyChange(tp=1, pp=2, vpp=2))
+    convert(source, other, to="megatron", topology=TopologyChange(tp=2, pp=2, vpp=1))
+    assert as_tensors(same, tmp_path / "same again") == expected
+    assert as_tensors(other, tmp_path / "other again") == expected
+    first = load_rank_file(rank_dirs(same)["mp_rank_00_000"] / MODEL_FILE)
+    has_end = any("final_layernorm" in name for name in first["model1"])
+    assert has_end == (fork != "no argument")
+    changed = vars(load_rank_file(rank_dirs(other)["mp_rank_00_000"] / MODEL_FILE)["args"])
+    for name in ("zero_bubble_v_schedule", "enable_1f1b_v", "patch_primus_pipeline"):
+        assert not changed.get(name)
+    assert changed.get("schedules_method") is None
+
+
+def test_the_chunks_of_a_v_are_numbered_down_and_up() -> None:
+    split = split_layers(8, pp=4, vpp=2, pipeline=Pipeline(is_v_shaped=True))
+    assert split.chunks == ((0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1), (1, 0))
+    for layer in range(8):
+        vp, pp, number = split.chunk_of(layer)
+        assert split.offset(vp, pp) + number == layer
+    loss = Pipeline(is_v_shaped=True, counts_loss=True, counts_embedding=True)
+    assert split_layers(6, pp=2, vpp=2, pipeline=loss).counts == ((1, 2), (1, 2))
+
+
+def change_args(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    def change_file(file: dict[str, Any]) -> None:
+        change(vars(file["args"]))
+
+    for path in rank_dirs(root).values():
+        edit_rank(path, change_file)
+
+
+def forget_ranks(root: Path) -> None:
+    change_args(root, lambda fields: fields.pop("rank", None))
+
+
+def exchange(root: Path, a: str, b: str) -> None:
+    """Exchange the files of two ranks."""
+    first, second = (rank_dirs(root)[name] / MODEL_FILE for name in (a, b))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "case", ["dense_gqa/tp1_pp2", "dense_gqa/tp1_pp2_vpp2", "dense_gelu/tp1_pp2"]
+)
+def test_exchanged_stages_are_named_by_the_places_of_their_ends(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
+    root = copied(golden, case, tmp_path / "a")
+    forget_ranks(root)
+    exchange(root, "mp_rank_00_000", "mp_rank_00_001")
+    assert "CK309" in {finding.code for finding in findings_of(root)}
+    with pytest.raises(CorruptError, match="but belongs to .*pipeline stage") as caught:
+        convert(root, tmp_path / "out", to="safetensors")
+    assert "pipeline stage 0" in str(caught.value)
+    assert "pipeline stage 1" in str(caught.value)
+
+
+def test_arguments_of_a_v_that_the_places_contradict_are_an_error(
+    golden: Path, tmp_path: Path
+) -> None:
+    root = copied(golden, "dense_gqa/tp1_pp2_vpp2", tmp_path / "a")
+    change_args(root, lambda fields: fields.update(zero_bubble_v_schedule=True))
+    with pytest.raises(
+        CorruptError, match="chunk 1 of pipeline stage 1, but belongs to chunk 1 of"
+    ):
+        convert(root, tmp_path / "out", to="safetensors")
+
+
+def test_what_nothing_proves_is_a_note(golden: Path, tmp_path: Path) -> None:
+    root = copied(golden, "dense_gqa/tp2_pp1", tmp_path / "a")
+    assert findings_of(root) == []
+    forget_ranks(root)
+    exchange(root, "mp_rank_00", "mp_rank_01")
+    assert [finding.code for finding in findings_of(root)] == ["CK509"]
+    two_stages = copied(golden, "dense_gqa/tp1_pp2", tmp_path / "b")
+    forget_ranks(two_stages)
+    assert findings_of(two_stages) == []  # the embedding and the output layer tell them apart
