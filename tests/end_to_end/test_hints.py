@@ -62,6 +62,8 @@ FOREIGN: Mapping[str, str] = {
     "num-layers-per-virtual-pipeline-stage": "Megatron-LM",
     "num-virtual-stages-per-pipeline-rank": "Megatron-LM",
     "dist-ckpt-optim-fully-reshardable": "Megatron-LM",
+    "convert_to_full_state": "neuronx-distributed",
+    "load-format": "vLLM, SGLang",
     "local-dir": "hf download",
     "recursive": "gcloud storage rsync, azcopy copy",
 }
