@@ -79,8 +79,7 @@ from core.opening.objects import (
     state_dict,
 )
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
-from core.opening.source_files import config_of_source, unread_files
-from core.opening.state_above import with_files_above
+from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused
@@ -437,7 +436,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
     if CONFIG in form.catalog.documents and not has_tokenizer(
-        (*form.catalog.documents, *carried_of(target))
+        (*form.catalog.documents, *carried_of(form.catalog), *carried_of(target))
     ):
         notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
     modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
@@ -766,6 +765,8 @@ def _describe_lost_files(
     keys = {*carried_of(target).values()} if written else set()
     files = {**carried_of(source.catalog), **dict.fromkeys(form.documents)}
     described = {name for entries in dropped for name in entries.names}
+    # Of a model that becomes Megatron's, the arguments say what the configuration says.
+    described |= {CONFIG} if form.facet(MegatronModel) is not None else set()
     lost = [
         path
         for path, key in files.items()

@@ -106,7 +106,7 @@ def _named_like(side: Side, first: Side) -> Side:
     Both must be models of transformers, whose versions name some tensors differently.
     """
     from core.hf import is_hf
-    from core.hf.spelling import name_like
+    from core.hf.tensors.spelling import name_like
 
     if not all(is_hf(each.catalog, config_of_source(each.source)) for each in (side, first)):
         return side

@@ -58,9 +58,12 @@ FOREIGN: Mapping[str, str] = {
     "use-megatron-fsdp": "Megatron-LM",
     "decoder": "Megatron-LM: --decoder-first-pipeline-num-layers and --decoder-last-…",
     "standalone-embedding-stage": "Megatron-LM",
+    "schedules-method": "MindSpeed",
     "num-layers-per-virtual-pipeline-stage": "Megatron-LM",
     "num-virtual-stages-per-pipeline-rank": "Megatron-LM",
     "dist-ckpt-optim-fully-reshardable": "Megatron-LM",
+    "convert_to_full_state": "neuronx-distributed",
+    "load-format": "vLLM, SGLang",
     "local-dir": "hf download",
     "recursive": "gcloud storage rsync, azcopy copy",
 }

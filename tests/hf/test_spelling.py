@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from core.diff.run import DiffJob, diff
 from core.errors import UnsupportedError
 from core.hf.family import family_of
-from core.hf.spelling import match_names
+from core.hf.tensors.spelling import match_names
 from core.hf.ties import find_tie_pair
 from tests.merge.test_adapter import fold
 from tests.merge.test_merge import merge

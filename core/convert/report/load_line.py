@@ -44,6 +44,8 @@ from core.hf.adapters.to_peft import is_adapter
 from core.hf.config_json.origin import ARGUMENT as HUGGING_FACE
 from core.hf.towers.models import composite_models
 from core.megatron.extras.common_state import RNG
+from core.megatron.extras.schedule import ENTRY as SCHEDULE
+from core.megatron.extras.schedule import OVERRIDE, is_constant_schedule
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.hybrid import NAMES as PATTERNS
 from core.megatron.model.pipeline import Pipeline, layout_text
@@ -105,7 +107,8 @@ def load_line(result: WrittenResult) -> str:
 def _has_towers(target: TargetCatalog) -> bool:
     """Return True if a model of Megatron-Bridge has towers beside its text model."""
     layers = tuple(f"{wrapper.text}decoder." for wrapper in load_rules().wrappers)
-    return any(key.startswith(layers) for key in target.tensors)
+    is_llava = any(key.startswith("vision_projection.") for key in target.tensors)
+    return not is_llava and any(key.startswith(layers) for key in target.tensors)
 
 
 def _library_call(result: WrittenResult) -> str:
@@ -207,6 +210,8 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
         return
     if not any(map(is_optimizer_key, (*target.tensors, *target.objects))):
         yield "--no-load-optim"
+    elif is_constant_schedule((target.common or {}).get(SCHEDULE)):
+        yield OVERRIDE
     if not _has_random_states(target):
         yield "--no-load-rng"
 

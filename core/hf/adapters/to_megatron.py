@@ -40,8 +40,8 @@ from core.hf.config_json.origin import ARGUMENT, text_of
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import Pair
-from core.hf.spelling import match_names
 from core.hf.tensors import fuse
+from core.hf.tensors.spelling import match_names
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.model.args import ADAPTER_ARGUMENT
