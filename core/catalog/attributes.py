@@ -42,6 +42,7 @@ BY_PATH = "ckpt.attributes"
 ROOT_ENTRY = "__metadata__"
 PATHS_ENTRY = "__attributes__"
 _ENTRIES = (ROOT_ENTRY, PATHS_ENTRY)
+
 Attributes = Mapping[str, object]
 AttributesByPath = Mapping[str, Attributes]
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of
-from core.catalog.key_patterns import folded
+from core.catalog.key_patterns import folded, matcher
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
@@ -68,6 +69,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
+from core.opening.code_in_pickles import naming_code_first
 from core.opening.numbered_optimizers import with_integer_keys
 from core.opening.objects import (
     KEEP_OBJECTS,
@@ -77,8 +79,7 @@ from core.opening.objects import (
     state_dict,
 )
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
-from core.opening.source_files import config_of_source, unread_files
-from core.opening.state_above import with_files_above
+from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused
@@ -274,7 +275,13 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             source = with_files_above(source)
         with gc_paused():
             try:
-                prepared = _prepare(job, source, others)
+                # An excluded entry may be the one that would run code.
+                with (
+                    nullcontext()
+                    if job.exclude
+                    else naming_code_first(source.store, uses=source.uses)
+                ):
+                    prepared = _prepare(job, source, others)
             except UnsupportedError as err:
                 # Name the file in errors about an entry of a source that is one file.
                 if err.key is not None and source.store.entry is not None:
@@ -317,6 +324,32 @@ def _compare_copies(source: Checkpoint) -> Checkpoint:
     return replace(source, notes=(*source.notes, note)) if note else source
 
 
+def _check_emptied(job: Job, checkpoint: Checkpoint) -> list[str]:
+    """Return a note on parameters without elements, unless the result would be a broken model.
+
+    Raises:
+        CorruptError: the job merges, or writes a model of Hugging Face.
+    """
+    include = [matcher(glob) for glob in job.include]
+    exclude = [matcher(glob) for glob in job.exclude]
+    emptied = [
+        key
+        for key in find_emptied_parameters(checkpoint.catalog)
+        if (not include or any(matches(key) for matches in include))
+        and not any(matches(key) for matches in exclude)
+    ]
+    if not emptied:
+        return []
+    message = (
+        f"{len(emptied):,} parameters have no elements (shape [0]), such as {emptied[0]}: they "
+        "were saved while ZeRO-3 had divided them among ranks"
+    )
+    is_hf = job.names is not None and job.names.startswith("hf")
+    if job.merge is None and not is_hf and (job.to or "").lower() not in HF_ALIASES:
+        return [f"{message}; {EMPTIED_HINT}"]
+    raise CorruptError(message, file=checkpoint.store.label, key=emptied[0], hint=EMPTIED_HINT)
+
+
 def _check_bucket(job: Job, dst: RemotePath) -> None:
     """Raise if a job cannot write to a URL.
 
@@ -353,6 +386,9 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         CheckpointingException: the job cannot be done.
     """
     format = _choose_format(job, source)
+    emptied_notes = [
+        note for checkpoint in (source, *others) for note in _check_emptied(job, checkpoint)
+    ]
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.
     without_state = without_training_state(source.catalog, job, format)
@@ -392,14 +428,15 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # Collect what the user should know; steps may repeat a note of an earlier one.
     notes = [
         *source.notes,
+        *emptied_notes,
         *copied_notes,
         *form.notes,
         *_nesting_notes(form.catalog, format, is_file=is_file),
     ]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
-    is_new = CONFIG in form.catalog.documents and job.merge is None
-    if is_new and not has_tokenizer((*form.catalog.documents, *carried_of(target))):
+    files = (*form.catalog.documents, *carried_of(form.catalog), *carried_of(target))
+    if CONFIG in form.catalog.documents and job.merge is None and not has_tokenizer(files):
         notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
     modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
@@ -727,6 +764,8 @@ def _describe_lost_files(
     keys = {*carried_of(target).values()} if written else set()
     files = {**carried_of(source.catalog), **dict.fromkeys(form.documents)}
     described = {name for entries in dropped for name in entries.names}
+    # Of a model that becomes Megatron's, the arguments say what the configuration says.
+    described |= {CONFIG} if form.facet(MegatronModel) is not None else set()
     lost = [
         path
         for path, key in files.items()

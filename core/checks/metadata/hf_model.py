@@ -77,7 +77,7 @@ SISTERS = Code(
     "CK540",
     Severity.ERROR,
     "a layer or an expert differs from the others",
-    "copy the checkpoint again, or use an older one",
+    "find out whether its file or config.json is from another model or save",
 )
 
 CODES = (

@@ -116,7 +116,8 @@ def read_data_parallel(
     experts = [read_state_file(store, name) for name in files.experts]
     model = with_experts(model, experts)
     if model.groups is None and all(rank_optim.slices is not None for rank_optim in optim):
-        shapes = {name: array.shape for name, array in model.module.items()} | (layer_shapes or {})
+        shapes = {name: array.shape for name, array in model.module.items()}
+        shapes.update(layer_shapes or {})
         model = replace(model, groups=_list_groups(optim, shapes))
     return read_partitioned(store, [model], optim)
 

@@ -138,7 +138,7 @@ def _model_images(
     # The attributes of the root and of the indexes have places of their own, if they are text and
     # there is an index.
     root = target.attributes.get(model, {})
-    metadata = {**DEFAULT_METADATA, **_texts(root, name_of.values())}
+    metadata = {**DEFAULT_METADATA, **_texts(root, {*name_of.values()})}
     of_index: dict[str, object] = {}
     others: dict[str, Attributes] = {
         ROOT: {name: value for name, value in root.items() if metadata.get(name) is not value}
