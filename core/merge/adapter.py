@@ -152,7 +152,7 @@ def fold_adapter(
         edited |= _edit_vocabulary(edited, n_rows)
         notes.append(
             f"the vocabulary has {n_rows:,} rows, as the adapter's; the tokenizer stays that of "
-            f"{base.label}: give the one of the training with --tokenizer"
+            f"{base.label}: replace its files by those of the training"
         )
 
     # Check everything that is computed now, so that no error comes in the middle of copying.
