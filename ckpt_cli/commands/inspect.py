@@ -69,17 +69,19 @@ A damaged checkpoint is shown as far as it can be read; ``problems``, whose fiel
 is that of the first problem (3; 6 if the system refused to read). If nothing can be read there is
 only an ``error`` object.
 
-A directory that is not a checkpoint but contains some, up to three levels below, is a success; it
-prints them, the newest first::
+A directory that is not a checkpoint but contains some is a success; it prints them, the newest
+first::
 
     {"schema": "ckpt.inspect-list/1", "path": str,
      "checkpoints": [{"path": str, "format": str | null, "title": str | null,
                       "iteration": int | null, "files": int | null, "bytes": int | null,
-                      "modified": str}]}
+                      "modified": str}],
+     "rest": str | null}
 
 ``iteration`` is that in the directory's name, ``modified`` the time (ISO 8601, UTC) of the newest
-file; ``files`` and ``bytes`` are null where there are too many files to count. With KEY or
-``--iteration`` such a directory is an error.
+file; ``files`` and ``bytes`` are null where there are too many files to count. ``rest`` says where
+the search stopped, null if it looked everywhere. With KEY or ``--iteration`` such a directory is an
+error.
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ from ckpt_cli.screen.blocks import (
     table,
     tree_rows,
 )
+from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import default_memory
@@ -176,7 +179,13 @@ def inspect(options: InspectOptions) -> int:
         _print_checkpoint(checkpoint, options)
     finally:
         checkpoint.store.close()
-    return checkpoint.problems[0].exit_code if checkpoint.problems else 0
+    if not checkpoint.problems:
+        return 0
+    # The page is the output; whoever reads errors only sees why the exit code is not 0.
+    sys.stdout.flush()
+    failure = failure_of(checkpoint.problems[0])
+    print(failure.text(screen_of(sys.stderr), is_one_line=True), file=sys.stderr)
+    return failure.exit_code
 
 
 def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
@@ -383,13 +392,25 @@ def _note_lines(screen: Screen, checkpoint: Checkpoint, notes: Iterable[str]) ->
 
 
 def _print_listing(options: InspectOptions) -> None:
-    """Print the checkpoints in a directory that is not one itself."""
-    checkpoints = list_checkpoints(options.path)
+    """Print the checkpoints in a directory that is not one itself.
+
+    Raises:
+        UnsupportedError: there are none.
+    """
+    listing = list_checkpoints(options.path)
+    if not listing.checkpoints:
+        # A root whose tracker names a missing iteration, for example.
+        raise UnsupportedError(
+            "not a checkpoint, and no checkpoint was found below"
+            + (f"; {listing.rest}" if listing.rest else ""),
+            file=str(options.path),
+            hint="point at a directory that holds the files of a checkpoint",
+        )
     if options.json:
-        print(json.dumps(listing_json(options.path, checkpoints)))
+        print(json.dumps(listing_json(options.path, listing)))
         return
     limit = TREE_LIMIT if options.limit is None else options.limit
-    lines = listing_lines(screen_of(sys.stdout), options.path, checkpoints, limit=limit)
+    lines = listing_lines(screen_of(sys.stdout), options.path, listing, limit=limit)
     print_page(lines, None if options.no_pager else pager_of(sys.stdout))
 
 

@@ -103,7 +103,7 @@ def _hints(root: Path) -> Iterator[str]:
         )
         if len(runs) > _MOST_RUNS:
             yield f"… {len(runs) - _MOST_RUNS} more (ckpt inspect {escaped(quote(str(root)))})"
-    elif checkpoints := list_checkpoints(root):
+    elif checkpoints := list_checkpoints(root).checkpoints:
         path = quote(str(checkpoints[0].path))
         yield escaped(f"the newest checkpoint in it: ckpt validate --headers {path}")
 

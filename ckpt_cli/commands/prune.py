@@ -88,7 +88,10 @@ def prune(options: PruneOptions) -> int:
         # On a terminal, the table has been shown before the question.
         for line in lines if options.yes or not has_work else lines[-1:]:
             print(line)
-    return 1 if pruning.newest_valid is None and pruning.iterations else 0
+    if pruning.newest_valid is None and pruning.iterations:
+        print("error: no iteration is known to be valid, so none was removed", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _check_asking(options: PruneOptions) -> None:

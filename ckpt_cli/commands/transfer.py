@@ -107,7 +107,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
     """Return the job that the options describe.
 
     Args:
-        keeps_layout: parallel sizes that are not given stay the source's; otherwise they become 1.
+        keeps_layout: as in ``Job``.
 
     Raises:
         UsageError: the options contradict each other, or a value is invalid.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,13 @@ from ckpt_cli.screen.terminal import Screen, escaped
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from core.opening.listing import ListedCheckpoint
+    from core.opening.listing import Listing
 
 
 def listing_lines(
     screen: Screen,
     root: Path,
-    checkpoints: Sequence[ListedCheckpoint],
+    listing: Listing,
     *,
     limit: int,
     command: str = "ckpt inspect",
@@ -32,6 +32,7 @@ def listing_lines(
         limit: maximum number of checkpoints; 0 for all.
         command: the command, which the path of the checkpoint follows.
     """
+    checkpoints = listing.checkpoints
     count = n_text(len(checkpoints), "checkpoint")
     title = f"{escaped(str(root))}: not a checkpoint, but it contains {count}"
     yield screen.styled(title, "bold")
@@ -62,9 +63,11 @@ def listing_lines(
     if len(shown) < len(checkpoints):
         more = n_text(len(checkpoints) - len(shown), "more checkpoint")
         yield screen.plain(screen.styled(f"… {more}; --limit 0 shows all", "dim"))
+    if listing.rest is not None:
+        yield f"{screen.styled('note:', 'yellow')} {escaped(listing.rest)}"
 
 
-def listing_json(root: Path, checkpoints: Sequence[ListedCheckpoint]) -> dict[str, object]:
+def listing_json(root: Path, listing: Listing) -> dict[str, object]:
     """Return the object of ``--json``; its schema is in ``ckpt_cli.commands.inspect``."""
     return {
         "schema": "ckpt.inspect-list/1",
@@ -81,6 +84,7 @@ def listing_json(root: Path, checkpoints: Sequence[ListedCheckpoint]) -> dict[st
                     timespec="seconds"
                 ),
             }
-            for item in checkpoints
+            for item in listing.checkpoints
         ],
+        "rest": listing.rest,
     }

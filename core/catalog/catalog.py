@@ -47,12 +47,15 @@ class TensorMeta:
         dtype: canonical dtype name (``core.arrays.dtypes``).
         shape: global shape, in elements.
         flexible: a reader may request another shape (the documented ``allow_shape_mismatch``).
+        attributes: what the checkpoint says about the tensor besides (``core.catalog.attributes``);
+            None if nothing. Tensors that differ only in it are equal.
     """
 
     key: str
     dtype: str
     shape: Shape
     flexible: bool = False
+    attributes: Mapping[str, object] | None = field(default=None, compare=False)
 
     @property
     def n_elements(self) -> int:
@@ -246,6 +249,8 @@ class Catalog(Generic[ArrayT_co]):
         optimizer: Megatron's optimizer without its tensors, in the global form.
         aliases: key → key whose bytes it shares (tied tensors).
         unsupported: key → kind of tensor, for tensors that are listed but cannot be copied.
+        attributes: path of a container, "" for the root → what the checkpoint says about it
+            (``core.catalog.attributes``).
         carried: path → key of the hidden uint8 tensor that is the file: configurations and
             tokenizers next to the weights.
         documents: path → bytes of small files that a layout created, to be written next to the
@@ -271,6 +276,7 @@ class Catalog(Generic[ArrayT_co]):
     optimizer: Optimizer | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     carried: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, bytes] = field(default_factory=dict)
     zeros: Mapping[str, Sequence[Box]] = field(default_factory=dict)
@@ -381,7 +387,7 @@ class Catalog(Generic[ArrayT_co]):
         """Return a copy with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def with_hidden(self: Catalog, arrays: Mapping[str, StoredArray]) -> Catalog:
+    def with_hidden(self, arrays: Mapping[str, ArrayT_co]) -> Catalog[ArrayT_co]:
         """Return a copy with more hidden tensors, each of which is one array.
 
         Args:
@@ -391,7 +397,7 @@ class Catalog(Generic[ArrayT_co]):
             return self
         old_fragments_of = self.fragments_of
 
-        def fragments_of(key: str) -> Sequence[Fragment]:
+        def fragments_of(key: str) -> Sequence[Fragment[ArrayT_co]]:
             array = arrays.get(key)
             return old_fragments_of(key) if array is None else (whole_fragment(key, array),)
 

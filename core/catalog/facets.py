@@ -193,15 +193,12 @@ class WeightFileFacts:
     """The facet of weight files (safetensors, Hugging Face's ``pytorch_model.bin``).
 
     Args:
-        metadata: ``__metadata__`` of all safetensors files, without the entries that the format
-            itself interprets.
         stem: beginning of the file names when safetensors are written (``model``); None for the
             default one.
         further_models: stems of further models' files (``model_1``), with which the keys of their
             tensors begin.
     """
 
-    metadata: Mapping[str, str] = field(default_factory=dict)
     stem: str | None = None
     further_models: tuple[str, ...] = ()
 

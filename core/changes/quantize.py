@@ -179,11 +179,11 @@ def dequantize(
         for key in catalog.tensors
         if (match := _ACTIVATION_SCALE.fullmatch(key)) is not None
     }
-    left = {key for key, weight in activations.items() if weight in bare}
+    kept = {key for key, weight in activations.items() if weight in bare}
     removed = {
         *scales_of.values(),
         *(key for weight in integers.values() for key in _row_formats(weight)),
-        *(activations.keys() - left),
+        *(activations.keys() - kept),
     }
 
     @lru_cache(maxsize=_CACHED)
@@ -227,7 +227,7 @@ def dequantize(
     notes = [f"{some_of(bare)}: float8 without scales, unchanged"] if bare else []
     dropped = [key for key in activations if key in removed]
     notes += [f"{some_of(dropped)}: scales of activations, dropped"] if dropped else []
-    notes += [f"{some_of(sorted(left))}: scales of activations, unchanged"] if left else []
+    notes += [f"{some_of(sorted(kept))}: scales of activations, unchanged"] if kept else []
     return QuantizedCatalog(
         result, (*unpacked_keys, *scales_of), tuple(bare), (*unpacked.notes, *notes)
     )

@@ -22,6 +22,11 @@ class Severity(IntEnum):
         return self.name.lower()
 
 
+HOSTILE = ("CK110", "CK601")
+"""Codes of files that would run code or lead out of the checkpoint: nobody should fetch them again.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One result of one check.
@@ -53,9 +58,10 @@ class Finding:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sort key: the worst finding first, then by code and place."""
+        """Sort key: the worst finding first, what would run code before all, by code and place."""
         return (
             -self.severity,
+            self.code not in HOSTILE,
             self.code,
             self.file or "",
             self.span or (0, 0),

@@ -18,7 +18,7 @@ UNREADABLE = Code(
     "CK100",
     Severity.ERROR,
     "the checkpoint cannot be read",
-    "copy the checkpoint again, or use an older one",
+    "mend what the message names, and validate again: little else could be checked",
 )
 
 CODES = (UNREADABLE,)

@@ -37,6 +37,7 @@ from core.manifest.lookup import RecordedManifest, find_manifest
 from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.rules.rules import Rules
 from core.opening.canonical import Canonical, canonical
+from core.opening.config_beside import with_description
 from core.opening.open import FILL, Checkpoint
 from core.opening.pickled_tensors import pickled_tensors
 from core.opening.source_files import list_files
@@ -238,7 +239,7 @@ class Subject:
         with noting_uses() as uses, keeping_pickles(self._torch_files) as pickles:
             try:
                 read = self.format.sample if is_sample and self.format.sample else self.format.read
-                catalog = read(self.store)
+                catalog = with_description(read(self.store), self.path, iteration=self.iteration)
                 self._read = pickles
                 return catalog
             except CheckpointingException as err:

@@ -63,8 +63,8 @@ class Job:
         to: target format; None keeps the source's.
         iteration: iteration of a training root; None for the one that its tracker names.
         topology: parallel sizes to change and to check; None for none.
-        keeps_layout: sizes that ``topology`` does not give stay the source's; otherwise they
-            become 1.
+        keeps_layout: the request is for other parallel sizes, as those of ``reshard``; sizes
+            that ``topology`` does not give stay the source's in any case.
         vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
         config: the ``config.json`` of a model with Hugging Face's names, where the source has none
             of its own; or the one that a Megatron checkpoint was converted from, for what its

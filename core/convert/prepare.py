@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of
-from core.catalog.key_patterns import folded
+from core.catalog.key_patterns import folded, matcher
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
@@ -46,13 +47,19 @@ from core.convert.report.lightning import model_options
 from core.convert.report.load_line import WrittenResult, load_line
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
-from core.convert.target_form import cut_form, safe_form, with_objects_loaded
+from core.convert.target_form import (
+    cut_form,
+    safe_form,
+    settle_attributes,
+    with_folders_beside,
+    with_objects_loaded,
+)
 from core.convert.verify import check_memory
 from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
-from core.formats.huggingface.files import CONFIG, config_of
+from core.formats.huggingface.files import CONFIG, config_of, file_images
 from core.formats.huggingface.tokenizer import has_tokenizer, with_tokenizer
 from core.formats.registry import format_called, formats
 from core.formats.torch.format import load_object
@@ -62,6 +69,8 @@ from core.megatron.model.topology import Topology
 from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
 from core.merge.sources import open_others, with_joined_store
+from core.opening.code_in_pickles import naming_code_first
+from core.opening.numbered_optimizers import with_integer_keys
 from core.opening.objects import (
     KEEP_OBJECTS,
     check_safety,
@@ -70,8 +79,7 @@ from core.opening.objects import (
     state_dict,
 )
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
-from core.opening.source_files import config_of_source, unread_files
-from core.opening.state_above import with_files_above
+from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused
@@ -158,7 +166,7 @@ class Prepared:
         # Collect the arrays of each rank's files.
         arrays: dict[str, set[str]] = {}
         for image in self.images:
-            if image.arrays:
+            if image.arrays and (not is_ranks or "mp_rank_" in image.path):
                 folder = image.path.rpartition("/")[0] if is_ranks else image.path
                 arrays.setdefault(folder, set()).update(
                     placed.array.name for placed in image.arrays
@@ -245,6 +253,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
         drop_missing=job.drop_missing,
+        needs_optimizer=job.optim != "drop",
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
@@ -266,7 +275,13 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             source = with_files_above(source)
         with gc_paused():
             try:
-                prepared = _prepare(job, source, others)
+                # An excluded entry may be the one that would run code.
+                with (
+                    nullcontext()
+                    if job.exclude
+                    else naming_code_first(source.store, uses=source.uses)
+                ):
+                    prepared = _prepare(job, source, others)
             except UnsupportedError as err:
                 # Name the file in errors about an entry of a source that is one file.
                 if err.key is not None and source.store.entry is not None:
@@ -309,6 +324,32 @@ def _compare_copies(source: Checkpoint) -> Checkpoint:
     return replace(source, notes=(*source.notes, note)) if note else source
 
 
+def _check_emptied(job: Job, checkpoint: Checkpoint) -> list[str]:
+    """Return a note on parameters without elements, unless the result would be a broken model.
+
+    Raises:
+        CorruptError: the job merges, or writes a model of Hugging Face.
+    """
+    include = [matcher(glob) for glob in job.include]
+    exclude = [matcher(glob) for glob in job.exclude]
+    emptied = [
+        key
+        for key in find_emptied_parameters(checkpoint.catalog)
+        if (not include or any(matches(key) for matches in include))
+        and not any(matches(key) for matches in exclude)
+    ]
+    if not emptied:
+        return []
+    message = (
+        f"{len(emptied):,} parameters have no elements (shape [0]), such as {emptied[0]}: they "
+        "were saved while ZeRO-3 had divided them among ranks"
+    )
+    is_hf = job.names is not None and job.names.startswith("hf")
+    if job.merge is None and not is_hf and (job.to or "").lower() not in HF_ALIASES:
+        return [f"{message}; {EMPTIED_HINT}"]
+    raise CorruptError(message, file=checkpoint.store.label, key=emptied[0], hint=EMPTIED_HINT)
+
+
 def _check_bucket(job: Job, dst: RemotePath) -> None:
     """Raise if a job cannot write to a URL.
 
@@ -345,12 +386,17 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         CheckpointingException: the job cannot be done.
     """
     format = _choose_format(job, source)
+    emptied_notes = [
+        note for checkpoint in (source, *others) for note in _check_emptied(job, checkpoint)
+    ]
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.
     without_state = without_training_state(source.catalog, job, format)
     source = with_objects_loaded(
         replace(source, catalog=without_state.catalog), exclude=job.exclude
     )
+    if source.format.has_text_keys and not format.has_text_keys:
+        source = replace(source, catalog=with_integer_keys(source.catalog))
     if job.metadata_only:
         return _prepare_links(job, opened, format)
     if job.replicas != "error" and job.tie:
@@ -372,13 +418,17 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         carries_files = format.carries_files and not is_file
         files = with_tokenizer(form.catalog, job.tokenizer, carries_files=carries_files)
         form = replace(form, catalog=files)
+    form = settle_attributes(form, (opened, *others), format, exclude=job.exclude)
     recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
     catalog, target = cut_form(job, recordable, format)
+    if not is_file:
+        catalog, target = with_folders_beside(catalog, target, opened, format)
     copied_notes = check_copied_files(job, opened, catalog)
 
     # Collect what the user should know; steps may repeat a note of an earlier one.
     notes = [
         *source.notes,
+        *emptied_notes,
         *copied_notes,
         *form.notes,
         *_nesting_notes(form.catalog, format, is_file=is_file),
@@ -386,9 +436,12 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
     if CONFIG in form.catalog.documents and not has_tokenizer(
-        (*form.catalog.documents, *carried_of(form.catalog))
+        (*form.catalog.documents, *carried_of(form.catalog), *carried_of(target))
     ):
         notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
+    modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
+    if modules and (job.dtype or job.quantize):
+        notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")
     options = None if format.nests else model_options(form.catalog)
     if options is not None:
         notes.append(f"PyTorch Lightning checkpoint: to write only the model, add {options}")
@@ -398,6 +451,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *_describe_dropped(form.catalog, format, is_file=is_file),
     ]
     dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
+    dropped += _describe_lost_files(opened, form.catalog, target, dropped, is_file=is_file)
 
     # Lay out the files.
     if is_file and not format.nests:
@@ -560,6 +614,15 @@ def _lay_out_files(
     """Lay out the files of the destination under their final paths."""
     assert format.lay_out is not None, "the format is writable"
     images = tuple(format.lay_out(target))
+    if not (format.carries_files or target.write.is_file):
+        beside = file_images(target)
+        if format.partition == "ranks":  # the layout of rank files has the training root already
+            is_release = target.write.is_release or target.iteration is None
+            iteration = RELEASE if is_release else target.iteration
+            beside = [
+                replace(image, path=_iteration_path(image.path, iteration)) for image in beside
+            ]
+        images = (*images, *beside)
     if format.is_mcore or target.facet(FsdpDtensorFacts) is not None:
         images = _in_training_root(images, RELEASE if source.is_release else target.iteration)
     return (replace(images[0], path=dst.name),) if target.write.is_file else images
@@ -586,11 +649,12 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
 
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
-    paths = {name: name for name in linked.files}
+    linked_files = (*linked.files, *carried_of(source.catalog))
+    paths = {name: name for name in linked_files}
     if format.is_mcore:
         iteration = RELEASE if source.is_release else source.iteration
         images = _in_training_root(images, iteration)
-        paths = {name: _iteration_path(name, iteration) for name in linked.files}
+        paths = {name: _iteration_path(name, iteration) for name in linked_files}
     links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
 
     # The plan has no tensors: it only writes the new metadata.
@@ -661,13 +725,10 @@ def _keeps_containers(catalog: Catalog, format: Format, *, is_file: bool) -> boo
 
 def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> list[DroppedEntries]:
     """Describe each entry that the destination cannot store, with the reason."""
-    # Attributes with tensors, and files next to the weights.
+    # Attributes with tensors.
     lines: list[str] = []
     if not (is_model_form(catalog) or _keeps_containers(catalog, format, is_file=is_file)):
         lines += attribute_tensors_left_out(catalog)
-    files = [*carried_of(catalog), *catalog.documents]
-    if files and (is_file or not format.carries_files):
-        lines.append(f"{NOT_CARRIED}: {', '.join(files)}")
     dropped = [*parse_dropped(lines)]
     if format.keeps_objects and (format.nests or not is_file):
         return dropped
@@ -682,6 +743,36 @@ def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> lis
         line = f"{label}: not a tensor, so {format.title} cannot store it"
         dropped.append(DroppedEntries(tuple(keys), f"{format.title} stores only tensors", line))
     return dropped
+
+
+def _describe_lost_files(
+    source: Checkpoint,
+    form: Catalog,
+    target: TargetCatalog,
+    dropped: Sequence[DroppedEntries],
+    *,
+    is_file: bool,
+) -> list[DroppedEntries]:
+    """Describe the files beside the weights, of the source or made, that are not written.
+
+    Args:
+        form: the source's global form.
+        target: the files that are written beside the weights, unless the destination is a file.
+        dropped: what is listed already.
+    """
+    written = {} if is_file else {**carried_of(target), **target.documents}
+    # A tokenizer of Megatron is written under other paths.
+    keys = {*carried_of(target).values()} if written else set()
+    files = {**carried_of(source.catalog), **dict.fromkeys(form.documents)}
+    described = {name for entries in dropped for name in entries.names}
+    # Of a model that becomes Megatron's, the arguments say what the configuration says.
+    described |= {CONFIG} if form.facet(MegatronModel) is not None else set()
+    lost = [
+        path
+        for path, key in files.items()
+        if path not in written and key not in keys and path not in described
+    ]
+    return [*parse_dropped([f"{NOT_CARRIED}: {', '.join(lost)}"])] if lost else []
 
 
 def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:

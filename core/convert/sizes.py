@@ -62,17 +62,14 @@ def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
         format: the format of the destination.
 
     Returns:
-        The sizes of the job. Others stay the source's where they only cut global tensors into
-        shards, or where the job keeps the layout; rank files get 1.
+        The sizes of the job. Others stay the source's; they are 1 if it records none.
 
     Raises:
         UsageError: the parts of the pipeline layout do not divide evenly over the pipeline stages,
             or give another number of model chunks than the job requests.
     """
     is_ranks = format.partition == "ranks"
-    base = Topology()
-    if job.keeps_layout or not is_ranks:
-        base = _source_topology(catalog) or base
+    base = _source_topology(catalog) or Topology()
     change = job.topology or TopologyChange()
     sizes, pipeline = change.sizes, change.pipeline
     # Global tensors have no model chunks; the source's VPP would not fit another PP.

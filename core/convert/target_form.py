@@ -9,20 +9,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from core.catalog.attributes import (
+    as_entries,
+    entry_values,
+    from_entries,
+    lost_attributes,
+    without_any_attributes,
+    without_stale_attributes,
+)
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts, TrainingState
-from core.catalog.key_patterns import listed_keys
+from core.catalog.facets import (
+    HuggingFaceModel,
+    MegatronModel,
+    RankFacts,
+    TorchFileFacts,
+    TrainingState,
+)
+from core.catalog.files_beside import carried_of
+from core.catalog.key_patterns import listed_keys, matcher
 from core.catalog.optimizer_keys import param_of, state_key, state_of
+from core.catalog.stored import PlannedArray, StoredArray
 from core.changes.rename import rename_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
 from core.convert.job import Job
 from core.convert.options import cuts_experts, writes_fsdp_dtensor
-from core.convert.report.dropped import parse_dropped
+from core.convert.report.dropped import DroppedEntries, parse_dropped
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
 from core.formats.format import Format
+from core.formats.huggingface.files import is_tokenizer_file
 from core.formats.torch.format import load_object
 from core.formats.torch.refused import names_importable
 from core.megatron.placement.adapter_rows import to_stored_order
@@ -110,6 +127,78 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
         checked.catalog, write=replace(checked.catalog.write, weights_only=weights_only)
     )
     return replace(form, catalog=catalog, dropped=(*form.dropped, *parse_dropped(checked.dropped)))
+
+
+def settle_attributes(
+    form: GlobalForm, sources: Sequence[Checkpoint], format: Format, *, exclude: Sequence[str] = ()
+) -> GlobalForm:
+    """Give attributes the form that the destination stores, and list those that it cannot.
+
+    Args:
+        form: from ``safe_form``.
+        sources: the opened source; for a merge, all sources.
+        format: the format of the destination.
+        exclude: globs of entries that the user has dropped, with their attributes.
+    """
+    catalog = without_stale_attributes(form.catalog, sources[0].catalog)
+    # Megatron's files, and the state dicts of its models, have the entries that Megatron knows.
+    is_megatron = format.partition == "ranks" or catalog.facet(MegatronModel) is not None
+    if is_megatron or not (format.keeps_attributes or format.keeps_objects):
+        catalog = without_any_attributes(catalog)
+    settled = from_entries(catalog) if format.keeps_attributes else as_entries(catalog)
+    notes = form.notes
+    new = [name for name in entry_values(catalog) if name in settled.objects]
+    if new:
+        pops = "; ".join(f"state_dict.pop({name!r})" for name in new)
+        note = f"metadata and attributes become the {'entries' if new[1:] else 'entry'} "
+        note += " and ".join(new)
+        notes = (*notes, f"{note} (before a strict load_state_dict: {pops})")
+
+    dropped = []
+    matchers = [matcher(pattern) for pattern in exclude]
+    for source in sources:
+        for path, values in lost_attributes(source.catalog, catalog).items():
+            if not any(matches(path) for matches in matchers):
+                owner = "" if source is sources[0] else f" of {source.path.name}"
+                names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
+                reason = "metadata and attributes without a place in the destination"
+                dropped.append(DroppedEntries(names, reason, f"{reason}: {', '.join(names)}"))
+    return replace(form, catalog=settled, notes=notes, dropped=(*form.dropped, *dropped))
+
+
+def with_folders_beside(
+    catalog: Catalog, target: TargetCatalog, source: Checkpoint, format: Format
+) -> tuple[Catalog, TargetCatalog]:
+    """Carry the directories beside Megatron's files into a format that has them, or to the model.
+
+    The tokenizer's files of a Megatron checkpoint are those of the directory itself where the
+    model gets Hugging Face's names.
+
+    Args:
+        catalog, target: from ``cut_form``.
+        source: the opened source.
+    """
+    folders = tuple(f"{folder}/" for folder in source.format.side_folders)
+    is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
+    carried: dict[str, str] = {}
+    for path, key in carried_of(source.catalog).items():
+        if not path.startswith(folders) or not folders:
+            continue
+        name = path.partition("/")[2]
+        if is_hf and is_tokenizer_file(name):
+            carried[name] = key
+        elif not is_hf and (format.side_folders or format.carries_files):
+            carried[path] = key
+    sources: dict[str, StoredArray] = {}
+    planned: dict[str, PlannedArray] = {}
+    for key in carried.values():
+        array = source.catalog.whole_array(key)
+        if key not in catalog.hidden:
+            sources[key] = array
+        if key not in target.hidden:
+            planned[key] = PlannedArray(key, array.dtype, array.shape)
+    target = replace(target, carried={**carried_of(target), **carried})
+    return catalog.with_hidden(sources), target.with_hidden(planned)
 
 
 def keeps_unknown_classes(format: Format) -> bool:

@@ -26,7 +26,8 @@ from core.pickle.inert import (
     TensorLeaf,
     as_mapping,
 )
-from core.pickle.key_text import text_of
+from core.pickle.key_text import class_of_key, text_of
+from core.pickle.nesting import containers, join_path
 
 MAX_PAIRS = 5_000_000
 """Maximum number of pairs to compare; a checkpoint of 10⁵ parameters has about as many."""
@@ -124,6 +125,38 @@ def entry_diffs(
             EntryDiff("…", "changed", f"more than {MAX_FOUND:,} entries", "comparison stopped here")
         )
     return diffs, n_leaves
+
+
+def key_type_diffs(a: object, b: object) -> list[EntryDiff]:
+    """Compare the types of the keys in the dicts around entries: 0 and ``"0"`` give one name.
+
+    Args:
+        a, b: skeletons of the two checkpoints.
+
+    Returns:
+        The entries below keys of different types, at most ``MAX_FOUND``.
+    """
+    keys_a, keys_b = _keys_by_path(a), _keys_by_path(b)
+    return [
+        EntryDiff(path, "changed", f"key {_key_text(key)}", f"key {_key_text(keys_b[path])}")
+        for path, key in keys_a.items()
+        if path in keys_b and class_of_key(key) != class_of_key(keys_b[path])
+    ][:MAX_FOUND]
+
+
+def _keys_by_path(skeleton: object) -> dict[str, object]:
+    """Return the joined path of every entry of a dict around others → its key."""
+    return {
+        join_path((*path, key)): key
+        for path, node in containers({} if skeleton is None else skeleton, once=True)
+        for key in as_mapping(node) or ()
+    }
+
+
+def _key_text(key: object) -> str:
+    """Return a key and its type."""
+    text = _value_text(key) if isinstance(key, (str, int, float)) else text_of(key)
+    return f"{text} ({class_of_key(key)})"
 
 
 def _entry(path: str, a: object, b: object, same_tensors: SameTensors) -> EntryDiff | None:

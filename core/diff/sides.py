@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from core.catalog.attributes import entry_values, from_entries
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.mapping_attributes import VERSIONS, attributes_of
@@ -105,7 +106,7 @@ def _named_like(side: Side, first: Side) -> Side:
     Both must be models of transformers, whose versions name some tensors differently.
     """
     from core.hf import is_hf
-    from core.hf.spelling import name_like
+    from core.hf.tensors.spelling import name_like
 
     if not all(is_hf(each.catalog, config_of_source(each.source)) for each in (side, first)):
         return side
@@ -255,6 +256,7 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     Raises:
         CheckpointingException: a value or a small file cannot be read.
     """
+    catalog = from_entries(catalog)
     result: dict[str, object] = {str(name): value for name, value in (catalog.common or {}).items()}
     for key, item in catalog.objects.items():
         # Modules without a state have an empty extra state, which some formats do not store.
@@ -275,7 +277,8 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
         }
     for path, key in carried_of(catalog).items():
         result[path] = _document(store, path, key)
-    return result
+    # Metadata and attributes get the same entries too.
+    return result | entry_values(catalog)
 
 
 def _number(catalog: Catalog, store: ReadStore, value: object) -> object:

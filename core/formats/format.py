@@ -33,6 +33,8 @@ class Format:
         read: returns the catalog of a store; reads metadata only.
         sample: like ``read``, but opens only one of several files that look alike; None if that is
             no faster for the format.
+        read_weights: like ``read``, without the optimizer, from files that hold the weights beside
+            it; None if no other files do.
         lay_out: returns descriptions of the files to write for a target catalog; pure. None if the
             format is read-only.
         aliases: other names that can be passed to ``--to``.
@@ -49,6 +51,10 @@ class Format:
             tensors inside them. If not, those tensors become separate entries.
         nests: whether nested containers are stored as they are, with tensors and other values
             inside them.
+        has_text_keys: whether the keys of all dicts around entries are text, whatever they were
+            when the checkpoint was saved.
+        keeps_attributes: whether attributes of tensors and containers have a place in the files
+            (``core.catalog.attributes``). If not, they become entries, where objects can be stored.
         records_ties: whether tensors that are equal according to ``Catalog.aliases`` are written
             once, and their other names only recorded.
         has_live_objects: whether torch's own loader turns the format's objects into instances of
@@ -68,6 +74,8 @@ class Format:
             if the format can only be read completely.
         carries_files: whether files next to the weights (``Catalog.carried``,
             ``Catalog.documents``) can be stored.
+        side_folders: names of direct subdirectories that are carried unchanged into other formats
+            with that subdirectory (Megatron's ``tokenizer``).
         own_folders: returns the direct subdirectories that hold files of the checkpoint. A
             checkpoint in any other subdirectory is a separate one, unless ``list_indexed`` names a
             file in it. None if every subdirectory belongs to the checkpoint.
@@ -89,6 +97,8 @@ class Format:
     keeps_objects: bool = True
     has_objects_beside: bool = False
     nests: bool = False
+    has_text_keys: bool = False
+    keeps_attributes: bool = False
     records_ties: bool = False
     has_live_objects: bool = False
     carries_files: bool = False
@@ -97,11 +107,17 @@ class Format:
     adapt: Callable[[Catalog], Catalog] | None = None
     cut_experts: CutExperts | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
+    read_weights: Callable[[ReadStore], Catalog] | None = None
     notes_of: Callable[[TargetCatalog], Sequence[str]] | None = None
     check: Callable[[TargetCatalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None
+    side_folders: tuple[str, ...] = ()
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
+
+
+MEGATRON_FOLDERS = ("tokenizer",)
+"""The directory that Megatron-LM and Megatron-Bridge write into that of an iteration."""
 
 
 def no_folders(store: ReadStore) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ of their own (``core.hf.adapters``).
 
 Models of torchtitan get Hugging Face's names first (``core.hf.torchtitan``).
 
-What versions of transformers call the same tensor is in ``core.hf.spelling``, and whether the
-output layer is the embedding in ``core.hf.ties``.
+What versions of transformers call the same tensor is in ``core.hf.tensors.spelling``, and whether
+the output layer is the embedding in ``core.hf.ties``.
 
 States of an optimizer follow their parameters (``core.hf.optimizer``).
 
@@ -44,6 +44,7 @@ from core.hf.text_model import text_model_of
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import OptimizerTarget, to_megatron
 from core.hf.towers.models import composite_models
+from core.megatron.reshard.from_global import has_megatron_names
 from core.megatron.rules.tables import load_rules
 
 __all__ = [
@@ -69,8 +70,10 @@ def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
     """
     if config is None or not isinstance(config.get("model_type"), str) or catalog.is_rank_local:
         return False
-    layers = (LAYERS, *(wrapper.text + LAYERS for wrapper in load_rules().wrappers))
-    return bool(catalog.tensors) and not any(key.startswith(layers) for key in catalog.tensors)
+    rules = load_rules()
+    layers = (LAYERS, *(wrapper.text + LAYERS for wrapper in rules.wrappers))
+    has_layers = any(key.startswith(layers) for key in catalog.tensors)
+    return bool(catalog.tensors) and not has_layers and not has_megatron_names(catalog, rules)
 
 
 def model_types() -> tuple[str, ...]:

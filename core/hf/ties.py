@@ -20,7 +20,7 @@ from core.catalog.files_beside import with_documents
 from core.changes.rename import rename_entries
 from core.changes.tie import INPUT, OUTPUT, untie
 from core.hf.proof.expected import describe_model
-from core.hf.spelling import match_names
+from core.hf.tensors.spelling import match_names
 from core.hf.values import CONFIG
 
 TIE = "tie_word_embeddings"
@@ -73,8 +73,10 @@ def find_tie_pair(
     (embedding,) = embeddings
     if heads:
         return TiePair(embedding, heads[0])
-    before, _, _ = embedding.partition("model.")
-    return TiePair(embedding, f"{before}lm_head.weight")
+    # The output layer stands beside the trunk: language_model.lm_head, language_model.model.….
+    parts = embedding.split(".")
+    n_outer = parts.index("model") if "model" in parts else 0
+    return TiePair(embedding, ".".join([*parts[:n_outer], "lm_head.weight"]))
 
 
 def is_tied(config: Mapping[str, object], *, has_head: bool) -> bool:
@@ -98,10 +100,13 @@ def is_tied(config: Mapping[str, object], *, has_head: bool) -> bool:
 
 
 def edit_tie(config: Mapping[str, object], *, is_tied: bool) -> dict[str, object]:
-    """Return the entries of a configuration that change when the tie does, with their values."""
+    """Return the entries of a configuration that change when the tie does, with their values.
+
+    The text model of a composite one states it too, as its class may tie by default.
+    """
     edits: dict[str, object] = {TIE: is_tied}
     text = config.get(TEXT_CONFIG)
-    if isinstance(text, Mapping) and TIE in text:
+    if isinstance(text, Mapping):
         edits[TEXT_CONFIG] = {**text, TIE: is_tied}
     return edits
 

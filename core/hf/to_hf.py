@@ -32,6 +32,7 @@ from core.megatron.model.args import fields_of
 
 _EXTRA = "_extra_state"
 _EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
 
 
 def to_hf(
@@ -70,6 +71,13 @@ def to_hf(
     if towers is not None:
         catalog, fields, origin = towers.text, towers.fields, towers.origin
     weights = weights_in(catalog)
+    if _OUTPUT in weights and weights[_OUTPUT].shape[:1] == (1,):
+        raise UnsupportedError(
+            "the model is a critic or reward model: its output layer of one row is a value head, "
+            "and only language models can get Hugging Face's names",
+            key=_OUTPUT,
+            hint="keep Megatron's names: --to safetensors, dcp or torch",
+        )
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))

@@ -195,6 +195,13 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         UnsupportedError: an argument is missing.
         CorruptError: an argument is invalid.
     """
+    if fields.get("noop_layers"):
+        raise UnsupportedError(
+            f"layers {fields['noop_layers']!r:.40} are empty (MindSpeed's argument noop_layers), "
+            "and models of transformers have no such layers",
+            hint="keep Megatron's names: --to safetensors, dcp or torch",
+        )
+
     # Count heads, layers and experts. The limit on layers bounds the work that a damaged argument
     # can cause: every layer has at least one tensor.
     heads, hidden = size_of(fields, "num_attention_heads"), size_of(fields, "hidden_size")

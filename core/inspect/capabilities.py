@@ -40,7 +40,7 @@ from core.formats.torch.nested_names import uses_in
 from core.megatron.model.topology import Topology
 from core.opening.open import Checkpoint
 from core.opening.target import retyped
-from core.pickle.inert import count_values
+from core.pickle.inert import attributes, count_values
 from core.pickle.reader import gc_paused, judge
 from core.plan.match import OVERLAPS_RULE
 from core.plan.plan import make_plan
@@ -121,6 +121,10 @@ _LEAVES_OPTIM_OUT = "the optimizer is left out"
 _HF_NAMES = _Option("with Hugging Face's names: --names hf", {"names": "hf"})
 _DROP_UNKNOWN = _Option(
     "without objects of unknown classes: --drop-unknown", {"drop_unknown": True}
+)
+_VOCABULARY = _Option(
+    "with the size of the vocabulary: --vocab-size N, or --keep-padded-vocab",
+    {"keep_padded_vocab": True},
 )
 _FLOAT32 = _Option("with the weights cast: --dtype float32", {"dtype": ((None, "float32"),)})
 _UNIVERSAL = "deepspeed_universal"
@@ -203,16 +207,17 @@ class _Trials:
         model = self._model
         # Hugging Face's names have none for the optimizer, so it is left out without an option.
         leaves_optim_out = to == _HF and model.has_optimizer
+        needs_layout = (
+            is_cut(format) or to in (_HF, FSDP_DTENSOR) or self._source.format.partition == "ranks"
+        )
         offers = (
             (_NO_OPTIM, model.has_optimizer and not leaves_optim_out),
             (_DEQUANTIZE, model.has_scales),
+            (_VOCABULARY, needs_layout and self._lacks_vocabulary),
             (_HF_NAMES, model.is_hf and format.is_mcore),
             (_FLOAT32, format.adapt is not None),
         )
         options = [option for option, is_useful in offers if is_useful]
-        needs_layout = (
-            is_cut(format) or to in (_HF, FSDP_DTENSOR) or self._source.format.partition == "ranks"
-        )
         # For a model with Hugging Face's names, the planner gives a more precise reason.
         lacks_layout = needs_layout and model.layout_refusal is not None and not model.is_hf
         # DeepSpeed's universal form takes an optimizer under Hugging Face's names, not Megatron's.
@@ -246,6 +251,7 @@ class _Trials:
         options = [
             *([_NO_OPTIM] if self._model.has_optimizer else []),
             *([_DEQUANTIZE] if self._model.has_scales else []),
+            *([_VOCABULARY] if self._lacks_vocabulary else []),
         ]
         job = Job(src=self._source.path, topology=TopologyChange(tp=1), keeps_layout=True)
         if is_cut(own):
@@ -380,6 +386,12 @@ class _Trials:
         if isinstance(result, CheckpointingException):
             raise result
         return result
+
+    @cached_property
+    def _lacks_vocabulary(self) -> bool:
+        """True if the training arguments do not state the vocabulary's size without padding."""
+        fields = attributes(self._source.catalog.args) or {}
+        return bool(fields) and fields.get("vocab_size") is None
 
     @cached_property
     def _has_unknown_classes(self) -> bool:

@@ -28,8 +28,10 @@ from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
+from core.opening.iterations import list_other_iterations
 from core.opening.objects import expect_streams, loaded
 from core.opening.source_files import config_of_source
+from core.opening.unrecognised import listed
 from core.pickle.inert import Global, attributes
 from core.pickle.reader import gc_paused
 from core.quantize.schemes import quantized_weights
@@ -182,6 +184,10 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
             f"opened {n_files - n_unopened:,} of {n_files:,} files, one per pipeline stage and"
             " length; --all opens all"
         )
+    others = list_other_iterations(checkpoint.passed, checkpoint.path)
+    if others:
+        count = "one other iteration" if len(others) == 1 else f"{len(others):,} other iterations"
+        notes.append(f"{count} beside it: {listed([path.name for path in others])}")
     notes += _warn_of_pickles(checkpoint)
 
     # Plan the conversions to find out which are possible; nothing converts a damaged checkpoint.

@@ -5,7 +5,7 @@ Both have the names of transformers, the adapter those of peft (``core.hf.adapte
 with an adapter becomes an encoding (``core.merge.lora``); tensors of ``modules_to_save``, biases
 and saved embeddings of the adapter replace those of the base, also where its vocabulary was resized
 before training. The adapter has the names of modules, the base those of its files
-(``core.hf.spelling``).
+(``core.hf.tensors.spelling``).
 
 An output layer that is tied to the embedding gets a tensor of its own where the adapter changes
 only one of them. The model with the adapter computes so; ``merge_and_unload`` of peft changes both
@@ -31,7 +31,7 @@ from core.changes.tie import aliases_among
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.hf.adapters.peft import Adaptation, Config, check_config, sorted_tensors
-from core.hf.spelling import match_names
+from core.hf.tensors.spelling import match_names
 from core.hf.ties import (
     TEXT_CONFIG,
     TIE,
@@ -123,7 +123,7 @@ def fold_adapter(
 
     # What changes one tensor of a tie, or both differently, makes two of it.
     notes: list[str] = []
-    edits: dict[str, object] = {}
+    edited = dict(config or {})
     changed = {*adaptations, *replacements}
     if tie is not None and is_both and changed & {tie.embedding, tie.head}:
         if _stays_tied(tie, adaptations, replacements, adapter.catalog, store):
@@ -131,7 +131,7 @@ def fold_adapter(
                 del replacements[tie.head]
         else:
             catalog = with_own_head(catalog, tie)
-            edits |= edit_tie(config or {}, is_tied=False)
+            edited |= edit_tie(edited, is_tied=False)
             notes.append(
                 f"the adapter changes only one of {tie.embedding} and {tie.head}, which are tied "
                 f"in the base, or both differently: each is written, and {TIE} is false"
@@ -149,7 +149,7 @@ def fold_adapter(
     catalog = replace(catalog, tensors={**catalog.tensors, **resized})
     if resized:
         n_rows = next(iter(resized.values())).shape[0]
-        edits |= _edit_vocabulary(config or {}, n_rows)
+        edited |= _edit_vocabulary(edited, n_rows)
         notes.append(
             f"the vocabulary has {n_rows:,} rows, as the adapter's; the tokenizer stays that of "
             f"{base.label}: give the one of the training with --tokenizer"
@@ -190,8 +190,8 @@ def fold_adapter(
         return computed(key) if key in changed else catalog.fragments(key)
 
     folded = replace(catalog, fragments_of=fragments_of)
-    if edits and config is not None:
-        folded = with_config(folded, {**config, **edits})
+    if config is not None and edited != config:
+        folded = with_config(folded, edited)
     texts = [
         f"LoRA adapter {adapter.label} folded into {len(adaptations)} weights of {base.label}",
         origin_note(base),
@@ -209,7 +209,7 @@ def _match_base(names: Sequence[str], keys: Collection[str], adapter: Adapter) -
         UnsupportedError: the base lacks a tensor.
     """
     key_of = match_names(names, keys)
-    missing = [name for name in names if name not in key_of]
+    missing = [name for name in dict.fromkeys(names) if name not in key_of]
     if not missing:
         return key_of
     hint = (

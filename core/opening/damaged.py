@@ -20,6 +20,7 @@ from core.errors import (
     UnsafeError,
 )
 from core.files.source_store import SourceStore
+from core.opening.code_in_pickles import raise_if_code
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.pickle.reader import gc_paused, noting_uses
 
@@ -78,6 +79,10 @@ def _salvage(
         if format is not None and format.salvage is not None:
             catalog = format.salvage(store, problems.append)
             problems += _absent_files(store, catalog, {problem.file for problem in problems})
+    try:
+        raise_if_code(store, failure, uses=uses)
+    except UnsafeError as err:
+        problems.append(err)
     unsafe = next((problem for problem in problems if isinstance(problem, UnsafeError)), None)
     if format is None or catalog is None or not (catalog.tensors or catalog.objects) or unsafe:
         store.close()

@@ -6,8 +6,11 @@ Shell completion lists them, so importing this module is cheap.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
-from core.files.source_store import SourceStore
+from core.files.source_store import SourceStore, open_store
 
 ITERATION_DIR = re.compile(
     r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$"
@@ -36,6 +39,24 @@ def all_iteration_dirs(store: SourceStore) -> dict[int, list[str]]:
         elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
             names.setdefault(int(name), []).append(name)
     return names
+
+
+def list_other_iterations(passed: Sequence[Path], taken: Path) -> list[Path]:
+    """Return the iterations beside the one that was chosen, the newest first.
+
+    Args:
+        passed: the directories that were descended through, the outermost first.
+        taken: the checkpoint that was chosen.
+    """
+    others: dict[int, Path] = {}
+    for root in passed:
+        with closing(open_store(root)) as store:
+            others |= {
+                number: root / name
+                for number, name in iteration_dirs(store).items()
+                if not taken.is_relative_to(root / name)
+            }
+    return [others[number] for number in sorted(others, reverse=True)]
 
 
 def removed_name(name: str) -> str:

@@ -17,7 +17,7 @@ from core.formats.format import Format
 from core.formats.registry import sniffed
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, locate_checkpoint, store_of_file
-from core.opening.unrecognised import checkpoints_below, loose_files
+from core.opening.unrecognised import loose_files, search_below
 
 _MOST_FILES = 200_000
 """Maximum number of files whose sizes are looked at; checkpoints after that have no size."""
@@ -43,18 +43,32 @@ class ListedCheckpoint:
     modified: float
 
 
-def list_checkpoints(root: Path) -> list[ListedCheckpoint]:
-    """Return the checkpoints in a directory and at most three levels below, the newest first.
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The checkpoints in a directory that is none itself.
 
-    Hidden directories are skipped, and no more than a thousand are looked at. In a training root
-    each iteration is listed; one that contains the directory it stands for (a Trainer's
+    Args:
+        checkpoints: the newest first.
+        rest: where the search stopped, a clause for people; None if it looked everywhere.
+    """
+
+    checkpoints: tuple[ListedCheckpoint, ...]
+    rest: str | None
+
+
+def list_checkpoints(root: Path) -> Listing:
+    """Return the checkpoints in a directory and below, the newest first.
+
+    Hidden directories are skipped, and the search ends after some time. In a training root each
+    iteration is listed; one that contains the directory it stands for (a Trainer's
     ``checkpoint-2/global_step2``) is one checkpoint.
 
     Raises:
         StorageError: the directory cannot be read.
     """
     with closing(open_store(root)) as store:
-        names = [*loose_files(store, store.files()), *checkpoints_below(store, _has_format)]
+        search = search_below(store, _has_format)
+        names = [*loose_files(store, store.files()), *search.paths]
     # Final weights may have the iterations of their run next to them.
     for name in list(names):
         with closing(open_store(root / name)) as folder:
@@ -72,9 +86,8 @@ def list_checkpoints(root: Path) -> list[ListedCheckpoint]:
         located.add(inner)
         n_left = 0 if item.n_files is None else n_left - item.n_files
         listed.append(item)
-    return sorted(
-        listed, key=lambda item: (-int(item.modified), -(item.iteration or 0), str(item.path))
-    )
+    listed.sort(key=lambda item: (-int(item.modified), -(item.iteration or 0), str(item.path)))
+    return Listing(tuple(listed), search.rest)
 
 
 def _has_format(store: SourceStore) -> bool:
@@ -124,7 +137,7 @@ def runs_below(root: Path) -> list[Path]:
     return list(
         dict.fromkeys(
             item.path.parent
-            for item in list_checkpoints(root)
+            for item in list_checkpoints(root).checkpoints
             if item.iteration is not None and item.path.parent != root
         )
     )

@@ -30,6 +30,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
+from core.catalog.key_patterns import listed_keys
 from core.changes.rename import rename_entries
 from core.errors import UsageError
 from core.formats.torch.tree import keys_of
@@ -103,6 +104,43 @@ def keys_of_numbered(catalog: Catalog) -> list[str]:
     return [optimizer.key for optimizer in _numbered_optimizers(catalog)]
 
 
+def with_integer_keys(catalog: Catalog) -> Catalog:
+    """Make the keys of optimizers' states integers again, in a catalog whose keys are all text.
+
+    The numbers in the groups (``params``) prove what the keys were. A note lists the other dicts
+    whose keys are numbers as text, of which nothing proves it. Names of entries do not change.
+
+    Args:
+        catalog: its objects are loaded.
+    """
+    if catalog.skeleton is None:
+        return catalog
+    skeleton = catalog.skeleton
+    proven = set()
+    for optimizer in _numbered_optimizers(catalog):
+        stored = as_mapping(optimizer.stored) or {}
+        states = as_mapping(stored[_STATE]) or {}
+        numbered: dict[object, object] = {int(str(key)): state for key, state in states.items()}
+        node = rebuild(optimizer.stored, {**stored, _STATE: rebuild(stored[_STATE], numbered)})
+        skeleton = _replaced(skeleton, optimizer.path, node)
+        proven.add((*optimizer.path, _STATE))
+    unproven = [
+        join_path(path) or "the root"
+        for path, node in containers(catalog.skeleton, once=True)
+        if path not in proven and (keys := as_mapping(node)) and all(map(_is_number_text, keys))
+    ]
+    catalog = replace(catalog, skeleton=skeleton)
+    if not unproven:
+        return catalog
+    note = "keys that are numbers stay text, though they may have been integers when saved"
+    return catalog.noted([f"{note}: those of {listed_keys(unproven)}"])
+
+
+def _is_number_text(key: object) -> bool:
+    """Return whether a key is the text of an integer that Python would write the same way."""
+    return isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key
+
+
 def _numbered_optimizers(catalog: Catalog) -> Iterator[NumberedOptimizer]:
     """Yield the state dicts of optimizers in a catalog whose groups list numbers."""
     for path, node in containers({} if catalog.skeleton is None else catalog.skeleton):
@@ -122,8 +160,7 @@ def _numbered_optimizers(catalog: Catalog) -> Iterator[NumberedOptimizer]:
                 group = rebuild(group, {**settings, _PARAMS: params})
             full_groups.append(group)
         by_number: dict[object, object] = {
-            int(key) if isinstance(key, str) and key.isdecimal() else key: state
-            for key, state in states.items()
+            int(str(key)) if _is_number_text(key) else key: state for key, state in states.items()
         }
         value = {**mapping, _STATE: by_number, _GROUPS: full_groups}
         if not is_state_dict(value):

@@ -14,7 +14,10 @@ which contains iterations:
  Orbax                    ``10/``
 =======================  ==================
 
-NeMo 2 saves into the directory ``weights`` below the one that it names after the step.
+NeMo 2 saves into the directory ``weights`` below the one that it names after the step. Frameworks
+of reinforcement learning (verl, SkyRL, RLinf) save a directory for each model, such as ``actor``
+and ``critic``; verl's torch_dist checkpoint is in ``dist_ckpt`` below it, in newer versions in
+``{model,optimizer,extra}/dist_ckpt``. If there is one model only, it is opened.
 
 Megatron and DeepSpeed write a tracker next to them, a file that names the iteration to resume from
 (``latest_checkpointed_iteration.txt``, ``latest``). In a root, the iteration of its tracker is
@@ -33,7 +36,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -43,6 +46,8 @@ from core.errors import (
     CheckpointingException,
     CorruptError,
     MissingShardError,
+    ReplicaMismatchError,
+    UnsafeError,
     UnsupportedError,
     UsageError,
     is_at_or_below,
@@ -51,16 +56,20 @@ from core.files.remote_path import RemotePath, location_of
 from core.files.source_store import SourceStore, open_store
 from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
+from core.formats.dcp.folders import DIST_CKPT
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
-from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below, with_nemo_context
+from core.formats.huggingface.files import files_in_folder, with_files
+from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
-from core.opening.iterations import ITERATION_DIR, iteration_dirs
+from core.opening.code_in_pickles import naming_code_first
+from core.opening.config_beside import HUGGING_FACE, with_description
+from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
 from core.opening.other_software import refuse_other_software
-from core.opening.unrecognised import absent, checkpoints_below, listed, refusal_of
-from core.pickle.reader import gc_paused, noting_uses
+from core.opening.unrecognised import NEAR, Search, absent, listed, refusal_of, search_below
+from core.pickle.reader import gc_paused
 from core.pickle.uses import Use
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -69,10 +78,12 @@ RELEASE = "release"
 
 Megatron then starts at iteration 0 and loads no optimizer.
 """
-NAMING_TRACKERS = ("latest", "latest_universal")
-"""DeepSpeed's trackers, which contain a directory name."""
+NAMING_TRACKERS = ("latest", "latest_universal", "latest_ckpt_global_step.txt")
+"""DeepSpeed's trackers, which contain a directory name, and SkyRL's, which contains a number."""
 ERROR, FILL = MISSING_CHUNKS = ("error", "fill")
 """Treatments of zarr chunks that are not stored; some writers omit those of the fill value."""
+_ROLES = frozenset({"actor", "policy", "critic", "ref"})
+"""Directories of the models of a framework of reinforcement learning, one of which is a run's."""
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
 _WEIGHTS = re.compile(
     r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup"
@@ -88,6 +99,8 @@ _INDEX_FILE = re.compile(
     r"|^manifest\.ocdbt|^config\.json|^model_index\.json)$"
 )
 """Files that describe their directory; opening one opens the directory."""
+_MOST_TRIED = 3
+"""Maximum number of iterations that are tried beside a damaged one."""
 _MAX_DESCENT = 8
 """Maximum number of directories to descend through; a link may lead back to its own directory."""
 
@@ -133,6 +146,7 @@ def open_checkpoint(
     *,
     iteration: int | None = None,
     samples: bool = False,
+    needs_optimizer: bool = True,
     missing_chunks: str = FILL,
     drop_missing: bool = False,
     on_open: Callable[[int], None] | None = None,
@@ -144,6 +158,8 @@ def open_checkpoint(
         iteration: the iteration of a root to open; None for its tracker's, else the newest.
         samples: open only one of several similar files, if the format supports it. The catalog is
             then good for inspecting, not for converting.
+        needs_optimizer: raise if the optimizer cannot be read; False to read the weights from other
+            files then, with a note, if the format has such files.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
         drop_missing: leave out entries that an index lists without data; a note names them.
         on_open: becomes that of the store (``core.files.store.SourceStore``); the caller resets it
@@ -163,19 +179,17 @@ def open_checkpoint(
     store, format = location.store, location.format
     store.on_open = on_open
     try:
-        if location.failure is not None:
-            raise location.failure
-        assert format is not None, "nothing failed, so a format was recognised"
         # Metadata consists of so many small objects that the garbage collector would dominate.
         allowed = leaving_out_missing() if drop_missing else nullcontext(())
-        with noting_uses() as uses, gc_paused(), allowed as left_out:
-            catalog = (
-                format.sample(store)
-                if samples and format.sample is not None
-                else format.read(store)
-            )
-            if catalog.common is not None and location.path.name == WEIGHTS:
-                catalog = _with_context_above(catalog, location.path)
+        with naming_code_first(store) as uses, gc_paused(), allowed as left_out:
+            if location.failure is not None:
+                raise location.failure
+            assert format is not None, "nothing failed, so a format was recognised"
+            read = format.sample if samples and format.sample is not None else format.read
+            catalog = read(store) if needs_optimizer else _read_despite_optimizer(store, format)
+            for folder in format.side_folders if store.entry is None else ():
+                catalog = with_files(catalog, files_in_folder(store, folder))
+            catalog = with_description(catalog, location.path, iteration=location.iteration)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
         if left_out:
             keys = some_of(list(left_out))
@@ -184,6 +198,8 @@ def open_checkpoint(
         store.close()
         if isinstance(err, CheckpointingException):
             _name_iteration(err, path, location.path)
+        if isinstance(err, CorruptError):
+            err.hint = _with_intact_iteration(err.hint, location)
         raise
     # A step that was chosen by its directory's name may have another number in its metadata.
     number = location.iteration if catalog.iteration is None else catalog.iteration
@@ -207,18 +223,32 @@ def open_checkpoint(
     )
 
 
-def _with_context_above(catalog: Catalog, path: Path) -> Catalog:
-    """Return a torch_dist checkpoint with the training arguments of NeMo 2, if it is one of its.
+def _read_despite_optimizer(store: SourceStore, format: Format) -> Catalog:
+    """Read a checkpoint; if that fails, its weights from files that hold them beside the optimizer.
 
-    Args:
-        catalog: the checkpoint.
-        path: its directory, which is called ``weights``.
+    Raises:
+        CheckpointingException: as for ``open_checkpoint``: both fail, or the first one for a reason
+            that concerns the weights as well.
     """
-    above = open_store(path.parent)
     try:
-        return with_nemo_context(catalog, above)
-    finally:
-        above.close()
+        return format.read(store)
+    except (UnsafeError, ReplicaMismatchError):
+        raise
+    except CheckpointingException as err:
+        if format.read_weights is None:
+            raise
+        try:
+            catalog = format.read_weights(store)
+        except UnsupportedError:
+            raise  # the weights cannot be read for a reason of their own
+        except CheckpointingException:
+            raise err from None
+        place = "" if err.file is None else f"{err.file}: "
+        note = (
+            f"the optimizer cannot be read ({place}{err.message}); the weights are those that the "
+            "model's files have in its own precision"
+        )
+        return replace(catalog, notes=(*catalog.notes, note))
 
 
 def _name_iteration(err: CheckpointingException, path: Path, chosen: Path) -> None:
@@ -233,6 +263,22 @@ def _name_iteration(err: CheckpointingException, path: Path, chosen: Path) -> No
         return
     if not any(is_at_or_below(err.file, str(place)) for place in (path, chosen)):
         err.file = f"{chosen.relative_to(path).as_posix()}/{err.file}"
+
+
+def _with_intact_iteration(hint: str | None, location: Located) -> str | None:
+    """Return the hint of an error about a damaged iteration, with one beside it that can be read.
+
+    Args:
+        hint: what else the user can do.
+    """
+    for path in list_other_iterations(location.passed, location.path)[:_MOST_TRIED]:
+        other = locate_checkpoint(path)
+        with closing(other.store), suppress(CheckpointingException), gc_paused():
+            if other.format is not None:
+                other.format.read(other.store)
+                advice = f"use {path}, which can be read"
+                return f"{hint}; or {advice}" if hint else advice
+    return hint
 
 
 def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
@@ -353,8 +399,12 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
     notes = descent.notes
     if below:
         notes = (*notes, f"not read, because they are separate checkpoints: {listed(below)}")
-    # The innermost directory that is named after an iteration gives the number.
-    numbers = map(_iteration_in_name, (store.root, *reversed(passed)))
+    # The innermost directory that is named after an iteration gives the number. The directory of a
+    # model is inside such a one, even if the user pointed at it.
+    inside = [store.root, *reversed(passed)]
+    while len(inside) < _MAX_DESCENT and inside[-1].name in (DIST_CKPT, "model", *_ROLES):
+        inside.append(inside[-1].parent)
+    numbers = map(_iteration_in_name, inside)
     return Located(
         store.root / (store.entry or ""),
         store,
@@ -441,9 +491,8 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
         name = _tracked_name(store, tracker, iterations)
         return root / name, [] if tracker == TRACKER else _unread_weights(store, name)
     if not iterations:
-        # NeMo 2 puts a torch_dist checkpoint below its own directory.
-        is_nemo = has_weights_below(store) and not any(map(_WEIGHTS.search, store.files()))
-        return (root / WEIGHTS if is_nemo else root), []
+        inner = _inner_folder(store)
+        return (root if inner is None else root / inner), _unread_folder(store, inner)
     # Without a tracker the newest iteration is read, unless the root is a checkpoint itself, as the
     # final weights of a Hugging Face run are. Weights next to DeepSpeed's rank files are copies.
     name = iterations[max(iterations)]
@@ -453,6 +502,31 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     if any(map(is_rank_file, store.files(name))):
         return root / name, reasons + _unread_weights(store, name)
     return root, []
+
+
+def _inner_folder(store: SourceStore) -> str | None:
+    """Return the directory below that alone is the checkpoint, as some frameworks save it."""
+    if any(map(_WEIGHTS.search, store.files())):
+        return None
+    if has_weights_below(store):
+        return WEIGHTS
+    folders = store.folders()
+    if DIST_CKPT in folders and store.files(DIST_CKPT):
+        return DIST_CKPT
+    # A directory of several models is no checkpoint; neither is an array that has such a name.
+    roles = [name for name in folders if name in _ROLES]
+    if len(roles) != 1 or _has_format(store):
+        return None
+    with closing(open_store(store.root / roles[0])) as folder:
+        is_model = _inner_folder(folder) is not None or _is_checkpoint(folder)
+    return roles[0] if is_model else None
+
+
+def _unread_folder(store: SourceStore, name: str | None) -> list[str]:
+    """Return a note on weights under Hugging Face's names next to the directory to read."""
+    if name != DIST_CKPT or not any(map(_WEIGHT_FILE.search, store.files(HUGGING_FACE))):
+        return []
+    return [f"read {name}; to read the weights in {HUGGING_FACE} instead, point at that directory"]
 
 
 def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) -> str:
@@ -479,6 +553,8 @@ def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) 
     # DeepSpeed writes the directory's name, Megatron the number of the iteration, or "release".
     if tracker != TRACKER:
         name = check_name(text, found_in=file)
+        if text.isascii() and text.isdigit():  # SkyRL's
+            name = iterations.get(int(text), name)
     elif text == RELEASE:
         name = RELEASE
     elif text.isascii() and text.isdigit():
@@ -525,27 +601,34 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
     try:
         format = sniffed(store)
     except UnsupportedError as err:
-        below = [] if store.entry is not None else checkpoints_below(store, _is_checkpoint)
-        raise refusal_of(store, known=err.hint or "", below=below) from None
+        search = Search(()) if store.entry is not None else search_below(store, _is_checkpoint)
+        raise refusal_of(store, known=err.hint or "", below=search) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
-    below = checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
+    own_folders = format.own_folders(store)
+    search = search_below(store, _is_checkpoint, without=own_folders, most_levels=NEAR)
+    paths = [*search.paths]
     # What the index lists is no separate checkpoint, whatever its folder is called. The index is
     # read only if there is something to decide.
-    if below and format.list_indexed is not None:
+    if paths and format.list_indexed is not None:
         own = {
             place.as_posix()
             for file in format.list_indexed(store)
             for place in (PurePosixPath(file), *PurePosixPath(file).parents)
         }
-        below = [path for path in below if path not in own]
-    return format, below
+        paths = [path for path in paths if path not in own]
+    return format, paths
 
 
 def _is_checkpoint(store: SourceStore) -> bool:
     """Return whether a directory seems to be a checkpoint or a training root."""
     if store.exists(TRACKER) or any(map(store.exists, NAMING_TRACKERS)) or iteration_dirs(store):
         return True
+    return _has_format(store)
+
+
+def _has_format(store: SourceStore) -> bool:
+    """Return whether a format recognises a directory."""
     try:
         sniffed(store)
     except UnsupportedError:

@@ -7,23 +7,32 @@ format, folders. Files and folders of the directories that were descended throug
 except for other iterations, which are checkpoints of their own.
 
 Hugging Face's Trainer keeps ``config.json`` and similar files above DeepSpeed's directory: they are
-carried from there. For the training state above it see ``core.opening.state_above``.
+carried from there. A conversion opens the scheduler and the random states above it together with
+that directory (``with_files_above``), so that the result contains both.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.facets import DcpFacts, TrainingState
 from core.catalog.files_beside import carried_of
 from core.files.json_object import parse_json_object
-from core.files.source_store import SourceStore, open_store
+from core.files.source_store import (
+    JoinedStore,
+    SourceStore,
+    join_stores,
+    joined_prefix,
+    open_store,
+)
 from core.files.store import list_files_below
 from core.files.walk import REPEATED_LINK, Tree, list_tree
 from core.formats.deepspeed.files import FORMATS
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
+from core.formats.trainer.above import with_state_above
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
 
@@ -37,7 +46,8 @@ _BOOKKEEPING = re.compile(
     r"|.*\.index(\..+)?\.json"  # indexes of weights in a second format
     r"|(.*\.)?ckpt-(manifest\.json|objects\.pt)"  # files of this project
     r"|(.*/)?[^/]*\.sync/.*"  # locks of Megatron's zarr backend
-    r"|(.*/)?ocdbt\.process_\d+/.*",  # files of single Orbax processes, before merging
+    r"|(.*/)?ocdbt\.process_\d+/.*"  # files of single Orbax processes, before merging
+    r"|(.*/)?commit_success\.txt",  # Orbax's mark of a finished save
     re.DOTALL,
 )
 _TOOL = re.compile(r"zero_to_\w+\.py")
@@ -189,3 +199,26 @@ def _files_above(source: Checkpoint, *, carried: Collection[str]) -> Iterator[st
             for name in names
             if _BOOKKEEPING.fullmatch(name) is None
         )
+
+
+def with_files_above(source: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the training state above DeepSpeed's directory, if there is any.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    if not source.passed or source.format.name not in FORMATS:
+        return source
+    assert not isinstance(source.store, JoinedStore)
+    above = open_store(source.passed[-1])
+    catalog = with_state_above(
+        source.catalog,
+        above,
+        prefix=joined_prefix(above),
+        folder=source.passed[-1].resolve().name,
+    )
+    if catalog is source.catalog:
+        above.close()
+        return source
+    above.on_open = source.store.on_open
+    return replace(source, store=join_stores(source.store, [above]), catalog=catalog)

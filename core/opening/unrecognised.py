@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from core.errors import (
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
 from core.files.url import hub_download
+from core.files.walk import MAX_DEPTH
 from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.safetensors.header import looks_like_header
 from core.formats.torch.format import SUFFIXES
@@ -29,10 +32,12 @@ CHECKPOINTS_BELOW = "opening.below"
 """Rule of the error for a directory that is no checkpoint, but contains some."""
 _MOST_LISTED = 8
 """Maximum number of paths in a message."""
-_MOST_OPENED = 32
+_MOST_OPENED = 1000
 """Maximum number of files of a directory whose first bytes are read."""
-_MOST_FOLDERS = 1000
-_MOST_LEVELS = 3
+_MOST_FOLDERS = 10_000
+_MOST_SECONDS = 5.0
+NEAR = 3
+"""Levels below a checkpoint in which separate checkpoints are looked for."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """The form of a model's name on the Hugging Face Hub: owner/model."""
 _MOST_NAMES = 10_000
@@ -67,12 +72,12 @@ def _similar_path(path: Path) -> str | None:
     return f"did you mean {near / rest if os.path.lexists(near / rest) else near}?"
 
 
-def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> CheckpointingException:
+def refusal_of(store: SourceStore, *, known: str, below: Search) -> CheckpointingException:
     """Return the error for a directory or file that no format recognises.
 
     Args:
         known: the fallback hint, which lists the formats that are recognised.
-        below: paths of checkpoints in the directories below.
+        below: the checkpoints in the directories below.
 
     Raises:
         StorageError: the directory or file cannot be read.
@@ -82,7 +87,7 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Check
     # Checkpoints in the directory come first: the user probably means one of them.
     files = store.files()
     loose = loose_files(store, files)
-    places = [*loose, *below]
+    places = [*loose, *below.paths]
     hint = (
         f"point at {store.root / places[0]}"
         if len(places) == 1
@@ -98,11 +103,18 @@ def refusal_of(store: SourceStore, *, known: str, below: Sequence[str]) -> Check
         )
         message = f"not a checkpoint directory, but it contains {count}: {listed(loose)}"
         return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
-    if below:
+    if below.paths:
         message = "not a checkpoint directory, but it contains checkpoints"
         return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
     # Otherwise another program's files can explain it.
-    return explain_unrecognised(store, known=known) or UnsupportedError(
+    explained = explain_unrecognised(store, known=known)
+    if explained is None and below.rest is not None:
+        return UnsupportedError(
+            f"not a checkpoint in a known format, and none was found below; {below.rest}",
+            file=store.label,
+            hint="point at a directory further down",
+        )
+    return explained or UnsupportedError(
         "not a checkpoint in a known format", file=store.label, hint=known
     )
 
@@ -121,32 +133,58 @@ def _refusal_of_file(store: SourceStore, file: str, known: str) -> Checkpointing
     )
 
 
-def checkpoints_below(
-    store: SourceStore, is_checkpoint: Callable[[SourceStore], bool], *, without: Sequence[str] = ()
-) -> list[str]:
-    """Search the directories below a directory for checkpoints, and return their relative paths.
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The checkpoints that were found below a directory.
 
-    Hidden directories are skipped. The search, breadth first, ends at a depth of three levels and
-    after a thousand directories. A checkpoint is not searched for others.
+    Args:
+        paths: their paths, relative to the directory.
+        rest: where the search stopped, a clause for people; None if it looked everywhere.
+    """
+
+    paths: Sequence[str]
+    rest: str | None = None
+
+
+def search_below(
+    store: SourceStore,
+    is_checkpoint: Callable[[SourceStore], bool],
+    *,
+    without: Sequence[str] = (),
+    most_levels: int = MAX_DEPTH,
+) -> Search:
+    """Search the directories below a directory for checkpoints, at any depth.
+
+    Hidden directories are skipped, and a checkpoint is not searched for others. The search, breadth
+    first, ends after a number of directories or seconds.
 
     Args:
         is_checkpoint: returns whether a directory is a checkpoint, or a training root with some.
         without: names of directories right below that are not searched.
+        most_levels: levels below the directory; deeper ones are ignored without a word.
     """
     paths: list[str] = []
     waiting = [(name, 1) for name in _visible_folders(store) if name not in without]
-    for path, depth in islice(waiting, _MOST_FOLDERS):  # the loop extends the list
+    end = time.monotonic() + _MOST_SECONDS
+    for number, (path, depth) in enumerate(waiting):  # the loop extends the list
+        if number == _MOST_FOLDERS or time.monotonic() > end:
+            n_left = len(waiting) - number
+            return Search(
+                paths,
+                f"the search stopped after {number:,} directories; {n_left:,} more that it came"
+                f" across were not looked into, from {path} on",
+            )
         with closing(open_store(store.root / path)) as folder:
             try:
                 if is_checkpoint(folder):
                     paths.append(path)
                     continue
                 paths += [f"{path}/{name}" for name in loose_files(folder, folder.files())]
-                if depth < _MOST_LEVELS:
+                if depth < most_levels:
                     waiting += [(f"{path}/{name}", depth + 1) for name in _visible_folders(folder)]
             except CheckpointingException:
                 continue  # the directory cannot be read, and the search is only a service
-    return paths
+    return Search(paths)
 
 
 def _visible_folders(store: SourceStore) -> list[str]:

@@ -224,7 +224,7 @@ def _add_names_of_ranks(contents: Mapping[Position, _CellContent], catalog: Cata
         CheckpointingException: the layout of the model is not supported.
     """
     rules, ranks = load_rules(), ranks_of(catalog)
-    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks, rules)))
     facts = with_v_shape(facts, ranks, rules)
     problems: list[CheckpointingException] = []
     model = merge_ranks(catalog, ranks, facts, rules, report=problems.append)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check
 from core.checks.content.store_checksums import are_files_of_manifest
-from core.checks.finding import Finding, Severity
+from core.checks.finding import HOSTILE, Finding, Severity
 from core.checks.level import Level
 from core.checks.metadata.hf_model import unchecked
 from core.checks.opening import UNREADABLE, is_covered_by_finding
@@ -20,11 +19,10 @@ from core.checks.subject import Subject
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.device.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
-from core.files.source_store import open_store
 from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
-from core.opening.iterations import iteration_dirs
-from core.opening.open import FILL, locate_checkpoint
+from core.opening.iterations import list_other_iterations
+from core.opening.open import FILL, Located, locate_checkpoint
 from core.opening.unrecognised import CHECKPOINTS_BELOW, listed
 from core.pickle.reader import gc_paused
 from core.progress import OnProgress, Phase, count_steps
@@ -142,7 +140,7 @@ def validate(
             passed=location.passed,
             failure=location.failure,
             below=location.below,
-            notes=(*location.notes, *_other_iterations(path, location.path)),
+            notes=(*location.notes, *_other_iterations(location)),
             threads=threads,
             memory_bytes=memory_bytes,
             progress=progress,
@@ -182,20 +180,10 @@ def validate(
         subject.store.close()
 
 
-def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
-    """Return a note on the iterations of a training root that are not checked.
-
-    Args:
-        root: the path that the user gave.
-        taken: the checkpoint that was chosen below it.
-    """
-    if taken == root or not root.is_dir():
-        return ()
-    passed = {taken, *taken.parents}
-    with closing(open_store(root)) as store:
-        names = [
-            name for _, name in sorted(iteration_dirs(store).items()) if root / name not in passed
-        ]
+def _other_iterations(location: Located) -> tuple[str, ...]:
+    """Return a note on the iterations of a training root that are not checked."""
+    others = list_other_iterations(location.passed, location.path)
+    names = [path.name for path in reversed(others)]
     count = "one other iteration was" if len(names) == 1 else f"{len(names)} other iterations were"
     return (f"{count} not checked (use --all-iterations): {listed(names)}",) if names else ()
 
@@ -260,7 +248,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         path=str(subject.path),
         format=format,
         level=subject.level,
-        findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
+        findings=tuple(sorted(_with_hostile_hints(subject), key=lambda finding: finding.order)),
         n_files=len(files),
         n_bytes=sum(files.values()),
         n_tensors=len(form.catalog.tensors) if form is not None and form.is_global else 0,
@@ -275,6 +263,14 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         contains_checkpoints=subject.failure is not None
         and subject.failure.rule == CHECKPOINTS_BELOW,
     )
+
+
+def _with_hostile_hints(subject: Subject) -> Iterator[Finding]:
+    """Yield the findings; those on a hostile file have its hint, not that to fetch it again."""
+    hints = {finding.file: finding.hint for finding in subject.findings if finding.code in HOSTILE}
+    for finding in subject.findings:
+        is_other = finding.file in hints and finding.code not in HOSTILE
+        yield replace(finding, hint=hints[finding.file]) if is_other else finding
 
 
 def _run_check(check: Check, subject: Subject) -> None:

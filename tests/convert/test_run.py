@@ -561,3 +561,19 @@ def test_zarr_with_its_optimizer_becomes_torch_dist_as_inspect_says(
     opened.store.close()
     assert [(entry.is_possible, entry.why) for entry in plain] == [(True, None)]
     assert run(Job(src=src, dst=tmp_path / "out", to="torch_dist", fsync=False)).dropped == ()
+
+
+@pytest.mark.parametrize(
+    "source", ["mcore_legacy/dense_gqa/tp2_pp2", "mcore_torch_dist/dense_gqa/tp2_pp2"]
+)
+def test_rank_files_keep_the_sizes_of_their_source(
+    source: str, golden: Path, tmp_path: Path
+) -> None:
+    """As ``reshard`` does: whoever names no size, or one, does not mean 1 for the others."""
+    run(Job(src=golden / source, dst=tmp_path / "out", to="megatron", fsync=False))
+    assert sorted(path.name for path in (tmp_path / "out").glob("*/*")) == [
+        *("mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"),
+    ]
+    change = TopologyChange(tp=4)
+    run(Job(src=golden / source, dst=tmp_path / "tp4", to="megatron", topology=change, fsync=False))
+    assert len(list((tmp_path / "tp4").glob("*/*"))) == 8

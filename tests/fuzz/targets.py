@@ -29,7 +29,7 @@ from core.formats.huggingface.index import read_index
 from core.formats.mcore.metadata_json import config_of
 from core.formats.ocdbt import nodes as ocdbt_nodes
 from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, UnfoldBudget, ValueLocation
-from core.formats.ocdbt.tree import TREE, leaves_of
+from core.formats.ocdbt.tree import TREE, leaves_of, read_tree
 from core.formats.safetensors import format as safetensors
 from core.formats.torch import format as torch_file
 from core.formats.torch import legacy as torch_legacy
@@ -223,7 +223,8 @@ def _config(data: bytes) -> None:
 
 
 def _tree(data: bytes) -> None:
-    leaves_of(MemoryStore({TREE: data}), "")
+    store = MemoryStore({TREE: data})
+    leaves_of(store, "", read_tree(store, ""))
 
 
 def _manifest(data: bytes) -> None:

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from core.diff.run import DiffJob, diff
 from core.errors import UnsupportedError
-from core.hf.spelling import match_names
+from core.hf.family import family_of
+from core.hf.tensors.spelling import match_names
+from core.hf.ties import find_tie_pair
 from tests.merge.test_adapter import fold
 from tests.merge.test_merge import merge
 from tests.support.rank_files import assert_same_bits
@@ -58,6 +60,33 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize(
+    ("keys", "config", "embedding", "head"),
+    [
+        (["model.embed_tokens.weight"], None, 0, "lm_head.weight"),
+        (["language_model.model.embed_tokens.weight"], None, 0, "language_model.lm_head.weight"),
+        (["model.language_model.embed_tokens.weight"], None, 0, "lm_head.weight"),
+        (["thinker.model.embed_tokens.weight"], None, 0, "thinker.lm_head.weight"),
+        (["wte.weight", "h.0.ln_1.weight"], "gpt2", 0, "lm_head.weight"),
+        (["gpt_neox.embed_in.weight"], "gpt_neox", 0, "embed_out.weight"),
+        (["backbone.embeddings.weight"], "mamba2", 0, "lm_head.weight"),
+        (["model.layers.1.embed_tokens.weight", "model.embed_tokens.weight"], None, 1, ...),
+        (["lm_head.weight"], "llama", "model.embed_tokens.weight", "lm_head.weight"),
+    ],
+)
+def test_embedding_and_output_layer_are_found_in_every_spelling(
+    keys: list[str], config: str | None, embedding: int | str, head: object
+) -> None:
+    pair = find_tie_pair(keys, None if config is None else _config(config))
+    assert pair is not None
+    assert pair.embedding == (keys[embedding] if isinstance(embedding, int) else embedding)
+    assert pair.head == ("lm_head.weight" if head is ... else head)
+
+
+def _config(model_type: str) -> dict[str, object]:
+    return {"model_type": model_type, "architectures": [family_of(model_type).architecture]}
+
+
 @pytest.mark.parametrize(("module", "stored"), SPELLINGS)
 def test_adapters_have_the_names_of_modules_and_bases_those_of_files(
     module: str, stored: str, tmp_path: Path
@@ -68,7 +97,9 @@ def test_adapters_have_the_names_of_modules_and_bases_those_of_files(
     config = {"r": 1, "lora_alpha": 1, "peft_type": "LORA"}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
     name = "base_model.model." + module.removesuffix(".weight")
+    # peft saves the base layers of adapted embeddings and output layers too.
     matrices = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    matrices[f"{name}.base_layer.weight"] = weight
     save_file(matrices, tmp_path / "adapter/adapter_model.safetensors")
     result = load_file(fold(base, tmp_path / "adapter", tmp_path / "out") / "model.safetensors")
     assert_same_bits(result[stored], weight + (b.double() @ a.double()).float(), stored)

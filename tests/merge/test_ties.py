@@ -144,6 +144,31 @@ def test_a_vocabulary_that_was_resized_before_training_is_the_adapters(
     _assert_computes(result, expected, is_tied=is_tied)
 
 
+def test_a_composite_model_states_the_tie_and_the_vocabulary_in_its_text_model_too(
+    tmp_path: Path,
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    name = "language_model.model.embed_tokens.weight"
+    tensors = {name: _random(4, 3, seed=1), "vision_tower.w.weight": _random(2, 2, seed=2)}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    text = {"model_type": "x_text", "vocab_size": 4, "tie_word_embeddings": True}
+    config = {"model_type": "some_vlm", "text_config": text, "vision_config": {}}
+    (base / "config.json").write_text(json.dumps(config))
+    new = {
+        "model.language_model.embed_tokens.weight": _random(6, 3, seed=3),
+        "lm_head.weight": _random(6, 3, seed=4),
+    }
+    result = fold(base, _save_adapter(tmp_path / "adapter", new), tmp_path / "out")
+    stored = tensors_of(result)
+    assert_same_bits(stored[name], new["model.language_model.embed_tokens.weight"], name)
+    head = "language_model.lm_head.weight"
+    assert_same_bits(stored[head], new["lm_head.weight"], head)
+    edited = json.loads((result / "config.json").read_text())
+    assert edited["tie_word_embeddings"] is False
+    assert edited["text_config"] == {**text, "vocab_size": 6, "tie_word_embeddings": False}
+
+
 def test_a_resized_embedding_without_its_output_layer_is_refused(tmp_path: Path) -> None:
     base = _save_model(tmp_path / "base", is_tied=False, stores_head=True)
     changes = {EMBEDDING: _random(ROWS + 6, WIDTH, seed=7)}

@@ -120,3 +120,22 @@ def test_a_tracker_below_the_root_that_leads_nowhere_is_told(run: Path) -> None:
 def test_a_link_that_leads_back_ends(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").symlink_to(tmp_path, target_is_directory=True)
     assert validate(tmp_path).format is None
+
+
+def test_a_damaged_iteration_is_refused_with_one_that_can_be_read(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2"
+    for number in (5, 10, 20):
+        shutil.copytree(source / "iter_0000010", tmp_path / f"run/iter_{number:07d}")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("10")
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    note = "2 other iterations beside it: iter_0000020, iter_0000005"
+    assert note in capsys.readouterr().out
+    for number in (10, 20):
+        (tmp_path / f"run/iter_{number:07d}/mp_rank_01_001/model_optim_rng.pt").unlink()
+    words = ["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "dcp"]
+    assert main(words) == 3
+    intact = f"{tmp_path}/run/iter_0000005"
+    assert f"; or use {intact}, which can be read" in capsys.readouterr().err
+    assert main([words[0], intact, *words[2:]]) == 0

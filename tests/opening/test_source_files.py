@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from core.convert.job import TopologyChange
 from core.convert.prepare import Prepared, prepare
-from core.convert.run import Job
+from core.convert.run import Job, run
 from core.files.store import list_files_below
+from core.merge.request import Merge
 
 FOLDERS = {
     "mcore_legacy/dense_gqa/*": "torch_dist",
@@ -97,7 +100,9 @@ def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(
         inner = before.source.path
         known = listed(before)
     (inner / "states").mkdir()
-    for file in ("scaler.dat", "states/sampler.npy"):
+    (inner / "dataloader_state").mkdir()
+    loader = "dataloader_state/train_dataloader_dprank000.pt"
+    for file in ("scaler.dat", "states/sampler.npy", loader):
         (inner / file).write_bytes(b"?")
     for folder in {path, inner}:
         (folder / "wandb.yaml").write_bytes(b"?")
@@ -105,7 +110,106 @@ def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(
         Job(src=path, dst=tmp_path / "out", to="torch" if name.startswith("tr") else FOLDERS[name])
     ) as after:
         more = {name.removeprefix("source/") for name in listed(after) - known}
-        assert more == {"scaler.dat", "states/sampler.npy", "wandb.yaml"}
+        assert more == {"scaler.dat", "states/sampler.npy", "wandb.yaml", loader}
+
+
+FOLDERS_OF_MODELS = {
+    "1_Pooling/config.json": b"{}",
+    "2_Dense/config.json": b"{}",
+    "2_Dense/model.safetensors": b"\x02\0\0\0\0\0\0\0{}",
+    "additional_chat_templates/tool_use.jinja": b"{{ messages }}",
+    "package/inner/modeling_x.py": b"x = 1",
+    "package/requirements.txt": b"torch",
+}
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+]
+
+
+@pytest.mark.parametrize("form", ["safetensors_single", "safetensors_sharded", "bin_sharded"])
+def test_folders_of_a_model_arrive_under_their_paths(
+    golden: Path, tmp_path: Path, form: str
+) -> None:
+    path = Path(shutil.copytree(golden / "hf/llama" / form, tmp_path / "in"))
+    (path / "modules.json").write_text(json.dumps(MODULES))
+    others = {"onnx/config.json": b"{}", "onnx/model.onnx": b"?"}
+    for name, data in (FOLDERS_OF_MODELS | others).items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    report = run(Job(src=path, dst=tmp_path / "out", to="safetensors"))
+    for name, data in FOLDERS_OF_MODELS.items():
+        assert (tmp_path / "out" / name).read_bytes() == data, name
+    assert not (tmp_path / "out" / "onnx").exists()
+    assert any("onnx/config.json, onnx/model.onnx" in line for line in report.dropped)
+
+    report = run(Job(src=path, dst=tmp_path / "cast", to="safetensors", dtype=((None, "float16"),)))
+    assert any("carried unchanged: 2_Dense/model.safetensors" in note for note in report.notes)
+
+    # A format without a place for them lists each, and so does a file.
+    for to, dst in (("dcp", "out.dcp"), ("torch", "out.pt"), ("safetensors", "out.safetensors")):
+        with prepare(Job(src=path, dst=tmp_path / dst, to=to)) as prepared:
+            assert FOLDERS_OF_MODELS.keys() <= listed(prepared), to
+
+
+def test_a_merge_keeps_the_folders_of_its_first_model(golden: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(golden / "hf/llama/safetensors_single", tmp_path / "in"))
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates/tool_use.jinja").write_bytes(b"{{ messages }}")
+    merge = Merge(method="average", others=(golden / "hf/llama/safetensors_single",))
+    run(Job(src=path, dst=tmp_path / "out", merge=merge))
+    template = tmp_path / "out/additional_chat_templates/tool_use.jinja"
+    assert template.read_bytes() == b"{{ messages }}"
+
+
+TOKENIZER = {"tokenizer/tokenizer.json": b"{}", "tokenizer/tokenizer_config.json": b"{ }"}
+
+
+def with_tokenizer(source: Path, folder: Path) -> Path:
+    """Copy a training root, and add a tokenizer to its iteration, as Megatron-LM saves it."""
+    path = Path(shutil.copytree(source, folder))
+    iteration = next(path.glob("iter_*"))
+    for name, data in TOKENIZER.items():
+        (iteration / name).parent.mkdir(exist_ok=True)
+        (iteration / name).write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch_dist", "zarr", "dcp"])
+@pytest.mark.parametrize(
+    "name",
+    ["mcore_legacy/dense_gqa/tp4_pp1", "mcore_torch_dist/dense_gqa/tp2_pp2", "mcore0121_zarr/*/*"],
+)
+def test_the_tokenizer_of_an_iteration_stays_with_it(
+    golden: Path, tmp_path: Path, name: str, to: str
+) -> None:
+    path = with_tokenizer(next(iter(sorted(golden.glob(name)))), tmp_path / "in")
+    sizes = None if to == "dcp" else TopologyChange(tp=2, pp=1)
+    report = run(Job(src=path, dst=tmp_path / "out", to=to, topology=sizes, optim="drop"))
+    folder = next(iter((tmp_path / "out").glob("iter_*")), tmp_path / "out")
+    for file, data in TOKENIZER.items():
+        assert (folder / file).read_bytes() == data
+    assert not any("tokenizer" in line for line in report.dropped)
+
+
+def test_the_tokenizer_of_an_iteration_becomes_that_of_the_model(
+    golden: Path, tmp_path: Path
+) -> None:
+    path = with_tokenizer(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "in")
+    report = run(Job(src=path, dst=tmp_path / "out", to="hf"))
+    for file, data in TOKENIZER.items():
+        assert (tmp_path / "out" / Path(file).name).read_bytes() == data
+    assert not any("--tokenizer" in note for note in report.notes)
+    with prepare(Job(src=path, dst=tmp_path / "out.pt", to="torch")) as prepared:
+        assert TOKENIZER.keys() <= listed(prepared)
+
+
+def test_links_hold_the_tokenizer_too(golden: Path, tmp_path: Path) -> None:
+    path = with_tokenizer(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "in")
+    run(Job(src=path, dst=tmp_path / "out", metadata_only=True))
+    iteration = next((tmp_path / "out").glob("iter_*"))
+    assert (iteration / "tokenizer/tokenizer.json").read_bytes() == b"{}"
 
 
 def test_files_of_real_trainers_are_named(golden: Path, tmp_path: Path) -> None:

@@ -536,6 +536,14 @@ TABLE = (
     row(DCP, "short metadata", ".metadata", b.cut, ("CK103", ".metadata")),
     row(
         DCP,
+        "metadata that were not renamed",
+        ".metadata",
+        lambda p: p.rename(p.with_name(".metadata.tmp")),
+        ("CK515", ".metadata"),
+        ("CK107", ".metadata.tmp"),
+    ),
+    row(
+        DCP,
         "metadata that name a file outside",
         ".metadata",
         lambda p: p.write_bytes(p.read_bytes().replace(b"__1_0.distcp", b"../_0.distcp")),
@@ -668,14 +676,7 @@ TABLE = (
         b.zeroed,
         ("CK516", "metadata.json"),
     ),
-    row(
-        HEAD,
-        "no .metadata",
-        f"{ITER}/.metadata",
-        Path.unlink,
-        ("CK515", ".metadata"),
-        ("CK512", f"../{TRACKER}"),
-    ),
+    row(HEAD, "no .metadata", f"{ITER}/.metadata", Path.unlink, ("CK101", ".metadata")),
     row(OLD, "no common state", f"{ITER}/common.pt", Path.unlink, ("CK101", "common.pt")),
     row(
         OLD,

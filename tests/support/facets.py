@@ -18,6 +18,7 @@ _FACTS = (
         "optimizer",
         "aliases",
         "unsupported",
+        "attributes",
         "carried",
         "documents",
         "zeros",

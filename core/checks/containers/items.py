@@ -34,7 +34,7 @@ UNFIT = Code(
     "CK208",
     Severity.ERROR,
     "a stored item cannot be located",
-    "copy the checkpoint again, or use an older one",
+    "copy this file again, with .metadata: one of them is damaged or from another save",
     Level.HEADERS,
 )
 
@@ -42,7 +42,7 @@ OBJECT = Code(
     "CK209",
     Severity.ERROR,
     "a stored object cannot be read",
-    "copy the checkpoint again, or use an older one",
+    "leave the object out with --exclude, or copy its file again",
     Level.HEADERS,
 )
 

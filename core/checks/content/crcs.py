@@ -22,11 +22,27 @@ from core.checks.subject import Subject
 from core.errors import TruncatedError
 from core.formats.zarr.fill import fill_of
 
-_AGAIN = "copy the checkpoint again, or use an older one"
-
-WRONG_CRC = Code("CK701", Severity.ERROR, "checksum mismatch", _AGAIN, Level.DEEP)
-UNDECODED = Code("CK702", Severity.ERROR, "an array cannot be decoded", _AGAIN, Level.DEEP)
-UNREAD = Code("CK703", Severity.ERROR, "bytes cannot be read", _AGAIN, Level.DEEP)
+WRONG_CRC = Code(
+    "CK701",
+    Severity.ERROR,
+    "checksum mismatch",
+    "copy this file again: its bytes have changed since it was saved",
+    Level.DEEP,
+)
+UNDECODED = Code(
+    "CK702",
+    Severity.ERROR,
+    "an array cannot be decoded",
+    "copy this file again: its compressed bytes are damaged",
+    Level.DEEP,
+)
+UNREAD = Code(
+    "CK703",
+    Severity.ERROR,
+    "bytes cannot be read",
+    "check the disk and the permissions, then run the command again",
+    Level.DEEP,
+)
 UNPROVEN = Code(
     "CK704",
     Severity.NOTE,

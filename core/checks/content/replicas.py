@@ -45,6 +45,14 @@ UNCOMPARED = Code(
 
 CODES = (DIFFERENT, UNCOMPARED)
 
+_OWN_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+"""Buffers of BatchNorm, which each rank computes from its own batches unless SyncBatchNorm is used.
+"""
+_OWN_HINT = (
+    "no action needed: FSDP and DDP leave each rank its own statistics of BatchNorm; a conversion"
+    " takes those of the first rank with --on-replica-mismatch first"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Replicas:
@@ -143,6 +151,7 @@ def _compare_replicas(
                 yield UNCOMPARED.finding(err.message, key=replicas.key, file=file, rank=rank)
             continue
         if difference is not None:
+            is_own = replicas.key.rpartition(".")[2] in _OWN_STATISTICS
             yield DIFFERENT.finding(
                 f"{difference.n_different} of {replicas.box.n_elements} elements differ from the"
                 f" replica in {_file(primary)}, the first at index {difference.index}",
@@ -151,6 +160,8 @@ def _compare_replicas(
                 rank=rank,
                 expected=f"{difference.first} as in {_rank(primary) or _file(primary)}",
                 found=difference.other,
+                severity=Severity.NOTE if is_own else None,
+                hint=_OWN_HINT if is_own else None,
             )
 
 

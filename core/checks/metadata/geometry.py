@@ -1,5 +1,7 @@
 """CK20x: check that the chunks of every tensor tile it, and that each chunk is stored in a file.
 
+CK210 reports parameters without elements, which are complete in the eyes of every format.
+
 Chunks come from the metadata: DCP's ``.metadata``, the grids of zarr, the slices that DeepSpeed's
 ranks record. If ``.metadata`` cannot be read completely, its valid part is checked, so that damage
 to one tensor does not hide damage to another.
@@ -16,11 +18,13 @@ from collections.abc import Iterator, Sequence
 from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
 from core.catalog.catalog import Fragment, TensorMeta
+from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnsafeError
+from core.formats.deepspeed.files import is_rank_file
 
 _AGAIN = "use another checkpoint: this one was not written properly, or was edited"
 GAP = Code("CK201", Severity.ERROR, "part of a tensor is not covered by any chunk", _AGAIN)
@@ -34,8 +38,11 @@ TWICE = Code(
 )
 NO_ITEM = Code("CK205", Severity.ERROR, "a chunk or an object is not stored in any file", _AGAIN)
 ENTRY = Code("CK206", Severity.ERROR, "invalid metadata entry", _AGAIN)
+EMPTIED = Code(
+    "CK210", Severity.ERROR, "a parameter is empty: it was saved in parts (ZeRO-3)", EMPTIED_HINT
+)
 
-CODES = (GAP, OVERLAP, BOUNDS, TWICE, NO_ITEM, ENTRY)
+CODES = (GAP, OVERLAP, BOUNDS, TWICE, NO_ITEM, ENTRY, EMPTIED)
 
 _BY_RULE = {
     "dcp.out_of_bounds": BOUNDS,
@@ -54,6 +61,20 @@ def report_invalid_entries(subject: Subject) -> Iterator[Finding]:
         # File names that lead outside are reported by file (CK110).
         if code is not None and not isinstance(err, UnsafeError):
             yield code.finding(err.message, file=err.file, key=err.key, span=err.span)
+
+
+def check_emptied(subject: Subject) -> Iterator[Finding]:
+    """Report tensors of shape [0] in the places of parameters (CK210)."""
+    catalog, entry = subject.salvaged.catalog, subject.store.entry
+    if catalog is None or catalog.is_rank_local or (entry is not None and is_rank_file(entry)):
+        return  # the files of ZeRO-3's ranks have them, beside their parts
+    for key in find_emptied_parameters(catalog):
+        yield EMPTIED.finding(
+            "the parameter has no elements: it was saved while ZeRO-3 had divided it among ranks",
+            key=key,
+            expected="a parameter",
+            found="shape (0,)",
+        )
 
 
 def check_tiling(subject: Subject) -> Iterator[Finding]:
@@ -156,4 +177,4 @@ def _file_of(fragments: Sequence[Fragment], box: Box) -> str | None:
     return None
 
 
-CHECKS = (Check(report_invalid_entries), Check(check_tiling))
+CHECKS = (Check(report_invalid_entries), Check(check_tiling), Check(check_emptied))

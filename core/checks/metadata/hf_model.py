@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from operator import attrgetter
 
-from core.catalog.facets import WeightFileFacts
+from core.catalog.attributes import ROOT
 from core.catalog.stored import StoredArray
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
@@ -77,7 +77,7 @@ SISTERS = Code(
     "CK540",
     Severity.ERROR,
     "a layer or an expert differs from the others",
-    "copy the checkpoint again, or use an older one",
+    "find out whether its file or config.json is from another model or save",
 )
 
 CODES = (
@@ -213,8 +213,7 @@ def _read_comparable_config(subject: Subject) -> Mapping[str, object] | None:
     if catalog is None or not is_read or store.entry not in (None, *_ALONE):
         return None
     # Files of other frameworks (format "mlx") and of adapters have names of their own.
-    facts = catalog.facet(WeightFileFacts)
-    is_torch = facts is None or facts.metadata.get("format", "pt") == "pt"
+    is_torch = catalog.attributes.get(ROOT, {}).get("format", "pt") == "pt"
     if not is_torch or not all(_LOADED.fullmatch(name) for name in _weight_files(subject)):
         return None
     try:

@@ -183,7 +183,7 @@ def _vocabulary_tensors(subject: Subject, model: Understood) -> Iterator[tuple[s
     for name, shape in model.shapes.items():
         tensor = model.held.get(name)
         rule = subject.rules.rule_of(name) if tensor is None else tensor.rule
-        if rule.kind == "vocab" and shape:
+        if shape and rule.for_shape(shape).kind == "vocab":
             yield name, shape[0]
 
 

@@ -28,7 +28,7 @@ from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import SourceStore, open_store
 from core.formats.dcp.rank_metadata import RANK_METADATA
 from core.formats.dcp.reading.data_files import METADATA
-from core.formats.dcp.reading.stored_metadata import metadata_files
+from core.formats.dcp.reading.stored_metadata import explain_missing_metadata, metadata_files
 from core.formats.mcore.common_state import COMMON_FILE
 from core.formats.mcore.metadata_json import CONFIG, config_of
 from core.formats.mcore.objects import COMMON_OBJECT
@@ -95,7 +95,8 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
     if subject.format.name in ("dcp", "torch_dist"):
         yield from _check_metadata_files(subject, backend)
     if CONFIG not in files and _is_megatron_core(subject):
-        yield _incomplete(CONFIG, "Megatron", found="no such file")
+        message = f"{CONFIG} is missing; Megatron writes it last, so the save was not completed"
+        yield UNFINISHED.finding(message, file=CONFIG, expected=CONFIG, found="no such file")
     if backend is not None:
         yield from _check_common_state(subject, backend)
 
@@ -133,10 +134,9 @@ def _check_metadata_files(subject: Subject, backend: object) -> Iterator[Finding
     has_items = any("/" not in name and name.endswith(".distcp") for name in files)
     for name in metadata_files(subject.store):
         if name not in files and (has_items or backend == "torch_dist" or name != METADATA):
-            is_temporary = f"{name}.tmp" in files
-            yield _incomplete(
-                name, "torch", found="unfinished, .metadata.tmp" if is_temporary else "no such file"
-            )
+            message, hint, is_complete = explain_missing_metadata(name, subject.store)
+            code = MISSING if is_complete else UNFINISHED
+            yield code.finding(message, file=name, expected=name, found="no such file", hint=hint)
 
 
 def _is_megatron_core(subject: Subject) -> bool:
@@ -146,12 +146,6 @@ def _is_megatron_core(subject: Subject) -> bool:
         catalog = subject.salvaged.catalog
         return catalog is not None and COMMON_OBJECT in catalog.objects
     return subject.format.name in ("torch_dist", "zarr") and COMMON_FILE in subject.files
-
-
-def _incomplete(name: str, software: str, *, found: str) -> Finding:
-    """Build the finding for a missing file that the software writes last."""
-    message = f"{name} is missing; {software} writes it last, so the save was not completed"
-    return UNFINISHED.finding(message, file=name, expected=name, found=found)
 
 
 def check_trackers(subject: Subject) -> Iterator[Finding]:

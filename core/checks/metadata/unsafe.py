@@ -186,15 +186,28 @@ def _uses_in_objects(
 def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
     """Yield (file, first byte, size in bytes, object name) of everything that may hold a pickle."""
     # Bare pickles by name; ``.metadata`` only if it has not been read for the catalog.
-    for name, size in subject.files.items():
-        is_read = name == _METADATA and subject.salvaged.catalog is not None
-        if not is_read and _is_bare_pickle(name, size) and size > 0:
-            yield name, 0, size, None
-    # Files of ``torch.save``, and objects with streams of their own.
-    for name in torch_files(subject, or_others=True):
-        size = subject.files[name]
-        if not _is_bare_pickle(name, size):
-            yield name, 0, size, None
+    is_read = subject.salvaged.catalog is not None
+    names = {
+        name: None
+        for name, size in subject.files.items()
+        if size and _is_bare_pickle(name, size) and not (is_read and name == _METADATA)
+    }
+    # Files of ``torch.save``, objects with streams of their own, and files that are not what their
+    # names say.
+    names |= dict.fromkeys(
+        name
+        for name in torch_files(subject, or_others=True)
+        if not _is_bare_pickle(name, subject.files[name])
+    )
+    failed = None if subject.failure is None else subject.failure.file
+    findings = [finding for finding in subject.findings if finding.severity == Severity.ERROR]
+    names |= dict.fromkeys(
+        name
+        for name in (failed, *(finding.file for finding in findings))
+        if name is not None and subject.files.get(name)
+    )
+    for name in names:
+        yield name, 0, subject.files[name], None
     yield from _object_streams(subject)
 
 

@@ -44,7 +44,9 @@ from core.formats.torch.format import load_object
 from core.formats.torch.object_tensors import with_array_tensors
 from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
 from core.megatron.extras.float8_weights import dequantize_rank_weights
+from core.megatron.model.cut import without_unused_wrapper
 from core.megatron.reshard.reshard import load_rules
+from core.opening.config_beside import lacks_arguments
 from core.opening.numbered_optimizers import with_parameter_names
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
@@ -96,6 +98,7 @@ def global_form(
     names, model_type = parse_names(job)
     check_source_sizes(job, catalog)
     unread = unread_files(replace(source, catalog=catalog))
+    is_described = job.config is not None and lacks_arguments(catalog)
     catalog, config = read_config(job, catalog, source)
     if job.text_model:
         text = text_model_of(catalog, config)
@@ -112,6 +115,7 @@ def global_form(
         config=config,
         config_document=config_document(catalog, source),
         family=None if job.family is None else read_family(job.family),
+        is_described=is_described,
         comes_from_hf=is_hf(catalog, config),
         is_peft=is_peft(catalog, source.store),
         is_restacked=format.is_mcore and job.stacking is not None,
@@ -144,5 +148,6 @@ def global_form(
         step = unshard_if_needed(request, catalog, source)
         build = form_as_hf if request.becomes_hf else form_with_own_names
         form = build(request, step)
+    form = replace(form, catalog=without_unused_wrapper(form.catalog, rules))
     files = (*without_state.dropped, *([unread_entries(unread)] if unread else []))
     return replace(form, notes=(*notes, *form.notes), dropped=(*files, *form.dropped))

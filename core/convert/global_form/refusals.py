@@ -29,7 +29,8 @@ def check_request(request: FormRequest, catalog: Catalog) -> None:
     is_named = request.comes_from_hf or is_megatron(catalog, rules)
 
     # --config describes a model with Hugging Face's names; other sources do not need it.
-    if job.config is not None and not request.comes_from_hf and not _is_origin(request, catalog):
+    takes_config = request.comes_from_hf or request.is_described or _is_origin(request, catalog)
+    if job.config is not None and not takes_config:
         _refuse_config(request, catalog)
     if job.family is not None and not (request.becomes_hf or request.becomes_megatron):
         raise UsageError(
@@ -148,7 +149,7 @@ def refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
     if has_megatron_names(catalog, rules):
         raise UnsupportedError(
             "the tensors have Megatron's names, but the checkpoint has no training arguments "
-            f"(args), which describe the model and its layout; a {CONFIG} cannot replace them",
-            hint="use a checkpoint of the run that has them, or keep the names: "
-            "--to safetensors, dcp or torch",
+            "(args), which describe the model and its layout",
+            hint=f"give the {CONFIG} of the same model at Hugging Face with --config FILE, or keep "
+            "the names: --to safetensors, dcp or torch",
         )

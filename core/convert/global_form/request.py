@@ -21,7 +21,9 @@ from core.files.store import translate_os_errors
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_document_of
 from core.formats.trainer.proven_names import MODEL, ParameterOrder, parse_order
+from core.hf.family import read_family
 from core.megatron.reshard.reshard import Rules
+from core.opening.config_beside import lacks_arguments, with_config_arguments
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source
 
@@ -42,6 +44,7 @@ class FormRequest:
         config: the parsed ``config.json`` of the source, or None.
         config_document: content of the file of ``--config`` or of the source's ``config.json``.
         family: the model's family as ``--family`` describes it, or None.
+        is_described: the training arguments of the source come from ``--config``.
         comes_from_hf: the source's tensors have Hugging Face's names.
         is_peft: the source is an adapter that peft wrote.
         is_restacked: ``core.megatron.reshard.to_torch_dist`` is to stack or unstack the layers.
@@ -56,6 +59,7 @@ class FormRequest:
     config: Mapping[str, object] | None
     config_document: bytes | None
     family: Family | None
+    is_described: bool
     comes_from_hf: bool
     is_peft: bool
     is_restacked: bool
@@ -127,6 +131,7 @@ def read_config(
     Raises:
         UsageError: both ``--config`` and the source have one.
         CorruptError: the file is not valid JSON.
+        UnsupportedError: it is to describe a Megatron model, and is of no supported family.
     """
     if job.config is None:
         return catalog, config_of_source(source)
@@ -138,7 +143,14 @@ def read_config(
         )
     with translate_os_errors(str(job.config), doing="read"):
         data = job.config.read_bytes()
-    return with_documents(catalog, {CONFIG: data}), parse_json_object(data, file=str(job.config))
+    config = parse_json_object(data, file=str(job.config))
+    # The tensors of a Megatron model without arguments are described by the configuration alone.
+    if lacks_arguments(catalog) and isinstance(config.get("model_type"), str):
+        family = None if job.family is None else read_family(job.family)
+        catalog = with_config_arguments(
+            catalog, data, file=str(job.config), iteration=source.iteration, family=family
+        )
+    return with_documents(catalog, {CONFIG: data}), config
 
 
 def config_document(catalog: Catalog, source: Checkpoint) -> bytes | None:

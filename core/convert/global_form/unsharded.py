@@ -31,6 +31,7 @@ from core.megatron.model.args import with_vocab_size
 from core.megatron.optimizer.sharded.write import sharding_of, wanted_sharding
 from core.megatron.placement.expert_kind import with_expert_kind
 from core.megatron.placement.implementation import with_implementation
+from core.megatron.reshard.from_global import OUTER_PREFIXES, prefix_of
 from core.megatron.reshard.reshard import is_megatron, unshard
 from core.megatron.rules.experts import OPTION as EXPERTS
 from core.opening.open import Checkpoint
@@ -116,6 +117,9 @@ def _needs_global_form(request: FormRequest, catalog: Catalog) -> bool:
     if not format.is_mcore:
         return False
     if not is_mcore(catalog):
+        return True
+    # Megatron's training script does not load NeMo's names, which begin with "module.".
+    if prefix_of(catalog, request.rules).startswith(OUTER_PREFIXES):
         return True
     # Each of Megatron's formats has its own form of distributed optimizers.
     return (

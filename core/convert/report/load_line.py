@@ -44,6 +44,8 @@ from core.hf.adapters.to_peft import is_adapter
 from core.hf.config_json.origin import ARGUMENT as HUGGING_FACE
 from core.hf.towers.models import composite_models
 from core.megatron.extras.common_state import RNG
+from core.megatron.extras.schedule import ENTRY as SCHEDULE
+from core.megatron.extras.schedule import OVERRIDE, is_constant_schedule
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.hybrid import NAMES as PATTERNS
 from core.megatron.model.pipeline import Pipeline, layout_text
@@ -51,7 +53,8 @@ from core.megatron.model.pipeline_args import v_options
 from core.megatron.model.topology import Topology
 from core.megatron.rules.tables import load_rules
 from core.opening.open import RELEASE, TRACKER
-from core.pickle.inert import as_mapping
+from core.pickle.inert import Global, as_mapping
+from core.pickle.names import globals_of
 
 _CKPT_FORMATS = {
     "megatron": "torch",
@@ -62,6 +65,7 @@ _CKPT_FORMATS = {
 """Format → value of Megatron's ``--ckpt-format``."""
 _CAUSAL = "ForCausalLM"
 _NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")
+_WINDOWS_PATH = Global("pathlib", "WindowsPath")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,8 @@ def load_line(result: WrittenResult) -> str:
 def _has_towers(target: TargetCatalog) -> bool:
     """Return True if a model of Megatron-Bridge has towers beside its text model."""
     layers = tuple(f"{wrapper.text}decoder." for wrapper in load_rules().wrappers)
-    return any(key.startswith(layers) for key in target.tensors)
+    is_llava = any(key.startswith("vision_projection.") for key in target.tensors)
+    return not is_llava and any(key.startswith(layers) for key in target.tensors)
 
 
 def _library_call(result: WrittenResult) -> str:
@@ -113,8 +118,12 @@ def _library_call(result: WrittenResult) -> str:
         return _safetensors_call(result)
     if name == "torch":
         file = dst if result.target.write.is_file else _quoted(result.dst / result.images[0].path)
-        is_safe = result.target.write.weights_only or not any(refused(result.target.skeleton))
-        return f"torch.load({file}, weights_only={is_safe})"
+        objects = [] if result.target.write.weights_only else refused(result.target.skeleton)
+        line = f"torch.load({file}, weights_only={not objects})"
+        # Python refuses to make the paths of another system.
+        if any(_WINDOWS_PATH in globals_of(value) for _, value in objects):
+            return f"{line} on Windows; elsewhere convert again with --weights-only"
+        return line
     if name in ("dcp", "torch_dist"):  # without Megatron's arguments, torch_dist is a DCP
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
         folder = _quoted(result.dst / metadata.parent)
@@ -201,6 +210,8 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
         return
     if not any(map(is_optimizer_key, (*target.tensors, *target.objects))):
         yield "--no-load-optim"
+    elif is_constant_schedule((target.common or {}).get(SCHEDULE)):
+        yield OVERRIDE
     if not _has_random_states(target):
         yield "--no-load-rng"
 

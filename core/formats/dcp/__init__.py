@@ -4,5 +4,5 @@ Start at ``format`` and ``torch_dist``. ``metadata`` reads ``.metadata`` into th
 ``columns``; ``items`` lays out ``.distcp`` files; ``zstd_streams`` and ``safetensors_items`` handle
 the other encodings that torch has written.
 Imports: arrays, catalog, errors, files, formats, formats.dcp.reading, formats.dcp.writing,
-formats.mcore, formats.safetensors, formats.torch, formats.trainer, pickle.
+formats.mcore, formats.safetensors, formats.torch, formats.trainer, megatron.extras, pickle.
 """

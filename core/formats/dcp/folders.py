@@ -1,4 +1,4 @@
-"""One save in several DCP directories: accelerate stores model and optimizer separately.
+"""One save in several DCP directories: accelerate and verl store model and optimizer separately.
 
 On disk (``Accelerator.save_state`` and transformers' Trainer, with FSDP and sharded state dicts)::
 
@@ -9,6 +9,14 @@ On disk (``Accelerator.save_state`` and transformers' Trainer, with FSDP and sha
     ├── pytorch_model_fsdp_1/    a second model, its entries again under "model"
     └── scheduler.bin  random_states_0.pkl …    not part of the DCP
 
+verl writes torch_dist checkpoints (``core.formats.dcp.torch_dist``), each with a common state::
+
+    actor/
+    ├── model/dist_ckpt/         unless the weights are in model/huggingface
+    ├── optimizer/dist_ckpt/     and the scheduler
+    ├── extra/dist_ckpt/         random states
+    └── model/huggingface/  transformer_config.json  ckpt_contents.json
+
 They are read as one checkpoint: entries keep their names, except that those of the second model and
 optimizer begin with ``model_1`` and ``optimizer_1``. Names of item files are relative to the parent
 directory.
@@ -16,7 +24,8 @@ directory.
 Not supported: one file per rank without DCP (``use_dcp=False``).
 
 Source: accelerate 1.15.0 ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``),
-whose directories are pinned in tests/golden (``accelerate/fsdp2_dp2``).
+whose directories are pinned in tests/golden (``accelerate/fsdp2_dp2``); verl 1dda039b
+``utils/checkpoint/megatron_checkpoint_manager.py``.
 """
 
 from __future__ import annotations
@@ -35,16 +44,33 @@ if TYPE_CHECKING:
 
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d{1,4})")
 _MODEL = "pytorch_model_fsdp"
+DIST_CKPT = "dist_ckpt"
+"""Directory of a torch_dist checkpoint of verl."""
+_PARTS = ("model", "optimizer", "extra")
 
 
 def dcp_folders(store: ReadStore) -> tuple[str, ...]:
     """Return the directories of one checkpoint, models first; () without a model's directory."""
+    parts = torch_dist_folders(store)
+    if parts:
+        return parts
     matches = [match for match in map(_FOLDER.fullmatch, store.folders()) if match is not None]
     if not any(match[1] == _MODEL for match in matches):
         return ()
     return tuple(
         match[0] for match in sorted(matches, key=lambda match: (match[1] != _MODEL, int(match[2])))
     )
+
+
+def torch_dist_folders(store: ReadStore) -> tuple[str, ...]:
+    """Return verl's directories of one torch_dist checkpoint, the model's first; () if it is none.
+
+    An optimizer's or a random state's directory alone is not a model's checkpoint.
+    """
+    names = store.folders()
+    parts = [f"{part}/{DIST_CKPT}" for part in _PARTS if part in names]
+    parts = [folder for folder in parts if store.files(folder)]
+    return tuple(parts) if len(parts) > 1 else ()
 
 
 def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMetadata:
@@ -75,9 +101,8 @@ def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMet
 def _as_seen_from_parent(metadata: DcpMetadata, folder: str) -> DcpMetadata:
     """Return the metadata of a directory with keys and file names as seen from its parent."""
     match = _FOLDER.fullmatch(folder)
-    assert match is not None, "only such directories are joined"
     # accelerate names the entries of every model "model"; the number keeps them distinct.
-    suffix = "" if int(match[2]) == 0 else f"_{int(match[2])}"
+    suffix = "" if match is None or int(match[2]) == 0 else f"_{int(match[2])}"
 
     def renamed(key: str) -> str:
         first, dot, rest = key.partition(".")

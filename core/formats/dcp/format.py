@@ -79,7 +79,7 @@ from core.formats.dcp.reading.stored_metadata import (
 from core.formats.dcp.reading.wrapped_tensors import with_parts
 from core.formats.dcp.writing.key_paths import paths_of
 from core.formats.dcp.writing.metadata_image import metadata_image
-from core.formats.format import Format
+from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.mcore.metadata_json import CONFIG
 from core.formats.mcore.objects import COMMON_OBJECT
 from core.formats.torch.refused import aside_notes, loadable
@@ -197,6 +197,8 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    has_text_keys=True,
+    side_folders=MEGATRON_FOLDERS,
     aliases=("torch_dcp", "fsdp_dtensor"),
     partition="as_stored",
     salvage=salvage,

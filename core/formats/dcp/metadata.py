@@ -70,9 +70,8 @@ from core.formats.dcp.records import (
 )
 from core.formats.missing_entries import report_missing
 from core.pickle.inert import Global
-from core.pickle.names import dangerous_uses
 from core.pickle.reader import gc_paused, judge, note_uses, noting_uses
-from core.pickle.uses import Use, uses_in_tree
+from core.pickle.uses import Use
 
 __all__ = [
     "ChunkRow",
@@ -333,18 +332,12 @@ class _ColumnBuilder:
 
     Raises:
         CorruptError: the pickle is not a Metadata.
-        UnsafeError: the pickle calls something dangerous instead.
     """
 
     def __init__(self, root: object, *, report: Report = raising) -> None:
         self._report = report
         if type(root) is not RootRecord:
             class_name = getattr(root, "class_name", type(root).__name__)
-            if dangerous_uses(uses_in_tree(root)):
-                raise UnsafeError(
-                    f"not checkpoint metadata: the pickle would run {class_name} when it is loaded",
-                    hint="do not load it with any other program; find out who wrote it",
-                )
             hint = _hint_of(class_name)
             kind = CorruptError if hint is None else UnsupportedError
             raise kind(f"the pickle is a {class_name}, not DCP's Metadata", hint=hint)

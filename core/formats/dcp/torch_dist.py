@@ -29,6 +29,9 @@ Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metad
 them: Megatron uses them only to skip planning in the first save after a load, and plans again if
 they are missing.
 
+verl stores model, optimizer and random states in separate directories, which are read as one
+checkpoint (``core.formats.dcp.folders``).
+
 Not supported: ``sharded_backend: zarr`` (another format), versions of the backend other than 1.
 
 Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/golden
@@ -39,7 +42,7 @@ Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
@@ -54,13 +57,21 @@ from core.errors import (
     UnsupportedError,
 )
 from core.formats.dcp import format as dcp
+from core.formats.dcp.folders import joined, torch_dist_folders
 from core.formats.dcp.items import ItemLayout, lay_out_items
+from core.formats.dcp.metadata import DcpMetadata
 from core.formats.dcp.plans import PlanRow, TensorData
 from core.formats.dcp.reading.catalog import catalog_of
-from core.formats.dcp.reading.data_files import METADATA
-from core.formats.dcp.reading.stored_metadata import list_indexed, metadata_of
+from core.formats.dcp.reading.data_files import METADATA, check_files
+from core.formats.dcp.reading.stored_metadata import (
+    folders_of,
+    list_indexed,
+    metadata_in,
+    metadata_of,
+)
+from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.dcp.writing.metadata_image import metadata_image
-from core.formats.format import Format
+from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
     common_image,
@@ -78,6 +89,8 @@ from core.formats.mcore.metadata_json import (
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.mcore.run_config import with_run_config
 from core.formats.torch.format import load_object
+from core.megatron.extras.common_state import CONTENT
+from core.pickle.inert import as_mapping
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -93,10 +106,13 @@ def sniff(store: ReadStore) -> bool:
 
     * a ``metadata.json`` that names this backend;
     * DCP files next to a ``metadata.json`` that is damaged or names another backend;
-    * ``.metadata`` next to a ``common.pt``.
+    * ``.metadata`` next to a ``common.pt``;
+    * verl's directories (``core.formats.dcp.folders``).
     """
     if store.entry is not None:
         return False
+    if torch_dist_folders(store) and folders_of(store):
+        return True
     # A damaged metadata.json still shows that Megatron wrote the directory.
     try:
         has_backend = names_backend(store)
@@ -120,30 +136,93 @@ def read(store: ReadStore) -> Catalog:
             that is not supported.
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
+    folders = folders_of(store)
+    if folders:
+        return _read_folders(store, folders)
     check_version(store, backend=_BACKEND)
     store.expect_headers(name for name in (METADATA, COMMON_FILE) if store.exists(name))
     metadata = metadata_of(store)
+    common = _read_common(store, metadata)
+    catalog = catalog_of(metadata, format="torch_dist", without=common.objects)
+    catalog = with_common_state(catalog.with_hidden(common.arrays), common.value, file=store.label)
+    catalog = with_run_config(catalog, store)
+    return catalog.with_facet(TorchDistFacts(common.dialect, metadata.mcore_data))
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """The common state of a directory: its value and the tensors inside, and where it is stored.
+
+    Args:
+        objects: key of the object that stores it; () for a file.
+    """
+
+    value: object
+    arrays: Mapping[str, StoredArray]
+    dialect: str
+    objects: tuple[str, ...] = ()
+
+
+def _read_common(store: ReadStore, metadata: DcpMetadata, *, folder: str = "") -> _Common:
+    """Read the common state: a file or, in the newest dialect, an object, which is no entry then.
+
+    Raises:
+        CorruptError: there are both, or it is malformed.
+        MissingShardError: there is neither.
+    """
     has_object = COMMON_OBJECT in metadata.objects
-    catalog = catalog_of(metadata, format="torch_dist")
-    # The common state is a file or, in the newest dialect, an object, which is no entry then.
-    if store.exists(COMMON_FILE):
-        value, arrays = read_common_file(store)
+    if store.exists(folder + COMMON_FILE):
+        value, arrays = read_common_file(store, folder + COMMON_FILE)
         if has_object:
             raise CorruptError(f"both {COMMON_FILE} and {COMMON_OBJECT} exist", file=store.label)
-        dialect = "common_pt" if metadata.mcore_data is None else "0.12"
-    elif has_object:
-        value, arrays = _common_of_object(store, catalog)
-        catalog = catalog_of(metadata, format="torch_dist", without=(COMMON_OBJECT,))
-        dialect = "common_object"
-    else:
-        raise MissingShardError(
-            f"both {COMMON_FILE} and the object {COMMON_OBJECT} are missing",
-            file=store.label,
-            hint="copy the checkpoint again, with all its files",
+        return _Common(value, arrays, "common_pt" if metadata.mcore_data is None else "0.12")
+    if has_object:
+        value, arrays = _common_of_object(store, catalog_of(metadata, format="torch_dist"))
+        return _Common(value, arrays, "common_object", (COMMON_OBJECT,))
+    raise MissingShardError(
+        f"both {folder}{COMMON_FILE} and the object {COMMON_OBJECT} are missing",
+        file=store.label,
+        hint="copy the checkpoint again, with all its files",
+    )
+
+
+def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
+    """Read verl's separate directories of model, optimizer and random states as one checkpoint.
+
+    Raises:
+        UnsupportedError: two directories contain an entry with the same name.
+    """
+    parts: list[tuple[str, DcpMetadata]] = []
+    entries: dict[object, object] = {}
+    arrays: dict[str, StoredArray] = {}
+    dialects = []
+    for folder in folders:
+        check_version(store, backend=_BACKEND, folder=f"{folder}/")
+        metadata = metadata_in(store, folder)
+        common = _read_common(store, joined([(folder, metadata)], store), folder=f"{folder}/")
+        for name, value in (as_mapping(common.value) or {}).items():
+            if entries.setdefault(name, value) != value and name != CONTENT:
+                raise UnsupportedError(
+                    f"the common states of {folders[0]} and {folder} differ in {name!r:.80}",
+                    file=store.label,
+                    hint="pass one of these directories as the source",
+                )
+        arrays |= common.arrays
+        dialects.append(common.dialect)
+        kept = {key: item for key, item in metadata.objects.items() if key != COMMON_OBJECT}
+        parts.append((folder, replace(metadata, objects=kept)))
+    metadata = joined(parts, store)
+    check_files(store, metadata)
+    catalog = catalog_of(with_raw_files(store, metadata), format="torch_dist")
+    catalog = with_common_state(catalog.with_hidden(arrays), entries, file=store.label)
+    notes = [
+        f"{', '.join(folders)} are read as one checkpoint (verl loads only separate directories)"
+    ]
+    if not folders[0].startswith("model/"):
+        notes.append(
+            "the weights are not in it, but in model/huggingface: point there to read them"
         )
-    catalog = with_common_state(catalog.with_hidden(arrays), value, file=store.label)
-    catalog = with_run_config(catalog, store)
-    return catalog.with_facet(TorchDistFacts(dialect, metadata.mcore_data))
+    return catalog.with_facet(TorchDistFacts(dialects[0], metadata.mcore_data)).noted(notes)
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
@@ -158,15 +237,21 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         CorruptError, UnsupportedError, UnsafeError: nothing of ``.metadata`` can be read.
     """
     catalog = replace(dcp.salvage(store, report), format="torch_dist")
+    common: dict[object, object] = {}
     try:
-        if store.exists(COMMON_FILE):
-            value, arrays = read_common_file(store)
-        elif COMMON_OBJECT in catalog.objects:
-            value, arrays = _common_of_object(store, catalog)
-        else:
+        for folder in torch_dist_folders(store) or ("",):
+            file = f"{folder}/{COMMON_FILE}".lstrip("/")
+            if store.exists(file):
+                value, arrays = read_common_file(store, file)
+            elif COMMON_OBJECT in catalog.objects:
+                value, arrays = _common_of_object(store, catalog)
+            else:
+                continue
+            common |= as_mapping(value) or {}
+            catalog = catalog.with_hidden(arrays)
+        if not common:
             return catalog
-        catalog = with_common_state(catalog.with_hidden(arrays), value, file=store.label)
-        return with_run_config(catalog, store)
+        return with_run_config(with_common_state(catalog, common, file=store.label), store)
     except CheckpointingException as err:
         report(err.breaking("dcp.common"))
         return catalog
@@ -265,6 +350,8 @@ def _plans_of_ranks(target: TargetCatalog, layout: ItemLayout) -> list[list[Plan
 def _own_folders(store: ReadStore) -> Sequence[str]:
     """Return the subdirectories that belong to the checkpoint; none if ``.metadata`` exists."""
     # Without it another backend may have written the checkpoint, with a directory per tensor.
+    if folders_of(store):
+        return [folder.partition("/")[0] for folder in folders_of(store)]
     return () if store.exists(METADATA) else store.folders()
 
 
@@ -274,6 +361,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    side_folders=MEGATRON_FOLDERS,
     partition="as_stored",
     salvage=salvage,
     is_mcore=True,

@@ -4,5 +4,5 @@ Start at ``format``, then ``partition`` (where each part of a parameter is store
 ``model_parallel`` joins pipeline stages and tensor-parallel ranks, ``universal`` is the format that
 DeepSpeed converts to.
 Imports: arrays, catalog, errors, files, formats, formats.deepspeed.model_parallel, formats.torch,
-pickle.
+megatron.optimizer, pickle.
 """

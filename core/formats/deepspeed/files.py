@@ -25,7 +25,7 @@ Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -127,14 +127,17 @@ def parse_zero_name(name: str) -> ZeroFileName | None:
     return None
 
 
-def model_parallel_ranks(store: ReadStore) -> Sequence[int]:
+def model_parallel_ranks(store: ReadStore, *, needs_optimizer: bool = True) -> Sequence[int]:
     """Return the numbers of the model-parallel ranks that have files.
+
+    Args:
+        needs_optimizer: the states of the optimizer are to be read, too.
 
     Raises:
         UnsupportedError: an offload is not supported.
         MissingShardError: a rank has no files.
     """
-    if _OFFLOADED in store.folders():
+    if needs_optimizer and _OFFLOADED in store.folders():
         raise UnsupportedError(
             "optimizer states that were offloaded to NVMe are not supported",
             file=_OFFLOADED,
@@ -202,8 +205,7 @@ def rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
             file=store.label,
             hint="remove the older files (compare their modification times)",
         )
-    experts = [match for name in names if (match := _EXPERT.match(name))]
-    experts.sort(key=lambda match: (int(match["layer"] or -1), int(match["expert"])))
+    experts = expert_files(names)
     expert_optim = {
         int(match["rank"]): name for name in names if (match := _EXPERT_OPTIM.match(name))
     }
@@ -219,9 +221,16 @@ def rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
         model,
         _complete(zero_models),
         _complete(optim),
-        tuple(match[0] for match in experts),
+        experts,
         _complete(expert_optim),
     )
+
+
+def expert_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the files of single experts among some names, by layer and number."""
+    matches = [match for name in names if (match := _EXPERT.match(name))]
+    matches.sort(key=lambda match: (int(match["layer"] or -1), int(match["expert"])))
+    return tuple(match[0] for match in matches)
 
 
 def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ from core.formats.deepspeed.files import (
     rank_files,
 )
 from core.formats.deepspeed.model_parallel.grid import recorded_size
-from core.formats.deepspeed.model_parallel.read import read_model_parallel
+from core.formats.deepspeed.model_parallel.read import read_model_files, read_model_parallel
 from core.formats.deepspeed.model_states import iteration_of, parse_model_states, version_of
 from core.formats.deepspeed.partitioned import read_data_parallel
 from core.formats.deepspeed.runs import tensor_of_array
@@ -83,6 +83,9 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.partitioned import PartitionedStates
 
 _UNIVERSAL = "zero"
+_NUMBERED = (
+    "ZeRO-0 stores numbers instead of names for the optimizer's parameters; the state keeps them"
+)
 
 
 def sniff(store: ReadStore) -> bool:
@@ -118,6 +121,18 @@ def read(store: ReadStore) -> Catalog:
     return _catalog_of(partitioned)
 
 
+def read_weights(store: ReadStore) -> Catalog:
+    """Read the catalog of the weights in the model's own files, in their own precision.
+
+    Raises:
+        MissingShardError: a file is missing, or these are files of ZeRO-3, which have no weights.
+        CorruptError, UnsupportedError, UnsafeError: as for ``read``.
+    """
+    ranks = model_parallel_ranks(store, needs_optimizer=False)
+    partitioned = read_model_files(store, ranks, layer_files(store), keeps_optimizer=False)
+    return _catalog_of(partitioned)
+
+
 def _catalog_of(partitioned: PartitionedStates) -> Catalog:
     """Return the catalog of what the files of all data-parallel ranks contain."""
     model = partitioned.model
@@ -130,14 +145,22 @@ def _catalog_of(partitioned: PartitionedStates) -> Catalog:
     )
     if partitioned.extras:
         tree[EXTRAS] = {name: WholeObject(value) for name, value in partitioned.extras.items()}
-    catalog = assemble_catalog(
-        tree, format="deepspeed", version=version_of(model), files=[model.state, partitioned.state]
-    )
+    notes = list(partitioned.notes)
+    if partitioned.optimizers:
+        trees = partitioned.optimizers
+        tree[OPTIMIZER] = (
+            trees[0]
+            if len(trees) == 1
+            else {f"model_parallel_rank_{rank}": item for rank, item in enumerate(trees)}
+        )
+        notes.append(_NUMBERED)
+    files = [model.state, partitioned.state, *partitioned.files]
+    catalog = assemble_catalog(tree, format="deepspeed", version=version_of(model), files=files)
     catalog = replace(
         catalog,
         iteration=iteration_of(model),
         aliases=partitioned.aliases,
-        notes=tuple(partitioned.notes),
+        notes=tuple(notes),
         dropped=tuple(partitioned.dropped),
     ).with_facet(partitioned.facts)
     return catalog if partitioned.copies is None else catalog.with_facet(partitioned.copies)
@@ -187,10 +210,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
         )
     elif optimizer is not None:
         tree[OPTIMIZER] = spread(optimizer, model.state)
-        notes.append(
-            "ZeRO-0 stores numbers instead of names for the optimizer's parameters; the state "
-            "keeps them"
-        )
+        notes.append(_NUMBERED)
     dp = model.state.root.get("dp_world_size")
     catalog = assemble_catalog(
         tree, format="deepspeed", version=version_of(model), files=[model.state, *expert_optim]
@@ -205,6 +225,7 @@ FORMAT = Format(
     title="DeepSpeed ZeRO",
     sniff=sniff,
     read=read,
+    read_weights=read_weights,
     lay_out=None,
     own_folders=no_folders,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from core.catalog.facets import WeightCopies
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.files import ZeroRankFiles
     from core.formats.deepspeed.model_states import ModelStates
     from core.formats.deepspeed.optim_states import OptimStates
-    from core.formats.deepspeed.partition import CutParameters
+    from core.formats.deepspeed.partition import CutParameters, Shapes
     from core.formats.deepspeed.runs import UnkeyedTensor
     from core.formats.deepspeed.state_file import StateFile
 
@@ -56,6 +57,9 @@ class PartitionedStates:
         extras: parameter → how tensor parallelism cut it, as a universal checkpoint records it.
         copies: the model's weights in its own precision, beside their masters; None in ZeRO-3.
         masters_of: returns where the master weights of a trained parameter are stored.
+        optimizers: the optimizer's state dicts as trees, by model-parallel rank, where no masters
+            are stored (``core.formats.deepspeed.tree.spread``).
+        files: further files that contain tensors of ``optimizers``.
     """
 
     model: ModelStates
@@ -72,10 +76,17 @@ class PartitionedStates:
     extras: Mapping[str, object] = field(default_factory=dict)
     copies: WeightCopies | None = None
     masters_of: Callable[[str], list[StoredRun]] = lambda name: []
+    optimizers: Sequence[object] = ()
+    files: Sequence[StateFile] = ()
 
 
-def read_data_parallel(store: ReadStore, files: ZeroRankFiles) -> PartitionedStates | None:
+def read_data_parallel(
+    store: ReadStore, files: ZeroRankFiles, layer_shapes: Shapes | None = None
+) -> PartitionedStates | None:
     """Return what the files of a model-parallel rank contain; None without optimizer files.
+
+    Args:
+        layer_shapes: name → shape of what a pipeline's files of layers contain; None for none.
 
     Raises:
         MissingShardError: a rank's file is missing.
@@ -103,7 +114,52 @@ def read_data_parallel(store: ReadStore, files: ZeroRankFiles) -> PartitionedSta
         )
     model = parse_model_states(read_state_file(store, files.model))
     experts = [read_state_file(store, name) for name in files.experts]
-    return read_partitioned(store, [with_experts(model, experts)], optim)
+    model = with_experts(model, experts)
+    if model.groups is None and all(rank_optim.slices is not None for rank_optim in optim):
+        shapes = {name: array.shape for name, array in model.module.items()}
+        shapes.update(layer_shapes or {})
+        model = replace(model, groups=_list_groups(optim, shapes))
+    return read_partitioned(store, [model], optim)
+
+
+def _list_groups(optim: Sequence[OptimStates], shapes: Shapes) -> list[Shapes]:
+    """Return the parameters of each group in the order of their recorded positions.
+
+    ``BF16_Optimizer`` partitions the masters without ZeRO too (stage 0), but only ZeRO records
+    ``param_shapes``.
+
+    Args:
+        shapes: name → shape in the files of the model.
+
+    Raises:
+        CorruptError: the model's files lack a parameter, or have another number of elements.
+    """
+    groups: list[Shapes] = []
+    for number in range(len(optim[0].fp32)):
+        sizes: dict[str, int] = {}
+        for rank_optim in optim:
+            recorded = (rank_optim.slices or ())[number]
+            for name, (_, n) in sorted(recorded.items(), key=lambda item: item[1]):
+                sizes[name] = sizes.get(name, 0) + n
+        group = {}
+        for name, n in sizes.items():
+            candidates = {shapes[name]} if name in shapes else set()
+            if name.startswith("tied_modules."):  # the file of a layer has its own names
+                short = name.split(".", 2)[-1]
+                candidates = {
+                    shape
+                    for other, shape in shapes.items()
+                    if other.partition(".")[2] == short and prod(shape) == n
+                }
+            if len(candidates) != 1 or prod(*candidates) != n:
+                raise optim[0].state.corrupt(
+                    f"param_slice_mappings records {n} elements of the parameter, but the model's "
+                    f"files have shape {next(iter(candidates), None)}",
+                    key=name,
+                )
+            group[name] = candidates.pop()
+        groups.append(group)
+    return groups
 
 
 def read_partitioned(
@@ -173,12 +229,11 @@ def _frozen_notes(model: ModelStates, weights: Mapping[str, UnkeyedTensor]) -> l
     if not narrow:
         return []
     dtype = weights[narrow[0]].dtype
-    return [
-        (
-            f"frozen parameters have no float32 master weights, they are {dtype}: "
-            f"{some_of(narrow)} (--dtype fp32 makes all weights float32)"
-        )
-    ]
+    note = (
+        f"frozen parameters have no float32 master weights, they are {dtype}: {some_of(narrow)} "
+        "(--dtype fp32 makes all weights float32)"
+    )
+    return [note]
 
 
 def pair_copies(

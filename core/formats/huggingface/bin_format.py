@@ -50,8 +50,8 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.formats.format import Format, no_folders
-from core.formats.huggingface.files import with_carried
+from core.formats.format import Format
+from core.formats.huggingface.files import module_folders, with_carried
 from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
 from core.formats.missing_entries import report_missing
 from core.formats.torch.format import SUFFIXES, catalog_of, parse
@@ -144,6 +144,8 @@ def read(store: ReadStore) -> Catalog:
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
+    if shards is not None and shards.index is not None:
+        catalog = replace(catalog, attributes=shards.index.attributes)
     facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
     stem = "model" if stem.startswith("pytorch_model") else stem
     return catalog.with_facet(replace(facts, stem=stem))
@@ -447,6 +449,6 @@ FORMAT = Format(
     salvage=salvage,
     lay_out=None,
     has_live_objects=True,
-    own_folders=no_folders,
+    own_folders=module_folders,
     list_indexed=list_indexed,
 )

@@ -11,8 +11,14 @@ They are *carried*: a written directory contains them byte for byte. They are ne
 content of the file, and ``Catalog.carried`` maps its path to that tensor's key.
 ``Catalog.documents`` maps paths to the content of small files that this project created.
 
+Subdirectories are carried as a whole: those of small files alone (code, chat templates), and those
+of the modules of sentence-transformers, with weights of their own, which ``modules.json`` names::
+
+    modules.json  1_Pooling/config.json  2_Dense/{config.json, model.safetensors}
+    additional_chat_templates/tool.jinja  package/modeling_x.py
+
 Not carried: weights and their indexes, manifests and object files of this project, hidden files,
-files in subdirectories.
+subdirectories with other files.
 
 Source: transformers 5.23 and huggingface_hub 2.4 (file names that ``save_pretrained`` and
 ``from_pretrained`` use); hf/* in tests/golden.
@@ -20,8 +26,9 @@ Source: transformers 5.23 and huggingface_hub 2.4 (file names that ``save_pretra
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,13 +36,16 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.files_beside import carried_of
 from core.catalog.stored import Extent, StoredArray
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, StorageError, UnsafeError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 CONFIG = "config.json"
+_MODULES = "modules.json"
+_MAX_FILES = 10_000
+"""A directory with more files is none of a model's."""
 _MAX_CONFIG_BYTES = 16 << 20
 _CARRIED = re.compile(
     r".*\.(json|jinja|py|tiktoken|model|md)|tokenizer.*|vocab\..*|merges\.txt|chat_template.*"
@@ -48,6 +58,8 @@ _NOT_CARRIED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """Weights, indexes, and files of this project and other formats; overrides ``_CARRIED``."""
+_TEXT_BELOW = re.compile(r".*\.(txt|ya?ml|toml|cfg)", re.IGNORECASE | re.DOTALL)
+"""Texts in directories of code, in addition to ``_CARRIED``."""
 
 
 _TOKENIZER = re.compile(
@@ -75,9 +87,90 @@ def carried_files(store: ReadStore) -> dict[str, int]:
     }
 
 
-def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
-    """Add the small files of a directory to a catalog, as hidden tensors and in ``carried``."""
-    files = carried_files(store)
+def module_folders(store: ReadStore) -> tuple[str, ...]:
+    """Return the directories of the modules of sentence-transformers that follow the model."""
+    if not store.exists(_MODULES):
+        return ()
+    try:
+        modules = json.loads(read_small_file(store, _MODULES, max_bytes=_MAX_CONFIG_BYTES))
+        paths = [str(module["path"]) for module in modules]
+    except (CorruptError, ValueError, KeyError, TypeError, RecursionError):
+        return ()  # a file of another program
+    folders = {*store.folders()}
+    return tuple(path for path in paths if path in folders)
+
+
+def carried_folders(store: ReadStore, *, without: Collection[str] = ()) -> dict[str, int]:
+    """Return path → size in bytes of the files in subdirectories that are carried as a whole.
+
+    Args:
+        without: subdirectories that belong to the checkpoint in another way.
+    """
+    modules = module_folders(store)
+    files: dict[str, int] = {}
+    for folder in store.folders():
+        if folder in without or not _is_visible(folder):
+            continue
+        files |= files_in_folder(store, folder, only_small=folder not in modules)
+    return files
+
+
+def files_in_folder(store: ReadStore, folder: str, *, only_small: bool = False) -> dict[str, int]:
+    """Return path → size in bytes of the files below a directory, sorted by path.
+
+    Hidden files and caches of compiled Python are left out.
+
+    Args:
+        only_small: return {} if there is a file of another kind than small ones.
+
+    Returns:
+        {} also if the directory cannot be listed, or has too many files.
+    """
+    paths: list[str] = []
+    waiting = [folder]
+    try:
+        while waiting:
+            above = waiting.pop()
+            names = [name for name in store.files(above) if _is_visible(name)]
+            if only_small and not all(map(_is_small_file, names)):
+                return {}
+            paths += [f"{above}/{name}" for name in names]
+            folders = [name for name in store.folders(above) if _is_visible(name)]
+            waiting += [f"{above}/{name}" for name in folders]
+            if len(paths) + len(waiting) > _MAX_FILES:
+                return {}
+        return {path: store.size(path) for path in sorted(paths)}
+    except (StorageError, UnsafeError):
+        return {}
+
+
+def _is_visible(name: str) -> bool:
+    """Return whether a file or directory of this name can be a part of a model."""
+    is_text = name.isprintable() and "\\" not in name
+    return is_text and not name.startswith(".") and name != "__pycache__"
+
+
+def _is_small_file(name: str) -> bool:
+    """Return whether a file in a subdirectory is one of those that are carried."""
+    is_text = _CARRIED.fullmatch(name) or _TEXT_BELOW.fullmatch(name)
+    return is_text is not None and _NOT_CARRIED.fullmatch(name) is None
+
+
+def with_carried(catalog: Catalog, store: ReadStore, *, without: Collection[str] = ()) -> Catalog:
+    """Add the small files and folders of a directory to a catalog.
+
+    Args:
+        without: subdirectories that belong to the checkpoint in another way.
+    """
+    return with_files(catalog, carried_files(store) | carried_folders(store, without=without))
+
+
+def with_files(catalog: Catalog, files: Mapping[str, int]) -> Catalog:
+    """Add files to a catalog, as hidden tensors and in ``carried``.
+
+    Args:
+        files: path → size in bytes.
+    """
     if not files:
         return catalog
     carried: dict[str, str] = {}

@@ -4,6 +4,9 @@ On disk, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``::
 
     {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
 
+Other members of the metadata are attributes of the index (``core.catalog.attributes``), except the
+number of parameters, which also follows from the tensors.
+
 The index of a weight update between trainer and rollout engine says that the files hold
 compressed differences of bytes, which have the names of the tensors, but not their types and
 shapes (``WeightDeltas``)::
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.catalog.facets import WeightDeltas
@@ -29,6 +32,10 @@ from core.files.store import check_name
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+
+INDEX_SUFFIX = ".index.json"
+_OF_THE_TENSORS = ("total_size", "total_parameters")
+"""Members of the metadata that follow from the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +47,19 @@ class WeightIndex:
         file_of: tensor → file.
         total_bytes: size of all tensors as recorded in the index; None if it is missing.
         deltas: what the files hold instead of weights; None for weights.
+        metadata: the metadata that do not follow from the tensors.
     """
 
     file: str
     file_of: dict[str, str]
     total_bytes: int | None
     deltas: WeightDeltas | None = None
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def attributes(self) -> dict[str, Mapping[str, object]]:
+        """The metadata as attributes of the index, by its name."""
+        return {self.file: self.metadata} if self.metadata else {}
 
 
 def list_indexed(store: ReadStore) -> set[str]:
@@ -103,4 +117,5 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
     total = facts.get("total_size")
     if isinstance(total, float) and total.is_integer():
         total = int(total)
-    return WeightIndex(file, file_of, total if type(total) is int else None, deltas)
+    others = {name: value for name, value in facts.items() if name not in _OF_THE_TENSORS}
+    return WeightIndex(file, file_of, total if type(total) is int else None, deltas, others)

@@ -2,5 +2,6 @@
 
 Start at ``metadata_json``, the file that names backend and version; ``common_state`` reads
 common.pt, ``objects`` the keys of ShardedObjects. ``local`` is the format of local checkpoints.
-Imports: arrays, catalog, errors, files, formats, formats.torch, megatron.model, pickle.
+Imports: arrays, catalog, errors, files, formats, formats.torch, megatron.extras, megatron.model,
+pickle.
 """

@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 COMMON_FILE = "common.pt"
 
 
-def read_common_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]:
-    """Read ``common.pt``; return its inert content and the arrays of the tensors in it.
+def read_common_file(
+    store: ReadStore, file: str = COMMON_FILE
+) -> tuple[object, Mapping[str, StoredArray]]:
+    """Read a ``common.pt``; return its inert content and the arrays of the tensors in it.
 
     Raises:
         MissingShardError: the file is missing.
         CorruptError, UnsupportedError, UnsafeError: as for
             ``core.formats.torch.format.load_object``.
     """
-    stream = StoredArray(COMMON_FILE, "uint8", (store.size(COMMON_FILE),), Extent(COMMON_FILE, 0))
-    return load_object(store, stream, key=COMMON_FILE)
+    stream = StoredArray(file, "uint8", (store.size(file),), Extent(file, 0))
+    return load_object(store, stream, key=file)
 
 
 def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:

@@ -33,13 +33,13 @@ BACKENDS = ("torch_dist", "zarr")
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-def config_of(store: ReadStore) -> dict[str, object]:
-    """Read ``metadata.json``, which must exist.
+def config_of(store: ReadStore, *, folder: str = "") -> dict[str, object]:
+    """Read ``metadata.json``, which must exist, in the directory or in a ``folder/`` of it.
 
     Raises:
         CorruptError: the file is not a JSON object.
     """
-    return read_json_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
+    return read_json_object(store, folder + CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def names_backend(store: ReadStore) -> bool:
@@ -53,11 +53,12 @@ def names_backend(store: ReadStore) -> bool:
     return store.exists(CONFIG) and BACKEND_KEY in config_of(store)
 
 
-def check_version(store: ReadStore, *, backend: str) -> int:
+def check_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
     """Check that the file names ``backend`` in a supported version, and return the version.
 
     Args:
         backend: the backend whose files the directory contains.
+        folder: the directory with the file, as ``folder/``.
 
     Raises:
         MissingShardError: the file is missing.
@@ -65,14 +66,14 @@ def check_version(store: ReadStore, *, backend: str) -> int:
         UnsupportedError: the backend is unknown, or its version or that of the common state is not
             supported.
     """
-    if not store.exists(CONFIG):
+    if not store.exists(folder + CONFIG):
         raise MissingShardError(
-            f"{CONFIG} is missing; Megatron writes it last, so the save did not finish",
+            f"{folder}{CONFIG} is missing; Megatron writes it last, so the save did not finish",
             file=store.label,
             hint="use an older checkpoint",
         )
     # The backend in the file must be known, and the one whose files were found.
-    config = config_of(store)
+    config = config_of(store, folder=folder)
     named, version = config.get(BACKEND_KEY), config.get("sharded_backend_version", VERSION)
     if named not in BACKENDS:
         problem = f"the unknown backend {named!r:.60}" if BACKEND_KEY in config else "no backend"

@@ -21,9 +21,14 @@ The section ``config`` has the fields of Megatron-core's ``TransformerConfig``, 
 
 Versions: NeMo 2 up to 8cfedd72 (2025-09).
 
-Not supported: parallel sizes, which NeMo sets later than it writes the file, so that TP and PP are
-those of one rank (torch_dist loads at any sizes); rope scalings other than those of Llama 3.1;
-checkpoints of adapters alone, which NeMo writes as directories of peft (``hf_adapter``).
+NeMo sets the parallel sizes later than it writes the file; TP and PP are those that the tensors
+show (``core.megatron.extras.saved_sizes``). Lightning's names of entries are not Megatron's: the
+model's tensors begin with ``module.``, and the scheduler is in a list
+(``core.megatron.extras.schedule``).
+
+Not supported: other parallel sizes (torch_dist loads at any of them); rope scalings other than
+those of Llama 3.1; checkpoints of adapters alone, which NeMo writes as directories of peft
+(``hf_adapter``).
 
 Source: NeMo 8cfedd72 ``lightning/{ckpt_utils,megatron_parallel}.py``,
 ``lightning/io/{mixin,pl}.py``, ``collections/llm/gpt/model/{base,llama}.py``; nemo_run 0.11.1
@@ -39,6 +44,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.errors import CorruptError, UnsupportedError
 from core.formats.mcore.run_config import arguments_of, read_yaml, with_arguments
+from core.megatron.extras.saved_sizes import read_saved_sizes
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -86,6 +92,7 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
+        **read_saved_sizes(catalog),
     }
     note = f"the training arguments were taken from {MODEL_YAML} (NeMo 2)"
     return with_arguments(catalog, {"checkpoint_version": 3.0}, fields, note=note)

@@ -46,7 +46,7 @@ from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
-from core.formats.format import Format
+from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.megatron.ranks import RankContent, RankFiles
 from core.formats.torch.zip.tree_layouts import TreePlans
 from core.megatron.extras.common_state import OPTIMIZER, iteration_of
@@ -478,6 +478,7 @@ FORMAT = Format(
     sample=sample,
     salvage=salvage,
     lay_out=lay_out,
+    side_folders=MEGATRON_FOLDERS,
     aliases=("torch_ranks",),
     partition="ranks",
 )

@@ -7,7 +7,9 @@ On disk (one *item*)::
     ├── d/…                   its data files
     ├── ocdbt.process_0/…     one database per process that saved; the merged tree refers to them
     ├── _METADATA, _strings.json       nesting, and values of strings (``core.formats.ocdbt.tree``)
-    ├── _sharding, array_metadatas/    sharding of the arrays over devices; not needed
+    ├── _sharding                      devices of the arrays; of use for typed random keys alone
+    ├── array_metadatas/process_0      which arrays are typed random keys
+    ├── commit_success.txt             the save has finished (0.12.3 and newer)
     └── params.dense.kernel/  without OCDBT: a directory per array, no manifest
 
 A checkpoint of ``CheckpointManager`` is a directory of several items (``10/state``, ``10/meta``)
@@ -17,6 +19,10 @@ which is Orbax's own name for it; with several items the item's name comes first
 
 Chunks in ``d/`` that are not compressed are copied byte for byte. Values in the nodes of the tree
 (up to 1 KiB) and compressed chunks are decoded chunk by chunk.
+
+Attributes (``core.catalog.attributes``): the custom metadata of the checkpoint are those of the
+root, those of the tree and the metrics those of their files. A typed random key is an array of
+uint32 whose attributes name the kind of key.
 
 ``Catalog.iteration`` is set from an integer scalar with a name such as ``step``, else from the
 custom metadata of ``_CHECKPOINT_METADATA`` that this project writes; ``notes`` list what is not
@@ -37,11 +43,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
+from core.catalog.attributes import ROOT, Attributes, with_attributes
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format
@@ -49,7 +56,16 @@ from core.formats.missing_entries import report_missing
 from core.formats.ocdbt.arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.ocdbt.leaves import storable
-from core.formats.ocdbt.tree import CHECKPOINT, TREE, leaves_of, recorded_iteration
+from core.formats.ocdbt.tree import (
+    CHECKPOINT,
+    CUSTOM,
+    ITERATION,
+    TREE,
+    leaves_of,
+    read_attributes,
+    read_key_kinds,
+    read_tree,
+)
 from core.formats.ocdbt.write import lay_out
 from core.formats.zarr.facets import ZarrFacts
 from core.pickle.inert import ObjectLeaf, TensorLeaf
@@ -95,9 +111,11 @@ def read(store: ReadStore) -> Catalog:
     parts: dict[str, OrbaxItem] = {}
     arrays: dict[str, OrbaxArray] = {}
     objects: dict[str, StoredObject] = {}
+    attributes = read_attributes(store)
     for root in roots:
         prefix = root.replace("/", ".") if len(roots) > 1 else ""
         part = parts[prefix] = _read_item(store, root)
+        attributes |= {prefix + name: values for name, values in part.attributes.items()}
         arrays |= {prefix + name: array for name, array in part.arrays.items()}
         for name, value in part.objects.items():
             objects[prefix + name] = StoredObject(prefix + name, value=value)
@@ -119,7 +137,13 @@ def read(store: ReadStore) -> Catalog:
         objects=objects,
         skeleton=_skeleton(store, parts),
     )
-    iteration, iteration_notes = _iteration(catalog, store)
+    recorded = _recorded_iteration(attributes.get(ROOT, {}))
+    if recorded is not None:
+        attributes[ROOT] = {
+            name: value for name, value in attributes[ROOT].items() if name != ITERATION
+        }
+    catalog = with_attributes(catalog, attributes)
+    iteration, iteration_notes = _iteration(catalog, store, recorded)
     catalog = replace(catalog, iteration=iteration, notes=(*notes, *iteration_notes))
 
     # Record the arrays that may lack chunks; True if only the indexes of their shards show it.
@@ -140,12 +164,14 @@ class OrbaxItem:
         objects: values of the other leaves, by name.
         paths: name → path in the tree; None if the nesting is not stored.
         notes: messages to the user about files that are not read.
+        attributes: name of an array, or of the tree's file → its attributes.
     """
 
     arrays: dict[str, OrbaxArray]
     objects: dict[str, object]
     paths: dict[str, Path] | None
     notes: tuple[str, ...] = ()
+    attributes: Mapping[str, Attributes] = field(default_factory=dict)
 
 
 def _find_items(store: ReadStore) -> tuple[list[str], list[str]]:
@@ -207,7 +233,8 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
         return OrbaxItem(arrays, {}, None, (note,) if has_aggregate else ())
 
     # Every leaf is an array or has a value; arrays that the tree does not list are at the root.
-    leaves = leaves_of(store, root)
+    tree = read_tree(store, root)
+    leaves = leaves_of(store, root, tree)
     objects: dict[str, object] = {}
     for name, leaf in leaves.items():
         if name in arrays:
@@ -224,9 +251,13 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
             continue
         objects[name] = leaf.value
     paths = {name: leaf.path for name, leaf in leaves.items() if name in arrays or name in objects}
-    return OrbaxItem(
-        arrays, objects, paths | {name: (name,) for name in arrays if name not in paths}
-    )
+    paths |= {name: (name,) for name in arrays if name not in paths}
+    # Only arrays of 32-bit words can be typed keys; other checkpoints save the reading.
+    may_have_keys = any(array.array.dtype == "uint32" for array in arrays.values())
+    attributes = read_key_kinds(store, root) if may_have_keys else {}
+    if tree.get(CUSTOM) is not None:
+        attributes[TREE] = {CUSTOM: tree[CUSTOM]}
+    return OrbaxItem(arrays, objects, paths, attributes=attributes)
 
 
 def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
@@ -251,8 +282,20 @@ def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
     return nest_leaves(leaves)
 
 
-def _iteration(catalog: Catalog, store: ReadStore) -> tuple[int | None, list[str]]:
-    """Return the value of an integer scalar such as ``step``, and notes on unreadable ones."""
+def _recorded_iteration(custom: Attributes) -> int | None:
+    """Return the iteration in custom metadata that this project writes; None without."""
+    iteration = custom.get(ITERATION)
+    return iteration if type(iteration) is int and iteration >= 0 else None
+
+
+def _iteration(
+    catalog: Catalog, store: ReadStore, recorded: int | None
+) -> tuple[int | None, list[str]]:
+    """Return the value of an integer scalar such as ``step``, and notes on unreadable ones.
+
+    Args:
+        recorded: the iteration to return if there is no such scalar.
+    """
     notes: list[str] = []
     for key in _ITERATIONS:
         meta = catalog.tensors.get(key)
@@ -272,7 +315,7 @@ def _iteration(catalog: Catalog, store: ReadStore) -> tuple[int | None, list[str
         number = int.from_bytes(data, "little", signed=dtype_of(meta.dtype).kind == "int")
         if 0 <= number < _MAX_ITERATION:
             return number, notes
-    return recorded_iteration(store), notes
+    return recorded, notes
 
 
 FORMAT = Format(
@@ -281,6 +324,8 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    has_text_keys=True,
+    keeps_attributes=True,
     aliases=("ocdbt",),
     splits_files=True,
     adapt=storable,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.key_patterns import rename_hint
 from core.errors import UnsupportedError
-from core.formats.ocdbt.tree import LIST_INDEX_KEY, NAME_KEY, STRING
+from core.formats.ocdbt.tree import CUSTOM, LIST_INDEX_KEY, NAME_KEY, RANDOM_KEY, STRING, TREE
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.key_text import faithful_text, text_of
 from core.pickle.nesting import ListIndex, Path, entries, join_path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from core.catalog.catalog import AnyCatalog, Catalog
 
 _SCALAR = "scalar"
-_ARRAY = "np.ndarray"
+_ARRAY, _JAX_ARRAY = "np.ndarray", "jax.Array"
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 63) - 1
 
 
@@ -163,12 +163,20 @@ def _leaves_below(value: object, path: Path) -> Iterator[WrittenLeaf]:
         yield WrittenLeaf(path, STRING if isinstance(value, str) else _SCALAR, value)
 
 
+def is_random_key(leaf: WrittenLeaf, catalog: AnyCatalog) -> bool:
+    """Return whether a leaf is a typed random key, which only jax arrays can be."""
+    meta = None if leaf.tensor_key is None else catalog.meta(leaf.tensor_key)
+    if meta is None or meta.dtype != "uint32":
+        return False
+    return isinstance((meta.attributes or {}).get(RANDOM_KEY), str)
+
+
 def tree_json(leaves: Sequence[WrittenLeaf], catalog: AnyCatalog) -> bytes:
     """Return the content of ``_METADATA``."""
     rows = {}
     for leaf in leaves:
         value: dict[str, object] = {
-            "value_type": leaf.kind,
+            "value_type": _JAX_ARRAY if is_random_key(leaf, catalog) else leaf.kind,
             "skip_deserialize": leaf.kind not in (_ARRAY, _SCALAR, STRING),
         }
         if leaf.tensor_key is not None:
@@ -188,6 +196,6 @@ def tree_json(leaves: Sequence[WrittenLeaf], catalog: AnyCatalog) -> bytes:
         "use_ocdbt": True,
         "use_zarr3": False,
         "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
+        "custom_metadata": catalog.attributes.get(TREE, {}).get(CUSTOM),
     }
     return json.dumps(metadata).encode()

@@ -17,10 +17,12 @@ Source: ``_METADATA`` written by orbax-checkpoint 0.12.8.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from core.catalog.attributes import BY_PATH, ROOT, Attributes, parse_by_path
 from core.errors import CorruptError, MissingShardError
 from core.files.json_object import read_json_object
 from core.pickle.nesting import ListIndex, Path
@@ -31,6 +33,13 @@ if TYPE_CHECKING:
 CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
 STRINGS = "_strings.json"
+ARRAY_METADATA = "array_metadatas"
+SHARDING = "_sharding"
+ITERATION = "iteration"
+"""The member of the checkpoint's custom metadata that this project writes."""
+RANDOM_KEY = "random_key_impl"
+"""The member of ``ext_metadata`` that makes an array a typed random key: the kind of key."""
+CUSTOM, METRICS = "custom_metadata", "metrics"
 _MAX_JSON_BYTES = 256 << 20
 _MAX_JSON_VALUES = 16_000_000
 """A tree of 10⁵ leaves has about 4 · 10⁶."""
@@ -65,12 +74,22 @@ class OrbaxLeaf:
         return self.kind != STRING and self.kind not in _EMPTY
 
 
-def leaves_of(store: ReadStore, root: str) -> dict[str, OrbaxLeaf]:
+def read_tree(store: ReadStore, root: str) -> dict[str, object]:
+    """Read the ``_METADATA`` of an item.
+
+    Raises:
+        CorruptError: the file is not a JSON object.
+    """
+    return _read_json(store, root + TREE)
+
+
+def leaves_of(store: ReadStore, root: str, content: Mapping[str, object]) -> dict[str, OrbaxLeaf]:
     """Read all leaves, by name.
 
     Args:
         store: the checkpoint.
         root: directory of the item in the store; "" or ends with "/".
+        content: from ``read_tree``.
 
     Raises:
         CorruptError: a file is malformed, or two leaves have the same name.
@@ -78,7 +97,7 @@ def leaves_of(store: ReadStore, root: str) -> dict[str, OrbaxLeaf]:
     """
     # Read paths and types; any part of the JSON may have another type than expected.
     file = root + TREE
-    tree: Any = _read_json(store, file).get("tree_metadata")
+    tree: Any = content.get("tree_metadata")
     texts = _read_json(store, root + STRINGS) if store.exists(root + STRINGS) else {}
     leaves: dict[str, OrbaxLeaf] = {}
     try:
@@ -128,17 +147,73 @@ def _parse_path(steps: Any) -> Path:
     return tuple(path)
 
 
-def recorded_iteration(store: ReadStore) -> int | None:
-    """Return the iteration in ``_CHECKPOINT_METADATA``, which this project writes; None without.
+def read_attributes(store: ReadStore) -> dict[str, Attributes]:
+    """Read the custom metadata and the metrics of the checkpoint.
+
+    Returns:
+        The custom metadata under the path of the root, with those that this project has put among
+        them under paths of their own; the metrics as an attribute of the file that holds them.
 
     Raises:
         CorruptError: the file is malformed.
     """
-    if not store.exists(CHECKPOINT):
-        return None
-    metadata = _read_json(store, CHECKPOINT).get("custom_metadata")
-    iteration = metadata.get("iteration") if isinstance(metadata, dict) else None
-    return iteration if type(iteration) is int and iteration >= 0 else None
+    by_path: dict[str, Attributes] = {}
+    if store.exists(CHECKPOINT):
+        content = _read_json(store, CHECKPOINT)
+        custom = dict(_object_in(content, CUSTOM))
+        by_path |= parse_by_path(custom.pop(BY_PATH, None)) or {}
+        by_path[ROOT] = custom
+        metrics = _object_in(content, METRICS)
+        by_path[CHECKPOINT] = {METRICS: metrics} if metrics else {}
+    return {path: values for path, values in by_path.items() if values}
+
+
+def read_key_kinds(store: ReadStore, root: str) -> dict[str, Attributes]:
+    """Read what ``array_metadatas`` says about arrays: above all, which are typed random keys.
+
+    The device of a typed key is taken along, as Orbax makes it a typed key only on a device.
+
+    Args:
+        root: directory of the item; "" or ends with "/".
+
+    Returns:
+        Name of the array → ``ext_metadata`` and its entry of ``_sharding``.
+
+    Raises:
+        CorruptError: a file is malformed.
+    """
+    # The files of all processes say the same; Orbax reads the first one, too.
+    folder = root + ARRAY_METADATA
+    name = next(iter(sorted(store.files(folder))), None)
+    if name is None:
+        return {}
+    rows: Any = _read_json(store, f"{folder}/{name}").get("array_metadatas")
+    attributes: dict[str, dict[str, object]] = {}
+    try:
+        for row in rows:
+            facts = row["array_metadata"]
+            if facts["ext_metadata"]:
+                attributes[str(facts["param_name"])] = dict(facts["ext_metadata"])
+    except (AttributeError, KeyError, TypeError, ValueError) as err:
+        raise CorruptError("array_metadatas is malformed", file=f"{folder}/{name}") from err
+    if attributes and store.exists(root + SHARDING):
+        shardings = _read_json(store, root + SHARDING)
+        for key, values in attributes.items():
+            text = shardings.get(sharding_name(key))
+            if isinstance(text, str):
+                values[SHARDING] = text
+    return {**attributes}
+
+
+def sharding_name(name: str) -> str:
+    """Return the name of a leaf in ``_sharding``."""
+    return b64encode(name.encode()).decode()
+
+
+def _object_in(content: Mapping[str, object], name: str) -> Attributes:
+    """Return the member of a JSON object that is an object; {} if it is none."""
+    value = content.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _read_json(store: ReadStore, file: str) -> dict[str, object]:

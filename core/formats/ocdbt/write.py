@@ -3,7 +3,9 @@
 On disk (for a step of ``CheckpointManager``, all but ``_CHECKPOINT_METADATA`` in ``default/``)::
 
     new/
-    ├── _CHECKPOINT_METADATA   which handler restores the item, and the iteration
+    ├── commit_success.txt     the save has finished; a step has another one in ``default/``
+    ├── _CHECKPOINT_METADATA   which handler restores the item, and custom metadata
+    ├── array_metadatas/process_0, _sharding   of typed random keys, if there are any
     ├── _METADATA              the tree (``core.formats.ocdbt.leaves``)
     ├── _strings.json          values of strings, if there are any
     ├── d/<32 hex digits>      data files: the chunks of arrays, uncompressed, one after another
@@ -14,8 +16,12 @@ A tensor is one run of bytes in a data file. One of more than 64 MiB is cut into
 a chunk of that run, so that no reader has to hold the complete tensor. zarr stores chunks in full,
 so the run of a tensor whose rows are not a multiple of the band ends with zeros.
 
-There are no sharding files: Orbax restores arrays to the devices that the target tree of
-``restore`` names. The names of data files do not depend on the time or on chance.
+Only typed random keys have a sharding: Orbax restores arrays to the devices that the target tree of
+``restore`` names.
+
+On ``gs://``, where directories are not renamed, Orbax takes a step without ``commit_success.txt``
+for an unfinished one (0.12.3 and newer write the file everywhere). The names of data files do not
+depend on the time or on chance.
 
 Source: see ``core.formats.ocdbt.format``; restored by orbax-checkpoint 0.12.8.
 """
@@ -29,14 +35,26 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
+from core.catalog.attributes import BY_PATH, ROOT, attributes_by_path
 from core.catalog.catalog import TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.errors import UnsupportedError
 from core.formats.ocdbt.entries import MANIFEST
-from core.formats.ocdbt.leaves import leaves_to_write, tree_json
+from core.formats.ocdbt.leaves import WrittenLeaf, is_random_key, leaves_to_write, tree_json
 from core.formats.ocdbt.node_writer import encode_database
 from core.formats.ocdbt.nodes import ValueLocation
-from core.formats.ocdbt.tree import CHECKPOINT, STRINGS, TREE
+from core.formats.ocdbt.tree import (
+    ARRAY_METADATA,
+    CHECKPOINT,
+    CUSTOM,
+    ITERATION,
+    METRICS,
+    RANDOM_KEY,
+    SHARDING,
+    STRINGS,
+    TREE,
+    sharding_name,
+)
 from core.formats.zarr.grid import ChunkGrid, ChunkNames, row_bands
 from core.formats.zarr.metadata2 import ARRAY_FILE, zarray
 from core.formats.zarr.tree import check_keys
@@ -45,6 +63,10 @@ if TYPE_CHECKING:
     from core.arrays.box import Shape
     from core.catalog.stored import PlannedArray
 
+COMMIT_SUCCESS = "commit_success.txt"
+_COMMITTED = b"Checkpoint commit was successful"
+_ANY_DEVICE = '{"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}'
+"""The sharding of a typed key whose source names no device: Orbax demands one."""
 DEFAULT_FILE_BYTES = 2 << 30
 """Orbax's own default for data files."""
 STEP_ITEM = "default"
@@ -68,7 +90,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             or there is neither a tensor nor a number.
     """
     leaves = leaves_to_write(target)
-    check_keys(dict.fromkeys(leaf.name for leaf in leaves), reserved=frozenset())
+    names_of_leaves = dict.fromkeys(leaf.name for leaf in leaves)
+    check_keys(names_of_leaves, reserved=frozenset(), are_files=False)
     root = f"{STEP_ITEM}/" if target.write.is_step else ""
     max_chunk_bytes = target.write.shard_bytes or _MAX_CHUNK_BYTES
 
@@ -108,10 +131,42 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     images = [*files.images(), literal_file(root + node_file, nodes)]
     if strings:
         images.append(literal_file(root + STRINGS, json.dumps(strings).encode()))
+    images += _random_key_files(leaves, target, root)
     images.append(literal_file(root + TREE, tree_json(leaves, target), is_metadata=True))
     images.append(literal_file(root + MANIFEST, manifest, is_metadata=True))
-    images.append(literal_file(CHECKPOINT, _checkpoint_json(target), is_metadata=True))
+    images.append(literal_file(CHECKPOINT, _checkpoint_json(target, leaves), is_metadata=True))
+    images += [
+        literal_file(folder + COMMIT_SUCCESS, _COMMITTED, is_metadata=True)
+        for folder in dict.fromkeys((root, ""))
+    ]
     return images
+
+
+def _random_key_files(
+    leaves: Sequence[WrittenLeaf], target: TargetCatalog, root: str
+) -> list[FileImage]:
+    """Lay out the files that make arrays typed random keys; none without such keys."""
+    rows, shardings = [], {}
+    for leaf in leaves:
+        if leaf.tensor_key is None or not is_random_key(leaf, target):
+            continue
+        meta = target.meta(leaf.tensor_key)
+        attributes = meta.attributes or {}
+        facts = {
+            "param_name": leaf.name,
+            "write_shape": list(meta.shape),
+            "chunk_shape": list(meta.shape),
+            "ext_metadata": {RANDOM_KEY: attributes[RANDOM_KEY]},
+        }
+        rows.append({"array_metadata": facts})
+        shardings[sharding_name(leaf.name)] = str(attributes.get(SHARDING, _ANY_DEVICE))
+    if not rows:
+        return []
+    arrays = json.dumps({"array_metadatas": rows}).encode()
+    return [
+        literal_file(f"{root}{ARRAY_METADATA}/process_0", arrays),
+        literal_file(root + SHARDING, json.dumps(shardings).encode()),
+    ]
 
 
 def _chunk_shape(shape: Shape, itemsize: int, *, max_bytes: int) -> Shape:
@@ -170,15 +225,26 @@ def _data_name(seed: object) -> str:
     return f"d/{hashlib.blake2b(f'ckpt {seed}'.encode(), digest_size=16).hexdigest()}"
 
 
-def _checkpoint_json(target: TargetCatalog) -> bytes:
+def _checkpoint_json(target: TargetCatalog, leaves: Sequence[WrittenLeaf]) -> bytes:
     """Return the content of ``_CHECKPOINT_METADATA``, without the times, which would differ."""
-    iteration = target.iteration
+    # Attributes of tensors, and of containers that Orbax does not have, are custom metadata.
+    of_files = {ROOT: {}, CHECKPOINT: (METRICS,), TREE: (CUSTOM,)}
+    names_of_leaf = {leaf.tensor_key: leaf for leaf in leaves if is_random_key(leaf, target)}
+    others = {}
+    for path, values in attributes_by_path(target).items():
+        written = (RANDOM_KEY, SHARDING) if path in names_of_leaf else of_files.get(path, ())
+        remaining = {name: value for name, value in values.items() if name not in written}
+        if remaining and path != ROOT:
+            others[path] = remaining
+    custom = {**target.attributes.get(ROOT, {}), **({BY_PATH: others} if others else {})}
+    if target.iteration is not None:
+        custom[ITERATION] = target.iteration
     metadata = {
         "item_handlers": {STEP_ITEM: _HANDLER} if target.write.is_step else _HANDLER,
-        "metrics": {},
+        "metrics": target.attributes.get(CHECKPOINT, {}).get(METRICS, {}),
         "performance_metrics": {},
         "init_timestamp_nsecs": None,
         "commit_timestamp_nsecs": None,
-        "custom_metadata": {} if iteration is None else {"iteration": iteration},
+        "custom_metadata": custom,
     }
     return json.dumps(metadata).encode()

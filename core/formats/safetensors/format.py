@@ -5,6 +5,10 @@ On disk: see ``safetensors.header`` for a file, ``safetensors.files`` for a dire
 directory also contains the small files of ``huggingface.files``, and ``ckpt-objects.pt``
 (``torch.side_file``) for entries that are not tensors.
 
+Attributes (``core.catalog.attributes``): those of the root are ``__metadata__``, those of an index
+are its metadata. All others, and those of the root that are not text, are JSON in the member
+``ckpt.attributes`` of ``__metadata__``.
+
 Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps the name of a tied tensor to the name under
 which it is stored. safetensors' ``save_model`` records this pair in the metadata; both names are
 tensors of the catalog.
@@ -12,8 +16,8 @@ tensors of the catalog.
 Written: one file if the tensors fit in ``WriteOptions.max_file_bytes`` (default 5 GB), else
 numbered ones, filled in the order of the catalog, and an index. A file equals what safetensors 0.8
 writes for the same tensors and metadata, byte for byte, except that the metadata are sorted. With
-``WriteOptions.is_file`` there is one file and nothing else. ``aliases``, ``carried``, ``documents``
-and ``WeightFileFacts`` are written again.
+``WriteOptions.is_file`` there is one file and nothing else. ``aliases``, ``attributes``,
+``carried``, ``documents`` and ``WeightFileFacts`` are written again.
 
 Versions: the format has none; dtypes as of safetensors 0.8.
 
@@ -30,6 +34,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.catalog.attributes import (
+    BY_PATH,
+    ROOT,
+    AttributesByPath,
+    parse_by_path,
+    with_attributes,
+)
 from core.catalog.catalog import Catalog, Fragment, catalog_of_arrays
 from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
@@ -40,9 +51,10 @@ from core.errors import (
     Report,
     UnsupportedError,
 )
+from core.files.json_object import parse_json_object
 from core.formats.format import Format
 from core.formats.huggingface import bin_format
-from core.formats.huggingface.files import config_of, with_carried
+from core.formats.huggingface.files import config_of, module_folders, with_carried
 from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
 from core.formats.missing_entries import report_missing
 from core.formats.safetensors.files import (
@@ -114,6 +126,7 @@ def read(store: ReadStore) -> Catalog:
                 err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
             raise
     notes = list(files.notes)
+    attributes = {} if files.index is None else files.index.attributes
     if files.index is not None and not files.is_pieces:
         notes += _check_index(headers, files.index)
 
@@ -123,10 +136,10 @@ def read(store: ReadStore) -> Catalog:
         notes += _check_pieces(store, catalog, files.index if files.is_pieces else None)
     else:
         catalog = _catalog_of_headers(headers, stem=files.stem)
-    catalog = _with_further_models(catalog, store)
+    catalog = with_attributes(_with_further_models(catalog, store), attributes)
     catalog = with_objects(catalog, read_objects(store))
     catalog = with_training_state(catalog, store, is_ordered=False)
-    catalog = with_carried(catalog, store).noted(notes)
+    catalog = with_carried(catalog, store, without=(PIECES_DIR,)).noted(notes)
     return catalog if files.index is None else _with_deltas(catalog, files.index)
 
 
@@ -188,8 +201,9 @@ def _salvage_component(store: ReadStore, report: Report) -> Catalog | None:
 
 
 def _own_folders(store: ReadStore) -> tuple[str, ...]:
-    """Return the directories with pieces of tensors, or with components of a pipeline."""
-    return (PIECES_DIR, *(component_folders(store) if is_pipeline(store) else ()))
+    """Return the directories with pieces of tensors, components of a pipeline, or modules."""
+    components = component_folders(store) if is_pipeline(store) else ()
+    return (PIECES_DIR, *components, *module_folders(store))
 
 
 def _read_file(store: ReadStore, name: str) -> Catalog:
@@ -253,11 +267,10 @@ def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -
     }
     for key, original in aliases.items():
         arrays[key] = replace(arrays[original], name=key)
-    metadata, notes = _merge_metadata(headers, aliases)
+    by_path, notes = _merge_metadata(headers, aliases)
     catalog = catalog_of_arrays(format="safetensors", arrays=arrays)
-    return replace(catalog, aliases=aliases, notes=notes).with_facet(
-        WeightFileFacts(metadata, stem)
-    )
+    catalog = replace(catalog, aliases=aliases, notes=notes).with_facet(WeightFileFacts(stem))
+    return with_attributes(catalog, by_path)
 
 
 def _with_further_models(catalog: Catalog, store: ReadStore) -> Catalog:
@@ -268,6 +281,7 @@ def _with_further_models(catalog: Catalog, store: ReadStore) -> Catalog:
             of another model's.
     """
     stems = further_models(store)
+    by_path: dict[str, Mapping[str, object]] = {}
     for stem in stems:
         header = read_header(store, f"{stem}{SUFFIX}")
         arrays = {
@@ -279,7 +293,10 @@ def _with_further_models(catalog: Catalog, store: ReadStore) -> Catalog:
             raise CorruptError("a tensor of the first model has this key", file=stem, key=taken)
         part = catalog_of_arrays(format=catalog.format, arrays=arrays)
         catalog = _joined(catalog, part)
+        own = {name: text for name, text in header.metadata.items() if name not in DEFAULT_METADATA}
+        by_path |= {stem: own} if own else {}
     facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
+    catalog = with_attributes(catalog, by_path)
     return catalog.with_facet(replace(facts, further_models=stems)) if stems else catalog
 
 
@@ -295,28 +312,49 @@ def _joined(first: Catalog, second: Catalog) -> Catalog:
 def _catalog_of_pieces(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
     """Build the catalog of files with pieces of tensors; raises the errors of ``pieces_of``."""
     pieces = pieces_of(headers)
-    metadata, notes = _merge_metadata(headers, {})
+    by_path, notes = _merge_metadata(headers, {})
     catalog = Catalog(
         "safetensors", None, pieces.tensors, pieces.fragments.__getitem__, notes=notes
     )
-    return catalog.with_facet(WeightFileFacts(metadata, stem))
+    return with_attributes(catalog.with_facet(WeightFileFacts(stem)), by_path)
 
 
 def _merge_metadata(
     headers: Iterable[Header], aliases: Mapping[str, str]
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Merge the ``__metadata__`` of all files, and note every entry in which they differ."""
-    merged: dict[str, str] = {}
+) -> tuple[dict[str, Mapping[str, object]], tuple[str, ...]]:
+    """Merge the ``__metadata__`` of all files, and note every entry in which they differ.
+
+    Returns:
+        The attributes of the root, and those that ``ckpt.attributes`` holds, by path; the notes.
+    """
+    merged: dict[str, object] = {}
+    by_path: dict[str, Mapping[str, object]] = {}
     notes: dict[str, None] = {}
     for header in headers:
         for name, text in header.metadata.items():
+            # What the format interprets, and what it says by default, is no news.
             if name in (SHARDING_INFO, VERSION) or name in aliases:
+                continue
+            if DEFAULT_METADATA.get(name) == text:
+                continue
+            recorded = _recorded_attributes(text, header.file) if name == BY_PATH else None
+            if recorded is not None:
+                by_path |= recorded
                 continue
             if merged.setdefault(name, text) != text:
                 notes[
                     f"the files differ in the metadata {name[:60]!r}; that of the first one is kept"
                 ] = None
-    return merged, tuple(notes)
+    root = {**merged, **by_path.get(ROOT, {})}
+    return by_path | ({ROOT: root} if root else {}), tuple(notes)
+
+
+def _recorded_attributes(text: str, file: str) -> AttributesByPath | None:
+    """Return the attributes in the text of ``ckpt.attributes``; None if they have another form."""
+    try:
+        return parse_by_path(parse_json_object(text.encode(), file=file))
+    except CorruptError:
+        return None
 
 
 def _check_index(headers: Sequence[Header], index: WeightIndex) -> list[str]:
@@ -401,6 +439,7 @@ FORMAT = Format(
     read=read,
     salvage=salvage,
     lay_out=lay_out,
+    keeps_attributes=True,
     is_single_file=True,
     suffixes=(SUFFIX,),
     aliases=("hf", "huggingface"),

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from core.catalog.attributes import BY_PATH, ROOT, Attributes
 from core.catalog.catalog import TargetCatalog
 from core.catalog.facets import PipelineFacts, WeightFileFacts, WriteOptions
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
 from core.formats.huggingface.files import file_images
+from core.formats.huggingface.index import INDEX_SUFFIX as ANY_INDEX_SUFFIX
 from core.formats.safetensors.files import INDEX_SUFFIX, STEMS, SUFFIX
 from core.formats.safetensors.header import file_image
 from core.formats.torch.side_file import objects_image
@@ -54,7 +56,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         models = _images_of_models(target, facts)
     else:
         models = [
-            _model_images(target, _keys_of_model(target, name, pipeline), facts, folder=f"{name}/")
+            _model_images(target, _keys_of_model(target, name, pipeline), facts, model=name)
             for name, facts in pipeline.models.items()
         ]
     weights = [image for model in models for image in model if not image.is_metadata]
@@ -92,7 +94,8 @@ def _images_of_models(target: TargetCatalog, facts: WeightFileFacts) -> list[lis
             key: key.removeprefix(f"{stem}.") for key in target.tensors if stem_of[key] == stem
         }
         arrays = {name: target.whole_array(key) for key, name in name_of.items()}
-        models.append([file_image(f"{stem}{SUFFIX}", arrays, DEFAULT_METADATA)])
+        own = {name: str(text) for name, text in target.attributes.get(stem, {}).items()}
+        models.append([file_image(f"{stem}{SUFFIX}", arrays, {**DEFAULT_METADATA, **own})])
     return models
 
 
@@ -121,17 +124,30 @@ def _keys_of_model(target: TargetCatalog, model: str, pipeline: PipelineFacts) -
 
 
 def _model_images(
-    target: TargetCatalog, name_of: Mapping[str, str], facts: WeightFileFacts, *, folder: str = ""
+    target: TargetCatalog, name_of: Mapping[str, str], facts: WeightFileFacts, *, model: str = ""
 ) -> list[FileImage]:
     """Lay out the weight files of one model and, for several, their index.
 
     Args:
         name_of: key → name in the files, of the model's tensors.
-        facts: the stem and the metadata of the files.
-        folder: the directory of the files, with a slash at its end.
+        facts: the stem of the files.
+        model: the model of a pipeline, which names the directory of the files; "" if there is one.
     """
     stem = facts.stem if facts.stem in STEMS else STEMS[0]
-    metadata = {**DEFAULT_METADATA, **facts.metadata}
+    folder = f"{model}/" if model else ""
+    # The attributes of the root and of the indexes have places of their own, if they are text and
+    # there is an index.
+    root = target.attributes.get(model, {})
+    metadata = {**DEFAULT_METADATA, **_texts(root, {*name_of.values()})}
+    of_index: dict[str, object] = {}
+    others: dict[str, Attributes] = {
+        ROOT: {name: value for name, value in root.items() if metadata.get(name) is not value}
+    }
+    for path, values in target.attributes.items():
+        if path.startswith(folder) and path.endswith(ANY_INDEX_SUFFIX):
+            of_index |= values
+        if not model and path not in (ROOT, *facts.further_models):
+            others[path] = values
 
     # Distribute the tensors over files.
     aliases = {
@@ -145,6 +161,11 @@ def _model_images(
     # Each file records the aliases of its tensors.
     images = []
     file_of: dict[str, str] = {}
+    has_index = len(shards) > 1 and not target.write.is_file
+    if has_index:
+        others = {
+            path: item for path, item in others.items() if not path.endswith(ANY_INDEX_SUFFIX)
+        }
     for number, keys in enumerate(shards, start=1):
         name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + SUFFIX
         file_of |= {name_of[key]: name for key in keys}
@@ -155,14 +176,33 @@ def _model_images(
             if original in keys_in_file
         }
         tensors = {name_of[key]: arrays[key] for key in keys}
+        of_tensors = {name_of[key]: target.tensors[key].attributes or {} for key in keys}
+        by_path = {path: dict(item) for path, item in {**others, **of_tensors}.items() if item}
+        if by_path:
+            recorded[BY_PATH] = json.dumps(by_path, sort_keys=True)
         images.append(file_image(f"{folder}{name}", tensors, {**metadata, **recorded}))
-    if len(shards) > 1 and not target.write.is_file:
+    if has_index:
         total = sum(array.n_bytes for array in arrays.values())
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        index = {"metadata": {**of_index, "total_size": total}, "weight_map": file_of}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         path = f"{folder}{stem}{INDEX_SUFFIX}"
         images.append(literal_file(path, text.encode(), is_metadata=True))
     return images
+
+
+def _texts(attributes: Attributes, names: Collection[str]) -> dict[str, str]:
+    """Return those attributes that can be members of ``__metadata__``: texts.
+
+    The name of a tensor would be taken for an alias of it.
+
+    Args:
+        names: names of the model's tensors.
+    """
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, str) and name != BY_PATH and value not in names
+    }
 
 
 def _fill_files(arrays: Mapping[str, PlannedArray], options: WriteOptions) -> list[list[str]]:

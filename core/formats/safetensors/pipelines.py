@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.catalog.attributes import ROOT
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.facets import PipelineFacts, WeightFileFacts
 from core.errors import (
@@ -110,7 +111,7 @@ def read_pipeline(
         parts[name] = part
     if not any(part.tensors for part in parts.values()) and report is None:
         raise UnsupportedError("no component of the pipeline has weights", file=store.label)
-    return _joined(parts, with_carried(_empty(), store))
+    return _joined(parts, with_carried(_empty(), store, without=component_folders(store)))
 
 
 _COPY = "copy the pipeline again, with all its directories"
@@ -189,6 +190,11 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
             for key, original in part.aliases.items()
         },
         unsupported={key: str(kind) for key, kind in keyed("unsupported").items()},
+        attributes={
+            name if path == ROOT else f"{name}/{path}": values
+            for name, part in parts.items()
+            for path, values in part.attributes.items()
+        },
         carried={**root.carried, **carried},
         notes=(note, *(f"{name}: {text}" for name, part in parts.items() for text in part.notes)),
     ).with_facet(PipelineFacts(models))

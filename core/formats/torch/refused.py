@@ -8,12 +8,19 @@ packages other than torch and numpy.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
-from core.formats.torch.weights_only import ASIDE_KEY, RefusedKey, refused, set_aside
+from core.formats.torch.weights_only import (
+    ASIDE_KEY,
+    RefusedKey,
+    endless_keys,
+    refused,
+    set_aside,
+)
 from core.pickle.inert import Global, Inert, TensorLeaf, walk
 from core.pickle.nesting import join_path
 from core.pickle.reader import globals_of
@@ -41,6 +48,12 @@ def refusal_notes(target: TargetCatalog) -> list[str]:
     refusal = f"torch.load's weights_only mode refuses these objects: {names}"
     if target.write.weights_only:
         return [f"set aside below {ASIDE_KEY!r}, because {refusal}"]
+    endless = endless_keys(target.skeleton)
+    if endless:
+        options = " ".join(f"--exclude {shlex.quote(key)}" for key in endless[:_MAX_SHOWN])
+        return [
+            f"{refusal}; --weights-only cannot set those aside that contain themselves: {options}"
+        ]
     return [f"{refusal}; --weights-only sets them aside"]
 
 

@@ -19,7 +19,6 @@ from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.files.substitute import substitute_in
 from core.formats.torch.legacy import VERSION, read_legacy
-from core.formats.torch.nested_names import uses_of_stream
 from core.formats.torch.object_tensors import with_state_dicts
 from core.formats.torch.stream import stream_kind as stream_kind
 from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
@@ -35,7 +34,6 @@ from core.formats.torch.zip.records import (
 from core.pickle.cycles import ENDLESS, cut_cycles
 from core.pickle.inert import PLAIN, ObjectLeaf, TensorLeaf, as_mapping, is_flat, walk
 from core.pickle.key_text import text_of
-from core.pickle.names import dangerous_uses
 from core.pickle.nesting import MAX_DEPTH, LeafEntry, containers, entries, join_path, map_leaves
 from core.pickle.reader import gc_paused, load
 from core.pickle.reduce import Name
@@ -247,23 +245,12 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
 
     Raises:
         UnsupportedError: a tar file of torch 0.1, or a bare pickle.
-        UnsafeError: such a file, which would run code when it is loaded.
     """
     kind = stream_kind(store, file, start, n_bytes)
     if kind == "legacy":
         return kind
     if kind not in ("tar", "pickle"):
         return None
-    # Warn of a dangerous file first, before a hint suggests to load it.
-    dangerous = sorted(
-        str(use.name) for use in dangerous_uses(uses_of_stream(store, file, start, n_bytes))
-    )
-    if dangerous:
-        raise UnsafeError(
-            f"the pickle names {dangerous[0]}, which would run code when it is loaded",
-            file=file,
-            hint="do not load it with any other program, and find out who wrote it",
-        )
     if kind == "tar":
         raise UnsupportedError(
             "written in the tar format of torch 0.1, which torch can only load by running its "

@@ -23,6 +23,7 @@ Source: torch 2.13 ``torch/_weights_only_unpickler.py`` (``_get_allowed_globals`
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,11 @@ def set_aside(root: object) -> object:
             (join_path(_record_path(record)) for record in visitor.records if _is_endless(record)),
             None,
         )
+        if err.key:
+            err.hint = (
+                f"drop it with --exclude {shlex.quote(err.key)}, or write a torch file without"
+                " --weights-only"
+            )
         raise
     # Add them below the reserved key: to the root if it is a mapping, else to a new dict.
     if kept is _REFUSED:
@@ -87,6 +93,13 @@ def set_aside(root: object) -> object:
 def _record_path(record: dict[str, object]) -> tuple[object, ...]:
     path: Any = record["path"]
     return tuple(path)
+
+
+def endless_keys(root: object) -> list[str]:
+    """Return the names of the objects that ``set_aside`` cannot spell: they contain themselves."""
+    visitor = _AsideVisitor()
+    visitor.visit(root, ())
+    return [join_path(_record_path(record)) for record in visitor.records if _is_endless(record)]
 
 
 def _is_endless(record: dict[str, object]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,8 @@ class ZarrArray:
         sharding: division of the chunks into inner chunks; None if the array is not sharded.
         fill: the fill value as the bytes of one element, little endian; None if the type cannot
             hold it.
+        attributes: the array's attributes and, as that of ``core.catalog.attributes``, the names of
+            its axes.
     """
 
     dtype: str
@@ -57,6 +59,7 @@ class ZarrArray:
     coding: ChunkCoding
     sharding: Sharding | None = None
     fill: bytes | None = None
+    attributes: Mapping[str, object] = field(default_factory=dict, compare=False)
 
 
 PICKLED = "zarr.pickle"

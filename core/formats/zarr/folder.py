@@ -17,6 +17,7 @@ from core.pickle.inert import Global, Inert
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
+    from core.catalog.attributes import AttributesByPath
     from core.catalog.catalog import Fragment
     from core.catalog.stored import PlannedArray
     from core.files.store import ReadStore
@@ -46,6 +47,7 @@ def catalog_of_folders(
     format: str,
     version: str,
     objects: Mapping[str, StoredObject] | None = None,
+    attributes: AttributesByPath | None = None,
 ) -> Catalog:
     """Return the catalog of a hierarchy.
 
@@ -55,6 +57,7 @@ def catalog_of_folders(
         folders: the arrays by key.
         format, version: name of the format and its version, for the catalog.
         objects: everything that is not a tensor, by key.
+        attributes: path of a group → its attributes.
     """
 
     @lru_cache(maxsize=4)
@@ -76,11 +79,17 @@ def catalog_of_folders(
         format=format,
         version=version,
         tensors={
-            key: TensorMeta(key, zarr_folder.array.dtype, zarr_folder.array.grid.shape)
+            key: TensorMeta(
+                key,
+                zarr_folder.array.dtype,
+                zarr_folder.array.grid.shape,
+                attributes=zarr_folder.array.attributes or None,
+            )
             for key, zarr_folder in folders.items()
         },
         fragments_of=fragments_of,
         objects=objects or {},
+        attributes={path: values for path, values in (attributes or {}).items() if values},
     )
     return catalog.with_facet(ZarrFacts(incomplete)) if incomplete else catalog
 

@@ -19,9 +19,9 @@ The catalog has the schema of ``torch_dist``: a ShardedObject has the key
 ``rng_state/shard_0.1_2.2``, and its value is a list of one element. ``common``, ``args`` and
 ``iteration`` come from the common state.
 
-zarr 2 hierarchies of other software, with nested groups, are read as well; they have no common
-state and no objects. A tensor's key is its path, with ``/`` between names. The files written are
-always those that Megatron would write.
+zarr 2 hierarchies of other software, with nested groups and attributes (``.zattrs``), are read as
+well; they have no common state and no objects. A tensor's key is its path, with ``/`` between
+names. The files written are always those that Megatron would write.
 
 Consolidated metadata (``.zmetadata``) is a list to compare with: an array in it without a directory
 is missing, and an array that it lacks is read with a note.
@@ -57,7 +57,7 @@ from core.errors import (
     raising,
 )
 from core.files.json_object import read_json_object, read_small_file
-from core.formats.format import Format
+from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
     common_image,
@@ -85,7 +85,13 @@ from core.formats.zarr.folder import (
     without_unread,
 )
 from core.formats.zarr.grid import ChunkNames, grid_of_pieces, is_like_a_chunk
-from core.formats.zarr.metadata2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
+from core.formats.zarr.metadata2 import (
+    ARRAY_FILE,
+    ATTRIBUTES_FILE,
+    GROUP_FILE,
+    parse_zarray,
+    zarray,
+)
 from core.formats.zarr.tree import (
     ROOT_KEY,
     Listing,
@@ -97,6 +103,7 @@ from core.formats.zarr.tree import (
 )
 
 if TYPE_CHECKING:
+    from core.catalog.attributes import Attributes
     from core.files.store import ReadStore
 
 _BACKEND = "zarr"
@@ -109,7 +116,7 @@ _CONSOLIDATED = ".zmetadata"
 _MAX_ZARRAY_BYTES = 1 << 20
 _MAX_VALUES = 16_000_000
 """Maximum number of JSON values in consolidated metadata."""
-_RESERVED = frozenset((ARRAY_FILE, GROUP_FILE, ".zattrs", CONFIG, COMMON_FILE))
+_RESERVED = frozenset((ARRAY_FILE, GROUP_FILE, ATTRIBUTES_FILE, CONFIG, COMMON_FILE))
 
 
 def sniff(store: ReadStore) -> bool:
@@ -171,6 +178,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     objects: dict[str, StoredObject] = {}
+    groups: dict[str, Attributes] = {}
     stored: list[str] = []
     # Arrays are directories. Those that cannot be read become objects, so that the others can be
     # inspected.
@@ -182,7 +190,8 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
             key, file = folder or ROOT_KEY, path_in(folder, ARRAY_FILE)
             try:
                 data = read_small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key)
-                array = parse_zarray(data, file=file, key=key)
+                attributes = _attributes_of(store, folder, listing)
+                array = parse_zarray(data, file=file, key=key, attributes=attributes)
                 chunks = folder_chunks(
                     store,
                     folder,
@@ -198,6 +207,8 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
             except CheckpointingException as err:
                 report(err)
         try:
+            if not is_array:
+                groups[folder] = _attributes_of(store, folder, listing)
             if folder and not is_array:
                 _refuse_lost_metadata(store, folder, listing, is_megatron=is_megatron)
             for item, arrays_inside in (
@@ -228,7 +239,9 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
                     hint="copy the checkpoint again, with all its files",
                 )
             )
-    catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects)
+    catalog = catalog_of_folders(
+        store, folders, format="zarr", version="2", objects=objects, attributes=groups
+    )
     if is_megatron and common is not None:
         catalog = with_common_state(catalog, common, file=store.label)
     return without_unread(catalog.with_hidden(hidden).noted(notes), unread)
@@ -248,6 +261,17 @@ def _consolidated_arrays(store: ReadStore) -> list[str]:
         for path in paths
         if path == ARRAY_FILE or path.endswith(f"/{ARRAY_FILE}")
     ]
+
+
+def _attributes_of(store: ReadStore, folder: str, listing: Listing) -> Attributes:
+    """Return the attributes of an array or group; {} if it has none.
+
+    Raises:
+        CorruptError: the file is not a JSON object.
+    """
+    if ATTRIBUTES_FILE not in listing:
+        return {}
+    return read_json_object(store, path_in(folder, ATTRIBUTES_FILE))
 
 
 def stores_every_chunk(store: ReadStore) -> bool:
@@ -351,6 +375,7 @@ FORMAT = Format(
     read=read,
     salvage=salvage,
     lay_out=lay_out,
+    side_folders=MEGATRON_FOLDERS,
     partition="grid",
     is_mcore=True,
 )

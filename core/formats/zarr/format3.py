@@ -3,7 +3,7 @@
 On disk::
 
     checkpoint.zarr/
-    ├── zarr.json                       group; attributes {"ckpt": {"iteration": 10}}
+    ├── zarr.json                       group; attributes {"ckpt": {"iteration": 10}, …}
     ├── ckpt-objects.pt                 objects that are not tensors, if any (``torch.side_file``)
     └── model.layers.0.mlp.weight/
         ├── zarr.json                   (``zarr.metadata3``)
@@ -18,6 +18,9 @@ The written chunks are the source's shards if these form a regular grid, else th
 tensor. A chunk larger than 64 MiB is divided, inside its file, into bands of at most 16 MiB, for
 readers that decode complete chunks; as the bands follow each other in C order, the data is still
 one run of bytes.
+
+Attributes (``core.catalog.attributes``) of groups and arrays, and names of axes, are read and
+written; those without a group are in the root's attribute "ckpt".
 
 ``Catalog.iteration`` is set if the root's attributes contain the iteration. Options for writing:
 ``iteration``, and ``WriteOptions.shard_bytes``: the size above which a chunk is divided (into bands
@@ -43,6 +46,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
+from core.catalog.attributes import (
+    ROOT,
+    Attributes,
+    AttributesByPath,
+    parse_by_path,
+    with_attributes,
+)
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, Literal, PlacedArray, literal_file
 from core.catalog.key_patterns import some_of
@@ -68,7 +78,14 @@ from core.formats.zarr.folder import (
     without_unread,
 )
 from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
-from core.formats.zarr.metadata3 import METADATA_FILE, array_json, group_json, node_of, parse_array
+from core.formats.zarr.metadata3 import (
+    METADATA_FILE,
+    array_json,
+    attributes_in,
+    group_json,
+    node_of,
+    parse_array,
+)
 from core.formats.zarr.shards import dense_index, index_bytes
 from core.formats.zarr.tree import (
     ROOT_KEY,
@@ -94,7 +111,7 @@ _MAX_INNER = 1 << 16
 _MAX_METADATA_BYTES = 256 << 20
 _FOREIGN = ("manifest.ocdbt", ".metadata")
 _RESERVED = frozenset((METADATA_FILE, OBJECTS_FILE, "c"))
-_ATTRIBUTE = "ckpt"
+_ATTRIBUTE, _BY_PATH = "ckpt", "attributes"
 _CHUNK_FOLDERS = re.compile(r"((^|/)c)?((^|/)[0-9]+)*$")
 
 
@@ -129,12 +146,12 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         CheckpointingException: a ``zarr.json`` or the objects cannot be read, or are unsafe.
     """
     nodes: dict[str, dict[str, object]] = {}
-    attributes: Mapping[str, object] | None = None
+    groups: dict[str, Attributes] = {}
     listed: list[str] = []
 
     # Whether a directory is an array depends on its metadata; keep that, to read it only once.
     def is_array(folder: str, listing: Listing) -> bool:
-        nonlocal attributes, listed
+        nonlocal listed
         if METADATA_FILE not in listing:
             return False
         file = path_in(folder, METADATA_FILE)
@@ -143,9 +160,10 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         )
         if kind == "array":
             nodes[folder] = metadata
-        elif not folder:
-            attributes = _own_attributes(metadata)
-            listed = _consolidated_arrays(metadata)
+        else:
+            groups[folder] = attributes_in(metadata, file=file)
+            if not folder:
+                listed = _consolidated_arrays(metadata)
         return kind == "array"
 
     # Arrays are directories. Those that cannot be read become objects, so that the others can be
@@ -171,7 +189,9 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         except CheckpointingException as err:
             report(err)
             continue
-        fill = array.fill if attributes is None else None  # this project stores every chunk
+        fill = (
+            array.fill if _own_attributes(groups) is None else None
+        )  # this project stores every chunk
         try:
             chunks = folder_chunks(
                 store, folder, array, key=key, fill=fill, lost=lost, listing=listing
@@ -183,8 +203,16 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     notes = compare_with_index(
         listed, stored, file=METADATA_FILE, marker=METADATA_FILE, report=report
     )
-    iteration = None if attributes is None else attributes.get("iteration")
-    catalog = catalog_of_folders(store, folders, format="zarr3", version="3").noted(notes)
+    own = _own_attributes(groups) or {}
+    iteration = own.get("iteration")
+    root = {name: value for name, value in groups.pop(ROOT, {}).items() if name != _ATTRIBUTE}
+    # Other software may have an attribute of that name.
+    foreign = {name: value for name, value in own.items() if name not in ("iteration", _BY_PATH)}
+    root |= {_ATTRIBUTE: foreign} if foreign else {}
+    catalog = catalog_of_folders(
+        store, folders, format="zarr3", version="3", attributes={ROOT: root, **groups}
+    ).noted(notes)
+    catalog = with_attributes(catalog, parse_by_path(own.get(_BY_PATH)) or {})
     catalog = replace(catalog, iteration=iteration if type(iteration) is int else None)
     return without_unread(with_objects(catalog, read_objects(store)), unread)
 
@@ -200,10 +228,13 @@ def _consolidated_arrays(metadata: Mapping[str, object]) -> list[str]:
     ]
 
 
-def _own_attributes(metadata: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Return this project's attributes of the root group; None in groups of other software."""
-    attributes = metadata.get("attributes")
-    own = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
+def _own_attributes(groups: AttributesByPath) -> Attributes | None:
+    """Return this project's attributes of the root group; None in groups of other software.
+
+    Args:
+        groups: path of a group → its attributes.
+    """
+    own = groups.get(ROOT, {}).get(_ATTRIBUTE)
     return own if isinstance(own, dict) else None
 
 
@@ -218,7 +249,8 @@ def stores_every_chunk(store: ReadStore) -> bool:
     kind, metadata = node_of(
         read_small_file(store, METADATA_FILE, max_bytes=_MAX_METADATA_BYTES), file=METADATA_FILE
     )
-    return kind == "group" and _own_attributes(metadata) is not None
+    attributes = attributes_in(metadata, file=METADATA_FILE)
+    return kind == "group" and _own_attributes({ROOT: attributes}) is not None
 
 
 def _refuse_lost_metadata(folder: str, listing: Listing) -> None:
@@ -264,23 +296,39 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         groups |= dict.fromkeys("/".join(parts[:depth]) for depth in range(1, len(parts)))
         grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
         inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
-        text = array_json(grid, meta.dtype, inner_shape=inner_shape, key=key)
+        text = array_json(
+            grid, meta.dtype, inner_shape=inner_shape, key=key, attributes=meta.attributes
+        )
         images.append(metadata_image(path_in(key, METADATA_FILE), text, grid, arrays))
         names = ChunkNames(len(meta.shape), "/", has_prefix=True)
         images += (
             _chunk_image(path, array, inner_shape)
             for path, array in chunk_files(key, names, grid, arrays)
         )
-    images += [literal_file(path_in(group, METADATA_FILE), group_json({})) for group in groups]
+    images += [
+        literal_file(path_in(group, METADATA_FILE), group_json(target.attributes.get(group, {})))
+        for group in groups
+    ]
     objects = objects_image(target)
     if objects is not None:
         images.append(objects)
     # The root's metadata comes last. The attribute is written even if it is empty: it means that
     # every chunk is stored.
     has_iteration = target.iteration is not None and not target.write.is_release
-    own_attributes = {"iteration": target.iteration} if has_iteration else {}
+    own: dict[str, object] = {"iteration": target.iteration} if has_iteration else {}
+    # Attributes of what is no group here are among this project's own.
+    root = dict(target.attributes.get(ROOT, {}))
+    others = {
+        path: dict(values)
+        for path, values in target.attributes.items()
+        if path != ROOT and path not in groups
+    }
+    if _ATTRIBUTE in root:
+        others[ROOT] = {_ATTRIBUTE: root.pop(_ATTRIBUTE)}
+    if others:
+        own[_BY_PATH] = others
     images.append(
-        literal_file(METADATA_FILE, group_json({_ATTRIBUTE: own_attributes}), is_metadata=True)
+        literal_file(METADATA_FILE, group_json({**root, _ATTRIBUTE: own}), is_metadata=True)
     )
     return images
 
@@ -333,6 +381,7 @@ FORMAT = Format(
     read=read,
     salvage=salvage,
     lay_out=lay_out,
+    keeps_attributes=True,
     partition="grid",
     has_objects_beside=True,
     notes_of=notes_of,

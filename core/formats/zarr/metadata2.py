@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from core.formats.zarr.grid import ChunkGrid
 
 ARRAY_FILE = ".zarray"
+ATTRIBUTES_FILE = ".zattrs"
 GROUP_FILE = ".zgroup"
 _OBJECT_CODECS = frozenset(
     ("vlen-utf8", "vlen-bytes", "vlen-array", "json", "json2", "msgpack", "msgpack2", "categorize")
@@ -56,7 +57,9 @@ _NEEDED = ("order", "fill_value", "compressor", "filters")
 """Members that may be null but not missing: tensorstore does not open an array without them."""
 
 
-def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
+def parse_zarray(
+    data: bytes, *, file: str, key: str, attributes: Mapping[str, object] | None = None
+) -> ZarrArray:
     """Parse the metadata of an array.
 
     Args:
@@ -106,7 +109,8 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
         _codecs(metadata, file=file),
     )
     fill = fill_bytes(metadata["fill_value"], dtype, zarr_format=2)
-    return ZarrArray(dtype, grid, ChunkNames(len(shape), str(separator)), coding, fill=fill)
+    names = ChunkNames(len(shape), str(separator))
+    return ZarrArray(dtype, grid, names, coding, fill=fill, attributes=attributes or {})
 
 
 def _holds_pickles(metadata: Mapping[str, object]) -> bool:

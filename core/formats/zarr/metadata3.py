@@ -32,6 +32,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
+from core.catalog.attributes import DIMENSIONS, is_axis_names
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
@@ -133,12 +134,26 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     # The codec of shards divides chunks into inner chunks, and contains their codecs.
     codecs = _codec_list(required(metadata, "codecs", file=file), "codecs", file=file)
     fill = fill_bytes(metadata.get("fill_value"), dtype, zarr_format=3)
+    attributes = attributes_in(metadata, file=file)
+    if is_axis_names(metadata.get("dimension_names"), len(shape)):
+        attributes = {**attributes, DIMENSIONS: metadata["dimension_names"]}
     if _SHARDING in dict(codecs):
         sharding = _sharding(codecs, dtype, chunk_shape, file=file, key=key)
-        return ZarrArray(dtype, grid, names, sharding.inner, sharding, fill)
-    return ZarrArray(
-        dtype, grid, names, _coding(codecs, dtype, chunk_shape, file=file, key=key), fill=fill
-    )
+        return ZarrArray(dtype, grid, names, sharding.inner, sharding, fill, attributes)
+    coding = _coding(codecs, dtype, chunk_shape, file=file, key=key)
+    return ZarrArray(dtype, grid, names, coding, fill=fill, attributes=attributes)
+
+
+def attributes_in(metadata: Config, *, file: str) -> Config:
+    """Return the attributes of a node.
+
+    Raises:
+        CorruptError: they are not an object.
+    """
+    attributes = metadata.get("attributes") or {}
+    if not isinstance(attributes, dict):
+        raise CorruptError("the attributes are not a JSON object", file=file)
+    return attributes
 
 
 def _unpickles(codecs: object) -> bool:
@@ -302,17 +317,31 @@ def _sharding(
     return Sharding(coding, has_crc="crc32c" in names, is_index_first=location == "start")
 
 
-def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: str) -> bytes:
+def array_json(
+    grid: ChunkGrid,
+    dtype: str,
+    *,
+    inner_shape: Shape | None,
+    key: str,
+    attributes: Config | None = None,
+) -> bytes:
     """Return the ``zarr.json`` of an array of plain chunks.
 
     Args:
         inner_shape: shape of the inner chunks if every chunk of the grid is a shard, else None.
+        attributes: attributes of the array, the names of its axes among them; None without any.
 
     Raises:
         UnsupportedError: zarr has no such element type.
     """
     spelling = v3_spelling(dtype, key=key)
-    return _json_of_spelling(grid.shape, grid.chunk_shape, inner_shape, dtype, spelling)
+    text = _json_of_spelling(grid.shape, grid.chunk_shape, inner_shape, dtype, spelling)
+    if not attributes:
+        return text
+    metadata = {**json.loads(text), "attributes": dict(attributes)}
+    if is_axis_names(attributes.get(DIMENSIONS), len(grid.shape)):
+        metadata["dimension_names"] = metadata["attributes"].pop(DIMENSIONS)
+    return json.dumps(metadata, indent=2).encode()
 
 
 @lru_cache(maxsize=1024)

@@ -111,18 +111,24 @@ def compare_with_index(
     return [note]
 
 
-def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:
+def check_keys(
+    keys: Mapping[str, object], *, reserved: frozenset[str], are_files: bool = True
+) -> None:
     """Raise unless every key can be the name of an array's directory.
 
     Args:
         keys: the keys of all tensors; none may be inside the directory of another.
         reserved: names that have another meaning in the hierarchy.
+        are_files: the directories are those of a file system, which limits the length of names;
+            False for the keys of a database.
 
     Raises:
         UnsupportedError: a key is not a path of valid names, or is inside another array.
     """
     problems = {
-        key: problem for key in keys if (problem := _key_problem(key, keys, reserved)) is not None
+        key: problem
+        for key in keys
+        if (problem := _key_problem(key, keys, reserved, are_files=are_files)) is not None
     }
     if problems:
         first, *other_keys = problems
@@ -134,7 +140,9 @@ def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:
         )
 
 
-def _key_problem(key: str, keys: Mapping[str, object], reserved: frozenset[str]) -> str | None:
+def _key_problem(
+    key: str, keys: Mapping[str, object], reserved: frozenset[str], *, are_files: bool
+) -> str | None:
     """Return the reason why a key cannot be the name of a directory; None if it can."""
     parts = key.split("/")
     for part in parts:
@@ -142,7 +150,7 @@ def _key_problem(key: str, keys: Mapping[str, object], reserved: frozenset[str])
             return "it is not a relative path"
         if not _is_visible(part) or part in reserved:
             return f"{part!r} is reserved or ignored by readers"
-        if len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
+        if are_files and len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
             return f"{part[:20]!r}… has more than {_MAX_NAME_BYTES} bytes"
     for depth in range(1, len(parts)):
         if "/".join(parts[:depth]) in keys:

@@ -6,7 +6,7 @@ model. The configuration of the adapter is kept as text in the arguments, for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.arrays.box import Shape, full_box
@@ -41,6 +41,7 @@ from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
+from core.hf.tensors.spelling import match_names
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
 from core.megatron.model.args import ADAPTER_ARGUMENT
@@ -134,7 +135,11 @@ def adapter_to_megatron(
     model = model_of(fields, n_rows=n_rows, n_tensors=MAX_LAYERS)
 
     # Find the layers, and decide between the two forms of Megatron-Bridge.
-    layers = list(_layers(catalog, adapted_pairs(family, model), adaptations, store))
+    pairs = list(adapted_pairs(family, model))
+    names = [name for pair in pairs for part in pair.tensors for name in part.names]
+    key_of = match_names(adaptations, names)
+    adaptations = {key_of.get(name, name): item for name, item in adaptations.items()}
+    layers = list(_layers(catalog, pairs, adaptations, store))
     unknown = adaptations.keys() - {
         name for layer in layers for part in layer.pair.tensors for name in part.names
     }
@@ -142,8 +147,9 @@ def adapter_to_megatron(
         raise UnsupportedError(
             f"Megatron has no adapters of {len(unknown)} of the layers: {listed_keys(unknown)}",
             key=adaptations[min(unknown)].a,
-            hint=f"is {CONFIG} that of the adapter's base model? Embeddings, output layers and "
-            f"experts have none; {_FOLD}",
+            hint=f"embeddings, output layers and experts have none; {_FOLD}"
+            if key_of
+            else f"is {CONFIG} that of the adapter's base model?",
         )
     is_canonical = not all(layer.is_shared for layer in layers)
     tensors: dict[str, tuple[TensorMeta, Callable[[], list[Fragment]]]] = {}
@@ -209,7 +215,7 @@ def _scaling_of(adaptations: Mapping[str, Adaptation]) -> tuple[int, float]:
 
 def _layers(
     catalog: Catalog,
-    pairs: Iterator[Pair],
+    pairs: Iterable[Pair],
     adaptations: Mapping[str, Adaptation],
     store: ReadStore,
 ) -> Iterator[_Layer]:

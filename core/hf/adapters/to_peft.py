@@ -143,7 +143,7 @@ def adapter_to_peft(
         dropped=(*dropped, *(f"{name} (not stored in adapters of peft)" for name in names)),
         facets={
             HuggingFaceModel: HuggingFaceModel(family.model_type),
-            WeightFileFacts: WeightFileFacts({"format": "pt"}, _STEM),
+            WeightFileFacts: WeightFileFacts(_STEM),
         },
     )
 

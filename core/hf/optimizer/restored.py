@@ -11,12 +11,10 @@
 
 The steps are those of the groups, as the fused Adam of Apex and Transformer Engine counts them.
 
-Megatron does not load an optimizer without a state of the scheduler. The schedule of other software
-has no counterpart there, so it is a constant one at the place that training has reached, and
-Megatron must be told to use that of its own arguments.
+The state of the scheduler, without which Megatron loads no optimizer, is a constant schedule
+(``core.megatron.extras.schedule``).
 
-Source: megatron-core 0.16.1 ``core/optimizer/{optimizer,distrib_optimizer}.py``,
-``core/optimizer_param_scheduler.py``; Megatron-LM d98e8a64 ``training/checkpointing.py``.
+Source: megatron-core 0.16.1 ``core/optimizer/{optimizer,distrib_optimizer}.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from core.catalog.optimizer_keys import MASTER, MASTERS, Optimizer
 from core.errors import UnsupportedError
 from core.hf.optimizer.groups import PARAM_GROUPS, megatron_groups
 from core.hf.optimizer.steps import read_steps
+from core.megatron.extras.schedule import constant_schedule, position_text
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -40,7 +39,6 @@ _SAMPLES = "global_samples"
 _MOMENTS_OF_MEGATRON = ({"exp_avg", "exp_avg_sq"}, {"momentum_buffer"}, set[str]())
 _OF_OTHERS = frozenset({"momentum_decay", "ns_steps", "max_coeff", "weight_lr_power"})
 """Settings of NAdam, torch's Muon, DeepSpeed's LAMB and schedule-free optimizers."""
-_OVERRIDE = "--override-opt_param-scheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +102,7 @@ def restored_optimizer(
     samples = catalog.objects.get(_SAMPLES)
     n_samples = samples.value if samples is not None and type(samples.value) is int else 0
     settings = groups.groups[0].settings
-    decay = settings.get("weight_decay", 0.0)
-    scheduler = {
-        "max_lr": settings.get("lr"),
-        "lr_warmup_steps": 0,
-        "num_steps": n_samples,
-        "lr_decay_style": "constant",
-        "lr_decay_steps": max(n_samples, 1),
-        "min_lr": 0.0,
-        "start_wd": decay,
-        "end_wd": decay,
-        "wd_incr_style": "constant",
-        "wd_incr_steps": max(n_samples, 1),
-    }
+    scheduler = constant_schedule(settings, n_samples=n_samples)
     titles = {
         "distributed": "distributed optimizer (--use-distributed-optimizer); --to megatron writes "
         "the other one",
@@ -125,15 +111,6 @@ def restored_optimizer(
         "fp32": "FP32Optimizer (float32 weights; --dtype bf16 makes Megatron's mixed precision, "
         "with these as master weights); --to torch_dist writes the distributed one",
     }
-    position = (
-        f"after {n_samples} samples"
-        if n_samples
-        else "at sample 0, as the source does not record how many it has trained on"
-    )
-    schedule = (
-        f"the learning rate schedule is not carried: start Megatron with {_OVERRIDE}, which takes "
-        f"its own, {position}"
-    )
     iteration = (
         (f"the source does not record its iteration; using {n_steps}, the optimizer's steps",)
         if catalog.iteration is None and n_steps
@@ -142,7 +119,7 @@ def restored_optimizer(
     notes = (
         *iteration,
         f"the optimizer is written as Megatron's {titles[kind]}",
-        schedule,
+        position_text(n_samples),
         *groups.notes,
     )
     arguments = {

@@ -152,6 +152,11 @@ class SeparatedTowers:
         return document(complete)
 
 
+_PROJECTION = "vision_projection"
+_LLAVA = {"vision_model", _PROJECTION}
+"""What Megatron-LM's LLaVA has beside its language model."""
+
+
 def separate_towers(
     catalog: Catalog, fields: Mapping[str, object], origin: ConfigOrigin | None
 ) -> SeparatedTowers | None:
@@ -172,10 +177,23 @@ def separate_towers(
     if described is None or described.wrapper is None:
         return None
     model = None if origin is None else composite_models().get(str(origin.model_type))
+    wrapper = load_rules().wrapper_in(described.wrapper)
+    assert wrapper is not None, "the rules know every wrapper of a model"
     if origin is None or model is None or model.wrapper != described.wrapper:
         problem = f": its {CONFIG} is needed to name the tensors of the towers"
         if origin is not None:
             problem = f", which models of type {str(origin.model_type)[:80]!r} are not"
+        names = {key.partition(".")[0] for key in catalog.tensors}
+        if _PROJECTION in names:
+            beside = sorted(names & _LLAVA)
+            raise UnsupportedError(
+                "the checkpoint is Megatron-LM's LLaVA: transformers has no model with its tower "
+                f"and projection ({', '.join(beside)})",
+                hint="to convert the language model alone, drop them: "
+                + " ".join(f"--exclude '{tower}.*'" for tower in beside),
+            )
+        if not any(key.startswith(wrapper.towers) for key in catalog.tensors):
+            return None  # they were excluded
         raise UnsupportedError(
             f"the checkpoint is a text model with towers{problem}",
             hint=f"give that of the complete model with --config FILE "
@@ -188,8 +206,6 @@ def separate_towers(
         )
 
     # Select the towers' tensors, and give them the names of the model that they came from.
-    wrapper = load_rules().wrapper_in(model.wrapper)
-    assert wrapper is not None, "the rules know every wrapper of the table"
     beginnings = _beginnings_of(fields, model)
     part = thinking_part(origin.config)
     towers: dict[str, HfTensor] = {}

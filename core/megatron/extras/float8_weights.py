@@ -106,9 +106,12 @@ def _find_codes(catalog: Catalog, leaf: object) -> tuple[SourceTensor, SourceTen
     kind = parts[1] if len(parts) > 1 else None
     number = kind.args[0] if isinstance(kind, Inert) and len(kind.args) == 1 else kind
     codes_dtype = numbers.get(number) if isinstance(number, int) else None
-    if codes_dtype is None or not all(isinstance(parts[n], TensorLeaf) for n in (0, 2)):
+    if codes_dtype is None:
         return None
-    codes, scale = (source_of(catalog, parts[n].key) for n in (0, 2))
+    data, inverse_scale = parts[0], parts[2]
+    if not isinstance(data, TensorLeaf) or not isinstance(inverse_scale, TensorLeaf):
+        return None
+    codes, scale = source_of(catalog, data.key), source_of(catalog, inverse_scale.key)
     if codes.dtype != "uint8" or scale.dtype != "float32" or scale.shape not in ((), (1,)):
         return None
     fragments = tuple(

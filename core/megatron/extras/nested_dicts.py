@@ -27,9 +27,12 @@ from dataclasses import dataclass, field
 
 from core.errors import CorruptError
 from core.megatron.extras.common_state import EXTRA_STATE, is_ordered, module_versions
+from core.megatron.rules.rules import GPT, Rules, Wrapper
 from core.pickle.inert import as_mapping, make_ordered_dict
 
 MAX_DEPTH = 8
+_WRAPPED = "module."
+"""Beginning of all names in the state dict of a model that another module wraps for training."""
 Nesting = Mapping[str, bool]
 """Full name of a dict (``""`` for the outermost) → True for an OrderedDict."""
 
@@ -42,11 +45,15 @@ class FlatDict:
         entries: name → tensor or object.
         nesting: the dicts that were flattened.
         versions: module → its entry in torch's ``_metadata``.
+        outer: beginning of all names that was removed, such as ``module.``.
+        wrapper: the names of the complete model, if the beginning of its GPT model's was removed.
     """
 
     entries: dict[str, object] = field(default_factory=dict)
     nesting: dict[str, bool] = field(default_factory=dict)
     versions: dict[str, object] = field(default_factory=dict)
+    outer: str = ""
+    wrapper: Wrapper | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,43 @@ def flattened(container: object, *, rank: str) -> FlatDict:
     flat = FlatDict()
     _flatten(container, "", flat, depth=0, rank=rank)
     return flat
+
+
+def without_outer_names(flat: FlatDict, rules: Rules) -> FlatDict:
+    """Return a chunk's state dict with names as a GPT model alone has them.
+
+    Training scripts may save the model inside another module: one that wraps it for training
+    (``module.``), or one that has towers beside it (``language_model.``, Megatron-LM's LLaVA). A
+    model of megatron.legacy has ``language_model.`` as well, but other names after it.
+    """
+    entries, versions = flat.entries, flat.versions
+    outer = ""
+    while entries and all(name.startswith(_WRAPPED) for name in entries):
+        entries = {name.removeprefix(_WRAPPED): leaf for name, leaf in entries.items()}
+        versions = {module.removeprefix(_WRAPPED): item for module, item in versions.items()}
+        outer += _WRAPPED
+    stacks = (*GPT.stacks, "decoder.final_layernorm.")
+    wrapper = next(
+        (
+            wrapper
+            for wrapper in rules.wrappers
+            if any(name.startswith(tuple(wrapper.text + s for s in stacks)) for name in entries)
+            and not any(name.startswith(rules.main_stacks) for name in entries)
+        ),
+        None,
+    )
+    if wrapper is not None:
+        entries = {name.removeprefix(wrapper.text): leaf for name, leaf in entries.items()}
+        # The GPT model's own entry is that of the complete model, which remains.
+        own = wrapper.text.rstrip(".")
+        versions = {
+            module.removeprefix(wrapper.text): item
+            for module, item in versions.items()
+            if module != own
+        }
+    if not outer and wrapper is None:
+        return flat
+    return FlatDict(entries, flat.nesting, versions, outer, wrapper)
 
 
 def _flatten(container: object, prefix: str, into: FlatDict, *, depth: int, rank: str) -> None:

@@ -12,11 +12,11 @@ in tests/golden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.blocks import TEXT, blocks_of
+from core.megatron.model.blocks import TEXT, WINDOWS, blocks_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import LayerPattern, pattern_of
 from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
@@ -32,6 +32,8 @@ No version of Megatron reads it.
 SINCE_0_19 = "mamba_training_ssm_states_dtype"
 """An argument that Megatron's training script has since core 0.19."""
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit", "glu_activation", "geglu", "reglu")
+_NOOP_LAYERS, _TP_EXTENDS_EP = "noop_layers", "moe_tp_extend_ep"
+"""Arguments of MindSpeed: layers that are skipped; experts that TP ranks do not cut."""
 _REFUSED = {
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",
     "encoder_pipeline_model_parallel_size": "encoder-decoder pipelines",
@@ -176,8 +178,9 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         or "hybrid_layer_pattern" in fields,
         pattern=hybrid,
         blocks=blocks,
+        noop_layers=noop_layers_of(fields),
         n_predictions=n_predictions,
-        sizes=_named_sizes(fields, is_mla=attention.is_mla),
+        sizes=_named_sizes(fields, attention),
         kind=kind,
         stacks=stacks,
     )
@@ -191,6 +194,12 @@ def _check_supported(fields: Mapping[str, object]) -> None:
                 f"{kind} cannot be resharded (argument {name} is set)",
                 hint="convert its torch_dist checkpoints to dcp or torch, keeping their layout",
             )
+    if fields.get(_TP_EXTENDS_EP) and fields.get("tensor_model_parallel_size") != 1:
+        raise UnsupportedError(
+            "rank files whose experts are divided over TP ranks as over EP ranks (MindSpeed's "
+            f"argument {_TP_EXTENDS_EP} is set) cannot be resharded",
+            hint="convert them with MindSpeed-LLM's convert_ckpt.py first",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +237,16 @@ def _n_groups(fields: Mapping[str, object]) -> int | None:
     return 1 if fields.get("attention_head_type") == "multiquery" else None
 
 
-def _named_sizes(fields: Mapping[str, object], *, is_mla: bool) -> dict[str, int]:
-    """Return the arguments that are positive integers, which rules may name."""
+def _named_sizes(fields: Mapping[str, object], attention: _AttentionSizes) -> dict[str, int]:
+    """Return the arguments that are positive integers, and others that rules may name."""
     sizes = {name: value for name, value in fields.items() if type(value) is int and value > 0}
-    if is_mla:
+    if attention.head_dim is not None:
+        sizes["kv_channels"] = attention.head_dim
+    value_dim = sizes.get("v_head_dim") if attention.is_mla else attention.head_dim
+    # Layers with a window may have heads of their own.
+    if value_dim is not None and fields.get(WINDOWS) is None:
+        sizes["attention_inner"] = attention.n_heads * value_dim
+    if attention.is_mla:
         checked = {name: size_in(fields, name) for name in _SIZES}
         sizes |= {name: size for name, size in checked.items() if size is not None}
     return sizes
@@ -311,6 +326,30 @@ def linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     if step is None:
         return frozenset()
     return frozenset(range(n_layers)) - frozenset(range(step - 1, n_layers, step))
+
+
+def noop_layers_of(fields: Mapping[str, object]) -> frozenset[int]:
+    """Return the numbers of the layers that MindSpeed skips, from ``noop_layers``.
+
+    The argument is a text such as ``"0,47"``, or the set that MindSpeed makes of it.
+
+    Raises:
+        CorruptError: it is neither.
+
+    Source: MindSpeed ``features_manager/pipeline_parallel/noop_layers.py``.
+    """
+    value = fields.get(_NOOP_LAYERS)
+    if value in (None, "", False):
+        return frozenset()
+    items = value.split(",") if isinstance(value, str) else value
+    try:
+        if not isinstance(items, Iterable):
+            raise TypeError
+        return frozenset(map(int, items))
+    except (TypeError, ValueError):
+        raise CorruptError(
+            f"argument {_NOOP_LAYERS} is {value!r:.60}, not the numbers of layers"
+        ) from None
 
 
 def layers_without_indexer(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:

@@ -39,7 +39,7 @@ TEXT = "heterogeneous_layers_config_encoded_json"
 """Argument with the JSON text."""
 INNER_MULTIPLE = 256
 """The inner channels that a factor (``ffn_mult``) gives are a multiple of it."""
-_WINDOWS = "sliding_attention_setting"
+WINDOWS = "sliding_attention_setting"
 _PATH = "heterogeneous_layers_config_path"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -183,7 +183,7 @@ def window_layers_of(fields: Mapping[str, object]) -> WindowLayers | None:
     Raises:
         CorruptError: ``sliding_attention_setting`` or ``layer_types`` is malformed.
     """
-    setting, types = fields.get(_WINDOWS), fields.get("layer_types")
+    setting, types = fields.get(WINDOWS), fields.get("layer_types")
     if setting is None:
         return None
     n_layers = fields.get("num_layers")
@@ -191,15 +191,15 @@ def window_layers_of(fields: Mapping[str, object]) -> WindowLayers | None:
         raise CorruptError(f"argument layer_types does not list {n_layers} layers")
     window = setting.get("window_size") if isinstance(setting, Mapping) else None
     if not isinstance(setting, Mapping) or not isinstance(window, (list, tuple)):
-        raise CorruptError(f"argument {_WINDOWS} has no window_size")
+        raise CorruptError(f"argument {WINDOWS} has no window_size")
     keys_before, *keys_after = window
     sizes = [setting.get(n) for n in ("num_attention_heads", "num_query_groups", "kv_channels")]
     numbers = [size for size in (keys_before, *sizes) if type(size) is int]
     if len(numbers) < 4 or keys_after != [0] or keys_before < 0 or min(numbers[1:]) < 1:
-        raise CorruptError(f"argument {_WINDOWS} is {repr(setting)[:160]}, which is malformed")
+        raise CorruptError(f"argument {WINDOWS} is {repr(setting)[:160]}, which is malformed")
     _, n_heads, n_groups, head_dim = numbers
     if n_heads % n_groups:
-        raise CorruptError(f"argument {_WINDOWS} has {n_groups} query groups for {n_heads} heads")
+        raise CorruptError(f"argument {WINDOWS} has {n_groups} query groups for {n_heads} heads")
     layers = frozenset(n for n, kind in enumerate(types) if kind == "sliding_attention")
     return WindowLayers(layers, keys_before + 1, n_heads, n_groups, head_dim)
 

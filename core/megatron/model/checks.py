@@ -26,6 +26,8 @@ _QKV = tuple(
     f"{name}.{kind}" for name in ("linear_qkv", "query_key_value") for kind in ("weight", "bias")
 )
 _SHOWN = 6
+TOWERS = ("vision_model.", "vision_projection.")
+"""Beginnings of names of Megatron's layers beside a text model, whose sizes are other ones."""
 ADAPTER = ".adapter."
 """Part of the names of adapter parameters."""
 
@@ -279,11 +281,6 @@ def sizes_for(name: str, facts: ModelFacts) -> Mapping[str, int]:
     These are the arguments, and sizes that follow from several of them.
     """
     derived = {"num_query_groups": facts.n_groups_of(name)}
-    value_dim = facts.sizes.get("v_head_dim") if facts.is_mla else facts.head_dim
-    if value_dim is not None:
-        derived["attention_inner"] = facts.n_heads * value_dim
-    if facts.head_dim is not None:
-        derived["kv_channels"] = facts.head_dim
     sizes = facts.sizes
     if facts.blocks is not None:  # each layer of a heterogeneous model has its own MLP
         sizes = {size: value for size, value in sizes.items() if size != "ffn_hidden_size"}
@@ -302,7 +299,7 @@ def with_gate(facts: ModelFacts, shapes: Mapping[str, Shape]) -> ModelFacts:
     if facts.is_gated:
         return facts
     for name, shape in shapes.items():
-        if name.endswith(_FC1) and len(shape) == 2:
+        if name.endswith(_FC1) and len(shape) == 2 and not name.startswith(TOWERS):
             partner = shapes.get(_fc2_of(name), ())
             if len(partner) == 2 and shape[0] == 2 * partner[1]:
                 return replace(facts, is_gated=True)

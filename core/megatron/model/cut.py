@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Box, Shape
 from core.arrays.sharding import (
@@ -140,6 +140,7 @@ def cut_of(
             is unknown.
         CorruptError: the tensor lacks the axis, or its parts do not add up to it.
     """
+    rule = rule.for_shape(meta.shape)
     axis, n = rule.cut_axis, topology.size_of(rule.group)
     if axis is None:
         return Cut(meta.shape, None, (), n, rule.group)
@@ -200,23 +201,51 @@ def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
     return [Box((rows, *(0 for _ in cut.shape[1:])), (cut.shape[0] - rows, *cut.shape[1:]))]
 
 
-def check_towers(catalog: Catalog, format: str) -> None:
-    """Raise if a model with towers is to be written in another format than torch_dist.
+_LLAVA = "vision_projection."
+"""Beginning of names that only Megatron-LM's LLaVA has."""
 
-    Only Megatron-Bridge builds such models, and it saves and loads torch_dist and fsdp_dtensor.
+
+def check_towers(catalog: Catalog, format: str) -> None:
+    """Raise if a model with towers is to be written in a format that its trainer does not load.
+
+    Megatron-Bridge, which builds most such models, saves and loads torch_dist and fsdp_dtensor.
     Source: Megatron-Bridge 067f987d ``training/checkpointing.py`` (``load_checkpoint``).
 
     Raises:
         UnsupportedError: there are towers, and it is another one.
     """
     model = catalog.facet(MegatronModel)
-    if model is not None and model.wrapper is not None and format != "torch_dist":
+    if model is None or model.wrapper is None:
+        return
+    # Megatron-LM's LLaVA keeps its format: torch_dist stacks the layers of its tower.
+    if any(key.startswith(_LLAVA) for key in catalog.tensors):
+        own = "torch_dist" if model.top_level is None else "megatron"
+        if format != own:
+            raise UnsupportedError(
+                "the model is Megatron-LM's LLaVA, whose tower of Megatron's layers has other "
+                f"names in {format} than in {own}",
+                hint=f"write --to {own}, at any parallel sizes; or drop the tower and its "
+                "projection: --exclude 'vision_model.*' --exclude 'vision_projection.*'",
+            )
+        return
+    if format != "torch_dist":
         raise UnsupportedError(
             "the model has towers beside its text model: only Megatron-Bridge builds it, which "
             f"does not load {format} checkpoints",
             hint="write --to torch_dist; or convert a Hugging Face model's text model alone with "
             "--text-model",
         )
+
+
+def without_unused_wrapper(catalog: Catalog, rules: Rules) -> Catalog:
+    """Return a catalog whose text model has names of its own if no tower is left beside it."""
+    model = catalog.facet(MegatronModel)
+    wrapper = rules.wrapper_in(None if model is None else model.wrapper)
+    if model is None or wrapper is None:
+        return catalog
+    if any(param_of(key).startswith(wrapper.towers) for key in catalog.tensors):
+        return catalog
+    return catalog.with_facet(replace(model, wrapper=None))
 
 
 def check_head_gates(args: object, format: str) -> None:

@@ -64,6 +64,7 @@ class ModelFacts:
         sizes: the arguments that are positive integers; rules name some of them as sizes of
             parameters.
         kind: kind of model: GPT, BERT, T5 …
+        noop_layers: numbers of layers that MindSpeed skips; they have no parameters.
         stacks: prefix of the layers' names → number of layers, for every stack of the model.
     """
 
@@ -92,6 +93,7 @@ class ModelFacts:
     is_prediction_renamed: bool = False
     pattern: LayerPattern | None = None
     blocks: tuple[LayerBlocks, ...] | None = None
+    noop_layers: frozenset[int] = frozenset()
     n_predictions: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
     kind: ModelKind = GPT
@@ -124,10 +126,11 @@ class ModelFacts:
 
     def empty_layers(self, stack: str) -> frozenset[int]:
         """Return the numbers of the layers without parameters."""
-        if self.blocks is None or stack != self.kind.stacks[0]:
+        if stack != self.kind.stacks[0]:
             return frozenset()
         empty = ("none", "none")
-        return frozenset(number for number, block in enumerate(self.blocks) if block.kind == empty)
+        blocks = enumerate(self.blocks or ())
+        return self.noop_layers | {number for number, block in blocks if block.kind == empty}
 
     def padded_rows(self, n_rows: int, *, tp: int) -> int:
         """Return the number of rows of a vocabulary of ``n_rows`` after padding for a TP size."""

@@ -11,6 +11,8 @@
                                              ``PipelineParallelLayerLayout``, of which only the
                                              attributes are read
  ``standalone_embedding_stage``              a bool, in older Megatron
+ ``num_layer_list``                          MindSpeed's text with the number of layers of every
+                                             stage: ``"4,4,3"``; written as a layout
  ``zero_bubble_v_schedule``,                 a bool: V-shaped (sail-sg's zero bubble, Primus)
  ``enable_1f1b_v``
  ``pp_algorithm``                            V-shaped by these names, if ``patch_primus_pipeline``
@@ -20,7 +22,8 @@
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``; megatron-core 0.16.1
 ``transformer/pipeline_parallel_layer_layout.py``; Primus (AMD-AGI, 2025)
-``primus/backends/megatron/patches``; MindSpeed-LLM (2025) ``schedules_method``.
+``primus/backends/megatron/patches``; MindSpeed-LLM (2025) ``schedules_method``,
+``--num-layer-list``.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
 COUNTS_EMBEDDING = "account_for_embedding_in_pipeline_split"
 COUNTS_LOSS = "account_for_loss_in_pipeline_split"
 EMBEDDING_STAGE = "standalone_embedding_stage"
+LAYER_COUNTS = "num_layer_list"
 _LAYER_TYPE = Global("megatron.core.transformer.enums", "LayerType")
 _LAYER_TYPES = {1: "embedding", 2: "loss", 3: "encoder", 4: "decoder", 5: "mtp"}
 
@@ -53,7 +57,7 @@ def pipeline_of(fields: Mapping[str, object], *, file: str | None = None) -> Pip
             last=_count(fields, LAST),
             counts_embedding=bool(fields.get(COUNTS_EMBEDDING)),
             counts_loss=bool(fields.get(COUNTS_LOSS)),
-            layout=layout_of(fields.get(LAYOUT)),
+            layout=layout_of(fields.get(LAYOUT)) or _layout_of_counts(fields),
             has_embedding_stage=bool(fields.get(EMBEDDING_STAGE)),
             is_v_shaped=is_v_shaped(fields),
         )
@@ -114,6 +118,23 @@ def layout_of(value: object) -> tuple[str, ...] | None:
     raise UsageError(f"{LAYOUT} is a {type(value).__name__}, neither a string nor lists of layers")
 
 
+def _layout_of_counts(fields: Mapping[str, object]) -> tuple[str, ...] | None:
+    """Return the layout that MindSpeed's list of numbers of layers stands for, or None.
+
+    Raises:
+        UsageError: the list is malformed.
+    """
+    text, n_predictions = fields.get(LAYER_COUNTS), fields.get("mtp_num_layers")
+    if text in (None, ""):
+        return None
+    counts = str(text).split(",")
+    if not all(count.isascii() and count.isdigit() for count in counts):
+        raise UsageError(f"{LAYER_COUNTS} is {text!r:.60}, not numbers with commas between them")
+    chunks = "|".join(f"t*{count}" if int(count) else "" for count in counts)
+    ending = f"m*{n_predictions}L" if isinstance(n_predictions, int) and n_predictions else "L"
+    return parse_layout(f"E{chunks}{ending}")
+
+
 def _layout_of_object(value: Inert) -> tuple[str, ...]:
     """Return the layout of a pickled ``PipelineParallelLayerLayout``.
 
@@ -162,6 +183,7 @@ def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, o
     changes: dict[str, object] = {}
     if pipeline.layout != source.layout:
         changes[LAYOUT] = None if pipeline.layout is None else layout_text(pipeline.layout)
+        changes[LAYER_COUNTS] = None
 
     # Numbers of layers have two names; those in the arguments change, or else the first is added.
     for names, before, after in (

@@ -24,7 +24,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.reshard.rank_model import RankTensor
 from core.megatron.rules.rules import replication
 
-_SAMPLE_BYTES = 1 << 16
+_SAMPLE_BYTES = 1 << 14
 _FEWEST_VALUES = 32
 """Shards of fewer different values may be equal by chance."""
 
@@ -91,7 +91,7 @@ def raise_if_equal_shards(
         first = equal[0]
         more = len(equal) - 1
         raise UnsupportedError(
-            f"{first}" + (f"; so do the rules of {more} other tensors" if more else ""),
+            f"{first}" + (f"; the same is true of {more} other tensors" if more else ""),
             key=first.name,
             hint=replication_hint(item.name for item in equal),
         )
@@ -127,11 +127,13 @@ def _are_equal(shards: list[StoredArray], axis: int, store: ReadStore) -> bool:
         return False
     if None not in crcs:
         return True
-    for at in (0, first.n_bytes - size):
-        samples = {store.read(item.extent.file, item.extent.offset + at, size) for item in shards}
-        if len(samples) > 1:
-            return False
-    return True
+    tail_offset = first.n_bytes - size
+    tail = store.read(first.extent.file, first.extent.offset + tail_offset, size)
+    return all(
+        store.read(shard.extent.file, shard.extent.offset + at, size) == sample
+        for shard in shards[1:]
+        for at, sample in ((0, head), (tail_offset, tail))
+    )
 
 
 def _varies(head: bytes, array: StoredArray, axis: int) -> bool:

@@ -32,6 +32,7 @@ from core.megatron.extras.common_state import (
     unwrap_shard,
 )
 from core.megatron.extras.order import by_place
+from core.megatron.extras.schedule import with_schedule
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import (
     check_complete,
@@ -51,7 +52,9 @@ from core.megatron.rules.rules import Layer, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.pickle.nesting import LeafEntry, map_leaves
 
-_PREFIXES = ("", "model.", "module.", "model.module.")
+OUTER_PREFIXES = ("model.", "module.")
+"""What comes before Megatron's names in the keys of other software than its training script."""
+_PREFIXES = ("", *OUTER_PREFIXES, "model.module.")
 _EXTRA = "_extra_state"
 
 
@@ -152,7 +155,7 @@ def unshard_global(
     states = read_states(
         catalog, model, entries.optimizer, stored.facts, rules, prefix=prefix, store=store
     )
-    return with_states(model, states)
+    return with_schedule(with_states(model, states))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,9 @@ def _find_tensors(
 
     # Find the size of the vocabulary, check all shapes with their padding, and then drop it.
     vocab_shapes = {
-        name: meta.shape for name, meta in metas.items() if rules.rule_of(name).kind == "vocab"
+        name: meta.shape
+        for name, meta in metas.items()
+        if rules.rule_of(name).for_shape(meta.shape).kind == "vocab"
     }
     true_rows = find_true_rows(
         gated_facts,

@@ -55,10 +55,11 @@ from core.megatron.extras.common_state import (
     read_rank_extras,
 )
 from core.megatron.extras.extra_states import disagreement
-from core.megatron.extras.nested_dicts import flattened
+from core.megatron.extras.nested_dicts import flattened, without_outer_names
 from core.megatron.extras.rank_numbers import check_rank_numbers
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import (
+    TOWERS,
     check_complete,
     check_shapes,
     gate_notes,
@@ -108,7 +109,7 @@ def unshard_ranks(
     if rank_facts is None or not rank_facts.n_unopened:
         check_rank_numbers(ranks.values())
     check_head_gates(catalog.args, "megatron")
-    facts_by_args = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts_by_args = facts_of(catalog.args, names=rules.model_of(local_names(ranks, rules)))
     facts = with_v_shape(facts_by_args, ranks, rules)
 
     # Put the tensors of all ranks under global names. Lost extra states go before the rules are
@@ -137,6 +138,8 @@ def unshard_ranks(
     )
     shapes = true_shapes.shapes
     notes = [*catalog.notes, *optimizer.notes, *true_shapes.notes]
+    if model.outer:
+        notes.append(f"the names begin with {model.outer!r}, which is left out")
     if facts.pipeline != facts_by_args.pipeline:
         notes.append(
             "the pipeline is V-shaped, as the places of the embedding and the output layer show; "
@@ -210,13 +213,14 @@ def ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
     return facts.ranks
 
 
-def local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
+def local_names(ranks: Mapping[Coords, tuple[str, object]], rules: Rules) -> Iterator[str]:
     """Yield the local names in all chunks of every pipeline stage, from one rank of each."""
     stages = {dict(coords).get("pp"): file for coords, file in ranks.items()}
     for folder, root in stages.values():
         for chunk, container in (as_mapping(root) or {}).items():
             if is_chunk(chunk) and as_mapping(container) is not None:
-                yield from flattened(container, rank=folder).entries
+                flat = flattened(container, rank=folder)
+                yield from without_outer_names(flat, rules).entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +322,10 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
 
 
 def settle_rules(model: RankModel, facts: ModelFacts) -> bool:
-    """Cut tensors that the rule replicates but of which every rank has only its share.
+    """Adapt the rules of tensors to their shapes: a value head is complete on every rank.
 
-    One TP rank alone does not show that. It is then assumed for multi-latent attention in the local
+    Tensors that the rule replicates, but of which every rank has only its share, are cut. One TP
+    rank alone does not show that. It is then assumed for multi-latent attention in the local
     implementation, which cuts its down projections, and for keys and values of several heads.
 
     Returns:
@@ -329,7 +334,8 @@ def settle_rules(model: RankModel, facts: ModelFacts) -> bool:
     tp = facts.topology.tp
     is_cut = facts.is_mla and facts.is_local and tp == 1
     for name, tensor in model.tensors.items():
-        rule, shape = tensor.rule, tensor.parts[0].array.shape
+        shape = tensor.parts[0].array.shape
+        rule = tensor.rule = tensor.rule.for_shape(shape)
         if (
             not rule.may_be_cut
             or rule.axis is None
@@ -430,6 +436,13 @@ def _join_shapes(
     check_shapes(stored, rule_of, sized_facts, n_joined=facts.topology.size_of)
     for name, shape in stored.items():
         check_parts(rule_of[name], shape, sized_facts, key=name)
+        second = stored.get(name.replace("linear_fc1", "linear_fc2"), ())
+        if name.startswith(TOWERS) and name.endswith("fc1.weight") and shape[0] == 2 * second[-1]:
+            raise UnsupportedError(
+                "the MLP of this tower has a gate: rank files of such towers are not supported",
+                key=name,
+                hint="save the model as torch_dist (--ckpt-format torch_dist)",
+            )
 
     # Drop the padding, also that of the states.
     order = sorted(model.order, key=model.order.__getitem__)
@@ -454,6 +467,7 @@ def _describe_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]]
     return MegatronModel(
         expert_names=model.expert_names,
         module_versions={name: model.versions[name] for name in modules},
+        wrapper=None if model.wrapper is None else model.wrapper.text,
         is_ordered=is_ordered(first_chunk),
         nesting={name: is_dict for name, is_dict in model.nesting.items() if name},
         top_level=tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),

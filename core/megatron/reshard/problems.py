@@ -90,7 +90,7 @@ def _read_ranks(
 ) -> Understood:
     """Read the model of rank files, and report its problems."""
     ranks = ranks_of(catalog)
-    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks, rules)))
     facts = with_v_shape(facts, ranks, rules)
     if sample is not None:
         facts, ranks = _sampled(facts, ranks, sample)

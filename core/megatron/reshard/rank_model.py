@@ -23,7 +23,7 @@ from core.errors import (
     raising,
 )
 from core.megatron.extras.common_state import EXTRA_STATE, same
-from core.megatron.extras.nested_dicts import FlatDict, flattened
+from core.megatron.extras.nested_dicts import FlatDict, flattened, without_outer_names
 from core.megatron.model.checks import listed
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank
@@ -31,7 +31,7 @@ from core.megatron.optimizer.rank_state import Param, RankFile
 from core.megatron.placement.chunk import ModelChunk, chunk_of
 from core.megatron.placement.homes import FINAL_NORM
 from core.megatron.placement.qkv_order import OldRows
-from core.megatron.rules.rules import Rule, Rules
+from core.megatron.rules.rules import Rule, Rules, Wrapper
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 
 
@@ -76,6 +76,7 @@ class RankModel:
         expert_names: the form of the experts' names (``core.megatron.rules.experts``), or None
             without experts.
         files: rank → the parameters of its file.
+        outer, wrapper: beginnings of names that were removed (``without_outer_names``).
     """
 
     tensors: dict[str, RankTensor] = field(default_factory=dict)
@@ -86,6 +87,8 @@ class RankModel:
     module_order: dict[str, tuple[int, ...]] = field(default_factory=dict)
     expert_names: str | None = None
     files: dict[Rank, RankFile] = field(default_factory=dict)
+    outer: str = ""
+    wrapper: Wrapper | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +146,13 @@ def merge_ranks(
         for rank, (folder, root) in files.items():
             try:
                 container = chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder)
-                flat = flattened(container, rank=folder)
+                flat = without_outer_names(flattened(container, rank=folder), rules)
             except CheckpointingException as err:
                 report(err.breaking("layout.chunks"))
                 continue
             model.nesting |= flat.nesting
+            model.outer = model.outer or flat.outer
+            model.wrapper = model.wrapper or flat.wrapper
 
             # Only the first rank of a stage is checked in full; the others repeat its names.
             chunk = ModelChunk(folder, rank, (vp_rank, rank.pp), stages, facts, rules)
@@ -185,21 +190,22 @@ def with_v_shape(
         ranks: coordinates → (directory, content of its file).
     """
     topology = facts.topology
-    if facts.pipeline.is_v_shaped or topology.pp == 1 or topology.vpp != 2:
+    pipeline = facts.pipeline
+    if pipeline.is_v_shaped or pipeline.layout or topology.pp == 1 or topology.vpp != 2:
         return facts
     stages: set[int] = set()
     for coords, (folder, root) in ranks.items():
         pp = topology.rank_at(coords).pp
         container = (as_mapping(root) or {}).get("model1")
         if pp not in stages and as_mapping(container) is not None:
-            names = flattened(container, rank=folder).entries
+            names = without_outer_names(flattened(container, rank=folder), rules).entries
             if any(
                 rules.layer_of(name) is None and rules.stage_of(name) == "last" for name in names
             ):
                 stages.add(pp)
     if stages != {0}:
         return facts
-    return replace(facts, pipeline=replace(facts.pipeline, is_v_shaped=True))
+    return replace(facts, pipeline=replace(pipeline, is_v_shaped=True))
 
 
 def _add_chunk(
@@ -245,9 +251,8 @@ def _add_chunk(
         for number, global_name in chunk.global_names(module + "."):
             global_module = global_name[:-1]
             model.versions.setdefault(global_module, version)
-            model.module_order.setdefault(
-                global_module, (chunk.position, place[0], number, place[1])
-            )
+            where = _position_in_order(model, chunk, global_name)
+            model.module_order.setdefault(global_module, (where, place[0], number, place[1]))
 
 
 def _add_head(model: RankModel, facts: ModelFacts) -> None:
@@ -314,7 +319,8 @@ def _add_entry(
                 )
         if tensor is None:
             tensor = model.tensors[global_name] = RankTensor(rule)
-            model.order[global_name] = (chunk.position, place[0], number, place[1])
+            where = _position_in_order(model, chunk, global_name)
+            model.order[global_name] = (where, place[0], number, place[1])
         tensor.parts.append(RankPart(chunk.rank, chunk.folder, array))
 
 
@@ -356,7 +362,18 @@ def _add_state(
         values = model.extra_states.setdefault(global_name, [leaf])
         if not same(values[0], leaf):
             values.append(leaf)
-        model.order.setdefault(global_name, (chunk.position, place[0], number, place[1]))
+        where = _position_in_order(model, chunk, global_name)
+        model.order.setdefault(global_name, (where, place[0], number, place[1]))
+
+
+def _position_in_order(model: RankModel, chunk: ModelChunk, name: str) -> int:
+    """Return the position of a chunk by which its entry is ordered.
+
+    A tower is in the first stage, but comes after all layers of the GPT model.
+    """
+    if model.wrapper is not None and name.startswith(model.wrapper.towers):
+        return chunk.stages.vpp * chunk.stages.pp
+    return chunk.position
 
 
 def _class_of(leaf: object) -> str:

@@ -365,7 +365,12 @@ def _new_args(
         pipeline=pipeline,
         counts=counts,
         padded_vocab_size=next(
-            (plan.cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None
+            (
+                plan.cuts[key].shape[0]
+                for key in homes
+                if rules.rule_of(key).for_shape(plan.cuts[key].shape).kind == "vocab"
+            ),
+            None,
         ),
         unset=unset,
     )
@@ -633,5 +638,11 @@ def _plan_chunk(
     # Build the state dict as the source has it: nested or not, an OrderedDict with its modules'
     # versions or a plain dict.
     modules = {home.name: version for version, home in versions if home.has(rank)}
+    # The names of a GPT model beside towers begin with its own in the complete model.
+    wrapper = plan.rules.wrapper_in(plan.megatron.wrapper)
+    if wrapper is not None:
+        entries = {wrapper.wrapped(str(name)): leaf for name, leaf in entries.items()}
+        complete = {wrapper.wrapped_module(module): item for module, item in modules.items()}
+        modules = complete | ({wrapper.text.rstrip("."): modules[""]} if "" in modules else {})
     container = nested(entries, modules, {"": plan.megatron.is_ordered, **plan.megatron.nesting})
     return _PlannedChunk(chunk, container, arrays, parts, params)

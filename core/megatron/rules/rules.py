@@ -85,6 +85,16 @@ class Rule:
         """Return the rule with the parameter cut on its axis instead of replicated."""
         return replace(self, kind="split")
 
+    def for_shape(self, shape: Shape) -> Rule:
+        """Return the rule of a parameter with a shape, global or that of one rank.
+
+        An output layer of one row is the value head of a critic or a reward model: no rank has a
+        part of a vocabulary, but the complete row.
+        """
+        if self.kind == "vocab" and self.tied is not None and shape[:1] == (1,):
+            return replace(self, kind="replicate", axis=None, tied=None)
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class ModelKind:
@@ -132,6 +142,10 @@ class Wrapper:
     def wrapped(self, name: str) -> str:
         """Return the name in the complete model of a tensor of its GPT model or of a tower."""
         return name if name.startswith(self.towers) else self.text + name
+
+    def wrapped_module(self, module: str) -> str:
+        """Return the name in the complete model of a module; "" is the complete model."""
+        return self.wrapped(f"{module}.").removesuffix(".") if module else ""
 
 
 @dataclass(frozen=True, slots=True)

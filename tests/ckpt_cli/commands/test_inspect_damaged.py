@@ -78,7 +78,9 @@ def test_what_can_be_read_is_shown_below_the_damage(
     # The page begins with the damage, and goes on as that of an intact checkpoint.
     assert main(["inspect", str(path)]) == 3
     out, err = capsys.readouterr()
-    assert err == ""
+    # Whoever reads standard error only is told, too, in one line.
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
     first, second = out.splitlines()[:2]
     assert first.startswith("✗ damaged: ")
     assert second.startswith(f"  error  {named or ''}")

@@ -24,7 +24,6 @@ def runs(golden: Path, tmp_path: Path) -> Path:
     shutil.copytree(ranks / "iter_0000010", folder / "a" / "iter_0000020")
     shutil.copytree(golden / "hf/llama/safetensors_single", folder / "b")
     shutil.copytree(folder / "b", folder / ".hidden")
-    shutil.copytree(folder / "b", folder / "much/too/deep/for/it")
     (folder / "logs").mkdir()
     (folder / "logs/events").write_text("")
     for number, name in enumerate(("b", "a/iter_0000010", "a/iter_0000020")):
@@ -80,11 +79,11 @@ def test_loose_files_are_listed(golden: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_command_that_does_not_fit_has_a_line_of_its_own(runs: Path) -> None:
-    checkpoints = list_checkpoints(runs)
-    narrow = list(listing_lines(Screen(width=80), runs, checkpoints, limit=0))
+    listing = list_checkpoints(runs)
+    narrow = list(listing_lines(Screen(width=80), runs, listing, limit=0))
     assert f"    ckpt inspect '{runs}/b'" in "\n".join(narrow).splitlines()
-    wide = list(listing_lines(Screen(width=300), runs, checkpoints, limit=0))
-    assert len("\n".join(wide).splitlines()) == 3 + len(checkpoints)
+    wide = list(listing_lines(Screen(width=300), runs, listing, limit=0))
+    assert len("\n".join(wide).splitlines()) == 3 + len(listing.checkpoints)
 
 
 def test_a_trainers_checkpoint_and_the_directory_inside_are_one(
@@ -123,3 +122,48 @@ def test_options_for_iterations_name_the_runs(
     assert "--newest-valid" not in capsys.readouterr().err
     assert main(["validate", "--all-iterations", str(runs)]) == 2
     assert f"such as {runs}/a (with the newest iteration)" in capsys.readouterr().err
+
+
+def test_checkpoints_are_found_at_any_depth(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a shared disk: user, project, date, run, and many iterations in one of the runs."""
+    run = tmp_path / "disk/user/project/2026-11/28/run"
+    for number in range(53):
+        shutil.copytree(golden / "hf/llama/safetensors_single", run / f"checkpoint-{number}")
+    shutil.copytree(golden / "torch_dcp/tp2_only", tmp_path / "disk/other/x/y/z/dcp")
+    assert main(["inspect", str(tmp_path / "disk"), "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert page["rest"] is None
+    paths = {os.path.relpath(item["path"], tmp_path / "disk") for item in page["checkpoints"]}
+    assert paths == {
+        *(f"user/project/2026-11/28/run/checkpoint-{number}" for number in range(53)),
+        "other/x/y/z/dcp",
+    }
+
+
+def test_a_search_that_stops_says_where(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(golden / "torch_dcp/tp2_only", tmp_path / "disk/a")
+    for number in range(10_010):
+        (tmp_path / f"disk/b/{number}").mkdir(parents=True)
+    assert main(["inspect", str(tmp_path / "disk")]) == 0
+    out = capsys.readouterr().out
+    assert "it contains 1 checkpoint" in out
+    assert "the search stopped after " in out
+    assert "more that it came across were not looked into, from b/" in out
+    shutil.rmtree(tmp_path / "disk/a")
+    assert main(["inspect", str(tmp_path / "disk")]) == 4
+    assert "none was found below; the search stopped after " in capsys.readouterr().err
+
+
+def test_a_directory_without_any_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a/b/c/d/e").mkdir(parents=True)
+    (tmp_path / "a/latest").write_text("global_step10")
+    assert main(["inspect", str(tmp_path)]) == 4
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: not a checkpoint, and no checkpoint was found below")

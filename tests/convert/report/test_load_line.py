@@ -113,12 +113,17 @@ def test_arrays_that_zarr_refuses_are_opened_by_tensorstore(
     [
         ("tp2_pp2_optim", "torch_dist", {}, {"--tensor-model-parallel-size": "2"}),
         ("tp2_pp2_optim", "zarr", {}, {"--ckpt-format": "zarr"}),
-        ("tp2_pp2_optim", "megatron", {"tp": 4}, {"--ckpt-format": "torch", "--no-load-rng": None}),
+        (
+            "tp2_pp2_optim",
+            "megatron",
+            {"tp": 4, "pp": 1},
+            {"--ckpt-format": "torch", "--no-load-rng": None},
+        ),
         ("tp2_pp2", "megatron", {"tp": 2, "pp": 2}, {"--no-load-optim": None}),
         (
             "tp2_pp2_vpp2",
             "megatron",
-            {"pp": 2, "vpp": 2},
+            {"tp": 1, "pp": 2, "vpp": 2},
             {
                 "--num-layers-per-virtual-pipeline-stage": "1",
                 "--no-load-optim": None,

@@ -462,7 +462,7 @@ def _one_group(content: dict[str, Any]) -> None:
 BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Exception], str]] = {
     "no module": (2, edit_model(removing("module")), CorruptError, "'module' is missing"),
     "no shapes": (
-        2,
+        3,
         edit_model(setting(param_shapes=None)),
         CorruptError,
         "param_shapes is missing",

@@ -401,8 +401,10 @@ def test_a_missing_common_state_is_named(copied: Callable[[str], Path]) -> None:
 def test_a_missing_metadata_is_named(copied: Callable[[str], Path]) -> None:
     folder = copied(V0161)
     (folder / ".metadata").unlink()
-    with pytest.raises(MissingShardError, match=r"\.metadata"):
+    with pytest.raises(MissingShardError, match="a copy left the file out") as caught:
         read(folder)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("copy .metadata from the original")
 
 
 @pytest.mark.parametrize("name", ["common.pt", "__1_0.distcp", ".metadata"])

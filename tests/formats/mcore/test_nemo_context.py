@@ -15,6 +15,7 @@ from core.convert.run import run
 from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
+from tests.opening.test_config_beside import stored_tensors
 from tests.support.archives import unpacked
 from tests.support.rank_files import assert_same_bits
 
@@ -119,3 +120,53 @@ def test_llama_3_1_scales_its_rope(nemo: Path) -> None:
 def test_a_file_that_cannot_be_used_is_noted(nemo: Path, text: str, reason: str) -> None:
     (nemo / "llama" / "context" / "model.yaml").write_text(text)
     assert reason in notes_of(nemo / "llama")
+
+
+def test_an_optimizer_at_tp_2_becomes_one_that_megatron_loads(tmp_path: Path) -> None:
+    source = unpacked("megatron_frameworks", tmp_path) / "nemo"
+    fields = fields_of(open_checkpoint(source).catalog.args)
+    assert (fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]) == (2, 1)
+    job = Job(src=source, dst=tmp_path / "one", keeps_layout=True, vocab_size=32, fsync=False)
+    result = run(replace(job, topology=TopologyChange(tp=1)))
+    assert result.next.endswith("--override-opt_param-scheduler --no-load-rng")
+
+    # Every parameter has Megatron's name, and a master that rounds to it.
+    folder = tmp_path / "one/iter_0000010"
+    tensors = stored_tensors(folder)
+    weights = {key for key in tensors if not key.startswith("optimizer.")}
+    assert len(weights) == 9
+    assert "embedding.word_embeddings.weight" in weights
+    for key in weights:
+        master = tensors[f"optimizer.state.param.{key}"]
+        assert_same_bits(master.to(torch.bfloat16), tensors[key], key)
+
+    # Megatron reads these entries of a scheduler, and the settings of the groups.
+    catalog = open_checkpoint(folder).catalog
+    common = catalog.common or {}
+    schedule = common["opt_param_scheduler"]
+    assert isinstance(schedule, dict)
+    assert {"max_lr", "min_lr", "num_steps", "lr_decay_style", "wd_incr_steps"} <= schedule.keys()
+    assert schedule["max_lr"] == 0.01
+    assert isinstance(common["optimizer"], dict)
+
+
+def test_torch_dist_of_the_same_sizes_has_megatrons_names(nemo: Path) -> None:
+    core.convert(nemo / "llama", nemo / "dist", to="torch_dist")
+    names = stored_tensors(nemo / "dist/iter_0000010")
+    assert "decoder.final_layernorm.weight" in names
+    assert not any(name.startswith("module.") for name in names)
+
+
+def test_a_state_of_megatrons_scheduler_is_kept(tmp_path: Path) -> None:
+    source = unpacked("megatron_frameworks", tmp_path) / "nemo"
+    path = source / "weights/common.pt"
+    common = torch.load(path, weights_only=False)
+    state = {"max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 1, "num_steps": 9}
+    state |= {"lr_decay_style": "cosine", "lr_decay_steps": 90}
+    common["lr_schedulers"] = [state]
+    torch.save(common, path)
+    job = Job(src=source, dst=tmp_path / "one", to="torch_dist", vocab_size=32, fsync=False)
+    result = run(job)
+    assert "--override" not in result.next
+    written = open_checkpoint(tmp_path / "one").catalog.common or {}
+    assert written["opt_param_scheduler"] == state

@@ -198,3 +198,16 @@ def test_element_types_of_jax_are_read_cast_and_written(driver: str, tmp_path: P
     int4 = torch.load(tmp_path / "i.pt", weights_only=True)["int4"]
     assert int4.dtype == torch.int4
     assert int4.view(torch.uint8).numpy().tobytes() == values["int4"].tobytes()
+
+
+def test_names_of_more_than_255_bytes_are_keys_that_tensorstore_finds(tmp_path: Path) -> None:
+    """Keys of a database are no names of files."""
+    names = [f"{'x' * n}{n}" for n in (255, 300, 5000)]
+    torch.save({name: torch.arange(3.0) + len(name) for name in names}, tmp_path / "in.pt")
+    run(Job(src=tmp_path / "in.pt", dst=tmp_path / "out", to="orbax"))
+    for name in names:
+        kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path}/out/", "path": f"{name}/"}
+        array = ts.open({"driver": "zarr", "kvstore": kvstore}).result().read().result()
+        assert array.tolist() == [n + len(name) for n in range(3)]
+    run(Job(src=tmp_path / "out", dst=tmp_path / "back.pt", to="torch"))
+    assert torch.load(tmp_path / "back.pt").keys() == {*names}

@@ -161,7 +161,7 @@ def test_golden_hugging_face_directories_are_read(golden: Path, model: str, form
         "config.json": "file:config.json",
         "generation_config.json": "file:generation_config.json",
     }
-    assert facet_of(catalog, WeightFileFacts).metadata == {"format": "pt"} and catalog.notes == ()
+    assert catalog.attributes == {} and catalog.notes == ()
 
 
 def test_every_oracle_file_is_read(golden: Path) -> None:
@@ -238,7 +238,7 @@ def test_aliases_that_safetensors_recorded_are_tensors(tmp_path: Path) -> None:
     catalog = read(store)
     assert_holds(catalog, store, {"0.weight": model[0].weight, "1.weight": model[0].weight})
     assert next(iter(catalog.aliases.values())) in ("0.weight", "1.weight")
-    assert facet_of(catalog, WeightFileFacts).metadata == {"note": "x"}
+    assert catalog.attributes == {"": {"note": "x"}}
 
 
 def test_a_tensor_called_as_a_format_is_no_alias(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
-from core.checks.finding import Finding
+from core.checks.finding import Finding, Severity
+from core.checks.level import Level
 from core.convert.contract import check_reading
 from core.convert.run import Job, run
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -267,3 +268,27 @@ def test_ranks_that_differ_in_a_value_or_a_buffer_are_reported(
     with pytest.raises(CorruptError, match="differ") as error:
         run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="torch", fsync=False))
     assert error.value.key == "model.buffer"
+
+
+def test_statistics_of_batch_norm_may_differ_between_ranks(
+    each_rank: Callable[..., None], tmp_path: Path
+) -> None:
+    """FSDP shards parameters only, and each rank computes its buffers from its own batches."""
+    full = torch.arange(24.0).reshape(12, 2)
+
+    def save(rank: int, mesh: Any) -> None:
+        state = {
+            "fc.weight": DTensor.from_local(full.chunk(2)[rank].clone(), mesh, [Shard(0)]),
+            "bn.running_mean": torch.full((3,), float(rank)),
+            "bn.num_batches_tracked": torch.tensor(5 + rank),
+            "scale": torch.tensor([2.0]),
+        }
+        _save(tmp_path / "run", rank, state)
+
+    each_rank((2,), save)
+    findings = validate(tmp_path / "run", level=Level.DEEP).findings
+    assert {(finding.key, finding.severity) for finding in findings if finding.code == "CK720"} == {
+        ("bn.running_mean", Severity.NOTE),
+        ("bn.num_batches_tracked", Severity.NOTE),
+    }
+    assert max(finding.severity for finding in findings) == Severity.NOTE

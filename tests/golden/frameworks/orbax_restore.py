@@ -78,3 +78,14 @@ target = jax.tree.map(
 on_device = manager.restore(10, args=ocp.args.StandardRestore(target))
 assert isinstance(on_device["params"]["dense"]["bias"], jax.Array)
 check(on_device, tree)
+
+# Typed random keys that Orbax saved stay typed keys.
+kinds = {"k": jax.random.key(3), "many": jax.random.split(jax.random.key(1, impl="rbg"), 4)}
+with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder / "keys", kinds)
+command = ["convert", folder / "keys", folder / "keys_again", "--to", "orbax", "--quiet"]
+subprocess.run([sys.executable, "-m", "ckpt_cli", *command], check=True)
+again = ocp.StandardCheckpointer().restore(folder / "keys_again")
+for name, key in kinds.items():
+    assert again[name].dtype == key.dtype, name
+    assert (jax.random.key_data(again[name]) == jax.random.key_data(key)).all(), name

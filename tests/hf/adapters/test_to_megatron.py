@@ -53,6 +53,34 @@ def test_every_rank_has_the_parameters_of_megatron_bridge(
             assert_same_bits(found[name], tensor, f"{folder}: {name}")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (".model.model.layers", ".model.layers"),
+        (".model.model.layers", ".model.model.language_model.layers"),
+        (".weight", ".default.weight"),
+    ],
+)
+def test_other_spellings_of_an_adapter_become_the_same(
+    old: str, new: str, adapters: Path, tmp_path: Path
+) -> None:
+    form = FORMS[0]
+    expected = to_ranks(adapters, adapters / f"{form}_peft", tmp_path / "expected")
+    shutil.copytree(adapters / f"{form}_peft", tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / WEIGHTS)
+    renamed = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / "adapter" / WEIGHTS)
+    result = to_ranks(adapters, tmp_path / "adapter", tmp_path / "out")
+    for folder, path in rank_dirs(expected).items():
+        model = load_rank_file(path / MODEL_FILE)["model"]
+        other = load_rank_file(rank_dirs(result)[folder] / MODEL_FILE)["model"]
+        assert model.keys() == other.keys()
+        for name, tensor in model.items():
+            if torch.is_tensor(tensor):
+                assert_same_bits(other[name], tensor, f"{folder}: {name}")
+
+
 @pytest.mark.parametrize("to", ["torch_dist", "megatron"])
 def test_an_adapter_comes_back_with_its_configuration(
     to: str, adapters: Path, tmp_path: Path

@@ -15,6 +15,7 @@ from core.formats.dcp.metadata import DcpMetadata, read_metadata, salvaged_metad
 from core.formats.dcp.rank_metadata import RANK_METADATA, merge_rank_metadata, rank_files
 from core.formats.dcp.reading.data_files import METADATA, check_files
 from core.formats.dcp.safetensors_items import with_raw_files
+from core.formats.mcore.metadata_json import CONFIG
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -85,9 +86,9 @@ def metadata_of(store: ReadStore) -> DcpMetadata:
 def stated_metadata(store: ReadStore) -> DcpMetadata:
     """Read the metadata without checking the data files; raises the errors of ``read``."""
     if store.exists(METADATA):
-        return _metadata_in(store, METADATA)
+        return metadata_in(store)
     if ranks := rank_files(store):
-        return merge_rank_metadata([_metadata_in(store, name) for name in ranks], store)
+        return merge_rank_metadata([metadata_in(store, name=name) for name in ranks], store)
     folders = folders_of(store)
     if not folders:
         # The index may be above: writers spread data files over subdirectories.
@@ -103,23 +104,52 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
                     file=store.label,
                     hint=f"point at {folder}",
                 )
-        raise _unwritten(METADATA, file=store.label)
-    return joined(
-        [(folder, _metadata_in(store, f"{folder}/{METADATA}")) for folder in folders], store
-    )
+        raise _unwritten(METADATA, store, file=store.label)
+    return joined([(folder, metadata_in(store, folder)) for folder in folders], store)
 
 
-def _metadata_in(store: ReadStore, name: str) -> DcpMetadata:
-    """Read one metadata file, which must exist."""
-    if not store.exists(name):
-        raise _unwritten(name, file=name)
-    return read_metadata(store.read(name, 0, store.size(name)), label=name)
+def metadata_in(store: ReadStore, folder: str = "", *, name: str = METADATA) -> DcpMetadata:
+    """Read one metadata file, which must exist, in the directory or in a folder of it."""
+    file = f"{folder}/{name}" if folder else name
+    if not store.exists(file):
+        raise _unwritten(file, store, file=file)
+    return read_metadata(store.read(file, 0, store.size(file)), label=file)
 
 
-def _unwritten(name: str, *, file: str) -> MissingShardError:
+def _unwritten(name: str, store: ReadStore, *, file: str) -> MissingShardError:
     """Build the error for a missing ``.metadata``."""
-    return MissingShardError(
-        f"{name} is missing; torch writes it last, so the save did not finish",
-        file=file,
-        hint="use an older checkpoint",
+    message, hint, _ = explain_missing_metadata(name, store)
+    return MissingShardError(message, file=file, hint=hint)
+
+
+def explain_missing_metadata(name: str, store: ReadStore) -> tuple[str, str, bool]:
+    """Explain why a ``.metadata`` is missing, by the files next to it.
+
+    Megatron writes ``metadata.json`` after it, so that file proves that the save was completed and
+    a copy lost the hidden one. torch renames ``.metadata.tmp`` at the end of a save.
+
+    Returns:
+        The message, the hint, and whether the save was completed.
+    """
+    folder = name.removesuffix(METADATA)
+    if store.exists(folder + CONFIG):
+        message = (
+            f"{name} is missing, but {folder}{CONFIG} exists, which Megatron writes after it: the "
+            "save was completed, and a copy left the file out"
+        )
+        return message, f"copy {METADATA} from the original: it is hidden, and {_HIDDEN}", True
+    if store.exists(f"{name}.tmp"):
+        message = f"{name} is missing, but {name}.tmp exists: the save did not finish"
+        return message, "use an older checkpoint", False
+    message = (
+        f"{name} is missing: the save did not finish, because torch writes it last, or a copy left "
+        "it out"
     )
+    hint = (
+        f"copy {METADATA} from the original ({_HIDDEN}); if it is missing there as well, use an "
+        "older checkpoint"
+    )
+    return message, hint, False
+
+
+_HIDDEN = "cp DIR/* leaves out hidden files"

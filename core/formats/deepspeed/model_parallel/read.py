@@ -10,8 +10,10 @@ The masters of a stage are in the optimizer files of its ranks, under the names 
 The files of layers have the 16-bit copies, and what is not trained. Tensors of tensor-parallel
 ranks are joined as ``universal_checkpoint_info`` says; without it they are refused.
 
-Versions: 0.6 and later. Not supported, refused by name: ZeRO-0 without optimizer files, experts
-with tensor parallelism.
+Without ZeRO, BF16_Optimizer writes such masters too, and other optimizers a state dict into each
+model file; the weights are then those in the files of layers.
+
+Versions: 0.6 and later. Not supported, refused by name: experts with tensor parallelism.
 
 Source: DeepSpeed 0.19.8 ``runtime/pipe/module.py``, ``checkpoint/ds_to_universal.py``; checkpoints
 that it wrote and converted, pinned in tests/golden/deepspeed_parallel.tar.xz.
@@ -25,15 +27,20 @@ from typing import TYPE_CHECKING
 
 from core.catalog.facets import WeightCopies
 from core.catalog.key_patterns import some_of
-from core.errors import CorruptError, ReplicaMismatchError, UnsupportedError
-from core.formats.deepspeed.files import SAVE_AGAIN_HINT, rank_files
+from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
+from core.formats.deepspeed.experts import with_experts
+from core.formats.deepspeed.facets import ZeroFacts
+from core.formats.deepspeed.files import SAVE_AGAIN_HINT, expert_files, rank_files
 from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined, with_replicas
 from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, plan_whole, rules_of
 from core.formats.deepspeed.model_parallel.whole import is_whole, read_hidden_size
-from core.formats.deepspeed.partitioned import read_data_parallel
+from core.formats.deepspeed.model_states import parse_model_states
+from core.formats.deepspeed.partitioned import PartitionedStates, read_data_parallel
 from core.formats.deepspeed.runs import UnkeyedTensor, pair_with_copy, tensor_of_array
-from core.formats.deepspeed.state_file import read_state_file
+from core.formats.deepspeed.state_file import mapping_or_empty, read_state_file
+from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS, spread
+from core.formats.deepspeed.weights import with_shared
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
     from core.formats.deepspeed.model_parallel.grid import StageGrid
     from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
-    from core.formats.deepspeed.partitioned import PartitionedStates
+    from core.formats.deepspeed.model_states import ModelStates
 
 _COMPARED_BYTES = 1 << 16
 
@@ -60,18 +67,12 @@ def read_model_parallel(
         MissingShardError, CorruptError, ReplicaMismatchError: files are missing or contradict each
             other.
     """
-    by_rank = [_read_rank(store, rank, is_single=len(ranks) == 1) for rank in ranks]
+    if not any(rank_files(store, rank).optim for rank in ranks):
+        return read_model_files(store, ranks, layers)
+    by_rank = [_read_rank(store, rank, layers, is_single=len(ranks) == 1) for rank in ranks]
     head = by_rank[0]
     grid = grid_of(head.model, len(ranks), layers)
-    rules = rules_of(head.model)
-    if grid.tp > 1 and not rules.is_recorded:
-        raise UnsupportedError(
-            f"there are {grid.tp} tensor-parallel ranks, but the model files have no {INFO}, which "
-            "says along which axis each parameter was cut",
-            file=head.model.state.file,
-            hint="let the training script set model.universal_checkpoint_info and save again (see "
-            f"docs/howto/deepspeed.md); or {SAVE_AGAIN_HINT.partition(': ')[2]}",
-        )
+    rules = _read_rules(head.model, grid)
     # Each stage on its own, then the union: tied parameters are in several stages.
     plans: dict[str, JoinPlan] = {}
     stages = []
@@ -94,15 +95,9 @@ def read_model_parallel(
             weights[name] = with_replicas([weights[name], tensor]) if name in weights else tensor
         states = {**stage.states, **states}
     # What only the files of layers contain: frozen parameters and buffers.
-    hidden_size = read_hidden_size(head.model)
-    untrained = _untrained(store, layers, weights, rules, plans, hidden_size)
+    untrained, plans = _untrained(store, layers, weights, rules, plans, head.model)
     notes = [note for stage in stages for note in stage.notes]
-    whole = [name for name, plan in plans.items() if not plan.is_stated]
-    if whole:
-        notes.append(
-            f"no pattern of {INFO} says how parameters such as {some_of(whole)} are cut; every "
-            "tensor-parallel rank has them whole, so they are taken once"
-        )
+    notes += _note_whole(plans)
     if untrained:
         notes.append(
             "parameters in no optimizer group, read from the files of layers in their precision: "
@@ -123,6 +118,19 @@ def read_model_parallel(
         if head.copies is None
         else WeightCopies(lambda: _pair_copies(store, by_rank, layers, grid)),
     )
+
+
+def _note_whole(plans: Mapping[str, JoinPlan]) -> list[str]:
+    """Return a note on parameters that are taken once though no pattern says so."""
+    whole = [name for name, plan in plans.items() if not plan.is_stated]
+    if not whole:
+        return []
+    return [
+        (
+            f"no pattern of {INFO} says how parameters such as {some_of(whole)} are cut; every "
+            "tensor-parallel rank has them whole, so they are taken once"
+        )
+    ]
 
 
 def _pair_copies(
@@ -146,28 +154,195 @@ def _pair_copies(
     return pairs
 
 
-def _read_rank(store: ReadStore, rank: int, *, is_single: bool) -> PartitionedStates:
+def read_model_files(
+    store: ReadStore,
+    ranks: Sequence[int],
+    layers: Mapping[int, Mapping[int, str]],
+    *,
+    keeps_optimizer: bool = True,
+) -> PartitionedStates:
+    """Return the weights in the files of the model and of layers, in their own precision.
+
+    Args:
+        ranks, layers: as for ``read_model_parallel``.
+        keeps_optimizer: return the optimizer's state dicts, which the model files have without
+            ZeRO.
+
+    Raises:
+        MissingShardError: the optimizer files, which ZeRO writes, are missing; or a file of a
+            layer is.
+        UnsupportedError, CorruptError, ReplicaMismatchError: as for ``read_model_parallel``.
+    """
+    models = []
+    for rank in ranks:
+        name = f"mp_rank_{rank:02d}_model_states.pt"
+        if not store.exists(name):
+            raise MissingShardError("the model file is missing", file=name)
+        models.append(parse_model_states(read_state_file(store, name)))
+    head = models[0]
+    # Only ZeRO records the shapes of what it partitions.
+    if keeps_optimizer and head.groups is not None:
+        raise MissingShardError(
+            "the optimizer files, which hold the fp32 weights, are missing",
+            file="*zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            hint="copy the checkpoint again, with all its files; or convert with --no-optim, which "
+            "takes the weights that the model has in its own precision",
+        )
+    grid = grid_of(head, len(ranks), layers)
+    rules = _read_rules(head, grid)
+    if layers:
+        weights, plans = _untrained(store, layers, {}, rules, {}, head)
+    else:
+        experts = [read_state_file(store, name) for name in expert_files(store.files())]
+        if experts and len(ranks) > 1:
+            raise _refuse_experts(experts[0].file)
+        models[0] = with_experts(head, experts)
+        weights, plans = _join_modules(store, models, rules)
+    optimizers = [model.state.root.get(OPTIMIZER) for model in models]
+    _check_complete(models, optimizers, weights, grid)
+    trees = [spread(value, model.state) for model, value in zip(models, optimizers, strict=True)]
+    has_optimizer = keeps_optimizer and any(value is not None for value in optimizers)
+    dp = head.state.root.get("dp_world_size")
+    weights, aliases = with_shared(models[0], weights)
+    return PartitionedStates(
+        model=head,
+        state=head.state,
+        facts=ZeroFacts(0, dp if type(dp) is int else 1),
+        weights=weights,
+        aliases=aliases,
+        states={},
+        param_groups=[],
+        names_of={},
+        other_entries={},
+        notes=_note_whole(plans),
+        dropped=[],
+        optimizers=trees if has_optimizer else [],
+        files=[model.state for model in models[1:]],
+    )
+
+
+def _join_modules(
+    store: ReadStore, models: Sequence[ModelStates], rules: TensorParallelRules
+) -> tuple[dict[str, UnkeyedTensor], dict[str, JoinPlan]]:
+    """Return the weights in the model files of tensor-parallel ranks, joined, and their plans.
+
+    Raises:
+        CorruptError: the ranks have different parameters, or shapes that do not fit.
+        ReplicaMismatchError: ranks that should have the same values have others.
+    """
+    head = models[0]
+    weights: dict[str, UnkeyedTensor] = {}
+    plans: dict[str, JoinPlan] = {}
+    hidden_size = read_hidden_size(head)
+    for name in sorted(head.module, key=lambda name: name.endswith(".bias")):
+        shards = []
+        for model in models:
+            if name not in model.module:
+                raise model.state.corrupt("other ranks have the parameter", key=name)
+            shards.append(tensor_of_array(model.module[name]))
+        if len(models) == 1:
+            weights[name] = shards[0]
+            continue
+        if name not in head.buffers:
+            plans[name] = _plan_parameter(store, name, shards, rules, plans, hidden_size)
+        weights[name] = _joined_tensor(store, name, shards, plans.get(name), head, is_weight=True)
+    return {name: weights[name] for name in head.module}, plans
+
+
+def _check_complete(
+    models: Sequence[ModelStates],
+    optimizers: Sequence[object],
+    weights: Mapping[str, UnkeyedTensor],
+    grid: StageGrid,
+) -> None:
+    """Raise if the model's files lack a parameter that ZeRO names, or that an optimizer counts.
+
+    Args:
+        models, optimizers: the model files and their optimizer's state dicts, by rank.
+        weights: what the model's files contain.
+
+    Raises:
+        MissingShardError: a file of a layer must be missing.
+    """
+    hint = "copy the checkpoint again, with all its files"
+    for model in models:
+        for name in (name for group in model.groups or () for name in group):
+            if name not in weights and not name.startswith("tied_modules."):
+                raise MissingShardError(
+                    "param_shapes lists the parameter, but no file of a layer has it",
+                    file=model.state.file,
+                    key=name,
+                    hint=hint,
+                )
+    n_trained, n_tensors = 0, grid.tp * len(weights)
+    for optimizer in optimizers:
+        groups = mapping_or_empty(optimizer).get(PARAM_GROUPS)
+        for group in groups if isinstance(groups, (list, tuple)) else ():
+            params = mapping_or_empty(group).get(PARAMS)
+            n_trained += len(params) if isinstance(params, (list, tuple)) else 0
+    if n_trained > n_tensors:
+        raise MissingShardError(
+            f"the optimizers have {n_trained} parameters, but the files of layers have "
+            f"{n_tensors} tensors",
+            file="layer_*-model_states.pt",
+            hint=hint,
+        )
+
+
+def _read_rules(model: ModelStates, grid: StageGrid) -> TensorParallelRules:
+    """Return what a model file says about tensor parallelism.
+
+    Raises:
+        UnsupportedError: it says nothing, but there are several tensor-parallel ranks.
+    """
+    rules = rules_of(model)
+    if grid.tp > 1 and not rules.is_recorded:
+        raise UnsupportedError(
+            f"there are {grid.tp} tensor-parallel ranks, but the model files have no {INFO}, which "
+            "says along which axis each parameter was cut",
+            file=model.state.file,
+            hint="let the training script set model.universal_checkpoint_info and save again (see "
+            f"docs/howto/deepspeed.md); or {SAVE_AGAIN_HINT.partition(': ')[2]}",
+        )
+    return rules
+
+
+def _read_rank(
+    store: ReadStore, rank: int, layers: Mapping[int, Mapping[int, str]], *, is_single: bool
+) -> PartitionedStates:
     """Read the files of a model-parallel rank.
 
     Raises:
-        UnsupportedError: the rank has no optimizer files, or files of experts.
+        MissingShardError: the rank has no optimizer files.
+        UnsupportedError: the rank has files of experts.
     """
     files = rank_files(store, rank)
     if files.experts and not is_single:
-        raise UnsupportedError(
-            "files of single experts with several model-parallel ranks are not supported",
-            file=files.experts[0],
-            hint=SAVE_AGAIN_HINT,
-        )
-    partitioned = read_data_parallel(store, files)
+        raise _refuse_experts(files.experts[0])
+    shapes = {}
+    for layer, by_rank in layers.items():
+        state = read_state_file(store, by_rank[sorted(by_rank)[rank % len(by_rank)]])
+        for short, value in state.root.items():
+            if isinstance(value, TensorLeaf):
+                shapes[f"{layer}.{short}"] = state.arrays[value.key].shape
+    partitioned = read_data_parallel(store, files, shapes)
     if partitioned is None:
-        raise UnsupportedError(
-            "model-parallel ranks and pipeline stages without ZeRO's optimizer files are not "
-            "supported: nothing names the parameters",
-            file=f"mp_rank_{rank:02d}_model_states.pt",
-            hint=SAVE_AGAIN_HINT,
+        raise MissingShardError(
+            "the optimizer files of the model-parallel rank are missing; other ranks have theirs",
+            file=f"*zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt",
+            hint="copy the checkpoint again, with all its files; or convert with --no-optim, which "
+            "takes the weights that the model has in its own precision",
         )
     return partitioned
+
+
+def _refuse_experts(file: str) -> UnsupportedError:
+    """Return the error about experts with tensor parallelism."""
+    return UnsupportedError(
+        "files of single experts with several model-parallel ranks are not supported",
+        file=file,
+        hint=SAVE_AGAIN_HINT,
+    )
 
 
 def _plan_stage(
@@ -194,13 +369,29 @@ def _plan_stage(
     # The biases of layers follow their weights.
     for name in sorted(names, key=lambda name: name.endswith(".bias")):
         weights = [shard.weights[name] for shard in shards]
-        whole = is_whole(store, name, weights, rules, plans=plans, hidden_size=hidden_size)
-        plans[name] = (
-            plan_whole(weights[0].shape, is_stated=False)
-            if whole
-            else rules.plan(name, [shard.shape for shard in weights])
-        )
+        plans[name] = _plan_parameter(store, name, weights, rules, plans, hidden_size)
     return {name: plans[name] for name in names}
+
+
+def _plan_parameter(
+    store: ReadStore,
+    name: str,
+    shards: Sequence[UnkeyedTensor],
+    rules: TensorParallelRules,
+    plans: Mapping[str, JoinPlan],
+    hidden_size: int | None,
+) -> JoinPlan:
+    """Return how a parameter is joined.
+
+    Args:
+        plans: how the weights of layers are joined, which decide on the biases.
+
+    Raises:
+        UnsupportedError, CorruptError: as for ``TensorParallelRules.plan``.
+    """
+    if is_whole(store, name, shards, rules, plans=plans, hidden_size=hidden_size):
+        return plan_whole(shards[0].shape, is_stated=False)
+    return rules.plan(name, [shard.shape for shard in shards])
 
 
 def _joined_stage(
@@ -224,7 +415,7 @@ def _joined_stage(
             n_padded += bool(plan.n_padding)
             extras[name] = plan.extras
         weights[name] = _joined_tensor(
-            store, name, [shard.weights[name] for shard in shards], plan, head, is_weight=True
+            store, name, [shard.weights[name] for shard in shards], plan, head.model, is_weight=True
         )
         for state, value in head.states.get(name, {}).items():
             values = [shard.states.get(name, {}).get(state) for shard in shards]
@@ -241,7 +432,7 @@ def _joined_stage(
             # A step is one value, which all ranks have.
             is_value = tensors[0].shape != head.weights[name].shape
             states.setdefault(name, {})[state] = _joined_tensor(
-                store, name, tensors, None if is_value else plan, head, is_weight=False
+                store, name, tensors, None if is_value else plan, head.model, is_weight=False
             )
     notes = [note for shard in shards for note in shard.notes]
     if n_padded:
@@ -264,7 +455,7 @@ def _joined_tensor(
     name: str,
     tensors: Sequence[UnkeyedTensor],
     plan: JoinPlan | None,
-    head: PartitionedStates,
+    model: ModelStates,
     *,
     is_weight: bool,
 ) -> UnkeyedTensor:
@@ -272,7 +463,7 @@ def _joined_tensor(
 
     Args:
         plan: how; None for a value that all ranks have.
-        head: the first of the ranks.
+        model: the model file of the first rank.
 
     Raises:
         ReplicaMismatchError: ranks that should have the same values have others.
@@ -282,7 +473,7 @@ def _joined_tensor(
     if is_checked and not are_equal(store, tensors, _COMPARED_BYTES):
         raise ReplicaMismatchError(
             "the tensor differs between tensor-parallel ranks, all of which should have the same",
-            file=head.model.state.file,
+            file=model.state.file,
             key=name,
             hint="files of different steps were mixed; copy the checkpoint again",
         )
@@ -301,9 +492,13 @@ def _untrained(
     weights: Mapping[str, UnkeyedTensor],
     rules: TensorParallelRules,
     plans: Mapping[str, JoinPlan],
-    hidden_size: int | None,
-) -> dict[str, UnkeyedTensor]:
-    """Return what the files of layers contain and the optimizer files do not.
+    model: ModelStates,
+) -> tuple[dict[str, UnkeyedTensor], dict[str, JoinPlan]]:
+    """Return what the files of layers contain and the optimizer files do not, and its plans.
+
+    Args:
+        plans: how the parameters in the optimizer files are joined.
+        model: the model file of the first rank.
 
     Raises:
         CorruptError: a layer has another shape than its masters, or other parameters on other
@@ -315,27 +510,24 @@ def _untrained(
         if name.startswith("tied_modules.")
     }
     untrained = {}
+    plans = dict(plans)
+    hidden_size = read_hidden_size(model)
     for layer, by_rank in sorted(layers.items()):
         files = [read_state_file(store, by_rank[tp_rank]) for tp_rank in range(len(by_rank))]
-        for key, value in files[0].root.items():
+        # The biases of layers follow their weights.
+        entries = sorted(files[0].root.items(), key=lambda item: str(item[0]).endswith(".bias"))
+        for key, value in entries:
             if not isinstance(value, TensorLeaf):
                 continue
             short = files[0].name(key, "the file")
             shards = [tensor_of_array(file.tensor(file.root.get(key), short)) for file in files]
             name = f"{layer}.{short}"
-            shape, tensor = shards[0].shape, shards[0]
+            shape, plan = shards[0].shape, plans.get(name)
             if len(shards) > 1 or rules.is_recorded:
-                plan = plans.get(name)
                 if plan is None:
-                    whole = is_whole(
-                        store, name, shards, rules, plans=plans, hidden_size=hidden_size
-                    )
-                    plan = (
-                        plan_whole(shape, is_stated=False)
-                        if whole
-                        else rules.plan(name, [shard.shape for shard in shards])
-                    )
-                shape, tensor = plan.shape, joined(shards, plan.shape, plan.pieces)
+                    plan = _plan_parameter(store, name, shards, rules, plans, hidden_size)
+                    plans[name] = plan
+                shape = plan.shape
             if name in weights:
                 if weights[name].shape != shape:
                     raise files[0].corrupt(
@@ -344,8 +536,12 @@ def _untrained(
                     )
             elif not any(short == other for other, _ in tied):
                 # A tied layer's file has no name that tells it from others.
-                untrained[name] = tensor
-    return untrained
+                untrained[name] = (
+                    shards[0]
+                    if plan is None
+                    else _joined_tensor(store, name, shards, plan, model, is_weight=True)
+                )
+    return untrained, plans
 
 
 def _groups(

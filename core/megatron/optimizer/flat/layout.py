@@ -22,6 +22,8 @@ HINT = (
     "drop the optimizer with --no-optim (the weights are exact), or save once as torch_dist with "
     "--dist-ckpt-optim-fully-reshardable"
 )
+UNPROVEN = "optim.unproven"
+"""Rule of the error for a buffer in which master weights do not round to weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,10 @@ def find_starts(
             hint=HINT,
         )
     raise UnsupportedError(
-        _describe_contradiction(space, candidates, fits), rank=space.rank, hint=HINT
+        _describe_contradiction(space, candidates, fits),
+        rank=space.rank,
+        hint=HINT,
+        rule=UNPROVEN,
     )
 
 

@@ -5,7 +5,7 @@ They are computed from the model's global form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.arrays.sharding import ShardPiece, trim_piece
 from core.catalog.catalog import Catalog
@@ -52,6 +52,10 @@ class Holdings:
     def __init__(self, model: Catalog, facts: ModelFacts, rules: Rules) -> None:
         self._model = model
         self._rules = rules
+        # The run's own padding is recorded, and need not be that of a divisor times TP.
+        n_padded, tp = facts.sizes.get("padded_vocab_size"), facts.topology.tp
+        if n_padded is not None and n_padded % tp == 0:
+            facts = replace(facts, divisible_by=n_padded // tp)
         self._cuts = cuts_of(model, facts.topology, facts, rules, n_rows=rows_of(model, None))
 
         # File positions of every parameter; the last stage has a copy of a tied embedding.

@@ -88,7 +88,11 @@ def to_fsdp_dtensor(
     names = FsdpNames(catalog, facts, rules)
     tensors = fsdp_tensors(catalog, cuts, names)
     padded = next(
-        (cut.shape[0] for key, cut in cuts.items() if rules.rule_of(param_of(key)).kind == "vocab"),
+        (
+            cut.shape[0]
+            for key, cut in cuts.items()
+            if rules.rule_of(param_of(key)).for_shape(cut.shape).kind == "vocab"
+        ),
         None,
     )
     values: dict[tuple[str, ...], object] = {

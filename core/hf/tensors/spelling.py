@@ -75,7 +75,9 @@ def match_names(names: Iterable[str], keys: Collection[str]) -> dict[str, str]:
             spellings.append(without_trunk)
         return next((plain[each][0] for each in spellings if len(plain.get(each, ())) == 1), None)
 
-    matches = [(name, match) for name in names if (match := find_key(name)) is not None]
+    matches = [
+        (name, match) for name in dict.fromkeys(names) if (match := find_key(name)) is not None
+    ]
     counts = Counter(match for _, match in matches)
     return {name: match for name, match in matches if name == match or counts[match] == 1}
 

@@ -1,0 +1,236 @@
+"""Attributes: what a checkpoint says about its tensors and containers besides their values.
+
+::
+
+    safetensors   {"__metadata__": {"ss_network_dim": "4"}, …}       the file
+                  model.safetensors.index.json: {"metadata": {…}}    the index
+    zarr          "attributes", "dimension_names"                    arrays and groups
+    Orbax         custom_metadata, metrics                           the step and the tree
+                  ext_metadata: {"random_key_impl": "threefry2x32"}  arrays
+
+The catalog has one form for all of them: ``TensorMeta.attributes`` and ``Catalog.attributes``,
+whose values are JSON. A format with ``Format.keeps_attributes`` has a place for them in its files.
+Every other format that stores objects gets two entries at the root of the state dict:
+
+* ``__metadata__``: the attributes of the root,
+* ``__attributes__``: path of a tensor or container → its attributes.
+
+These entries become attributes again where the destination has a place for them. What can be
+neither is listed as not carried (``lost_attributes``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from core.catalog.catalog import Catalog, StoredObject
+from core.pickle.inert import ObjectLeaf, as_mapping
+from core.pickle.nesting import REMOVED, LeafEntry, map_leaves
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import AnyCatalog
+
+ROOT = ""
+"""The path of the root in ``Catalog.attributes``."""
+DIMENSIONS = "_ARRAY_DIMENSIONS"
+"""The attribute with the names of a tensor's axes, as xarray calls it in zarr 2."""
+BY_PATH = "ckpt.attributes"
+"""The member of a format's own metadata that holds attributes without a place of their own."""
+ROOT_ENTRY = "__metadata__"
+PATHS_ENTRY = "__attributes__"
+_ENTRIES = (ROOT_ENTRY, PATHS_ENTRY)
+
+Attributes = Mapping[str, object]
+AttributesByPath = Mapping[str, Attributes]
+
+
+def attributes_by_path(catalog: AnyCatalog) -> dict[str, Attributes]:
+    """Return the attributes of all containers and tensors that have any, by path or key."""
+    by_path = {path: values for path, values in catalog.attributes.items() if values}
+    by_path |= {key: meta.attributes for key, meta in catalog.tensors.items() if meta.attributes}
+    return by_path
+
+
+def with_attributes(catalog: Catalog, by_path: AttributesByPath) -> Catalog:
+    """Return a copy of a catalog with attributes in addition to those that it has.
+
+    Args:
+        by_path: key of a tensor or path of a container → its attributes.
+    """
+    if not by_path:
+        return catalog
+    of_tensors = {path: values for path, values in by_path.items() if path in catalog.tensors}
+    tensors = {
+        key: replace(meta, attributes={**(meta.attributes or {}), **of_tensors[key]})
+        if key in of_tensors
+        else meta
+        for key, meta in catalog.tensors.items()
+    }
+    containers = dict(catalog.attributes)
+    for path, values in by_path.items():
+        if path not in of_tensors:
+            containers[path] = {**containers.get(path, {}), **values}
+    return replace(catalog, tensors=tensors, attributes=containers)
+
+
+def without_any_attributes(catalog: Catalog) -> Catalog:
+    """Return a copy of a catalog without attributes."""
+    tensors = {
+        key: replace(meta, attributes=None) if meta.attributes else meta
+        for key, meta in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors, attributes={})
+
+
+def without_stale_attributes(catalog: Catalog, source: Catalog) -> Catalog:
+    """Return a copy of a catalog without the attributes of tensors whose shape has changed.
+
+    Names of axes and scales of a tensor do not hold for a stack of several, or for a part of it.
+
+    Args:
+        catalog: made from ``source`` by renaming, stacking and the like.
+    """
+    shapes = {
+        id(meta.attributes): meta.shape for meta in source.tensors.values() if meta.attributes
+    }
+    stale = {
+        key: replace(meta, attributes=None)
+        for key, meta in catalog.tensors.items()
+        if meta.attributes and shapes.get(id(meta.attributes), meta.shape) != meta.shape
+    }
+    return replace(catalog, tensors={**catalog.tensors, **stale}) if stale else catalog
+
+
+def lost_attributes(source: AnyCatalog, catalog: AnyCatalog) -> dict[str, Attributes]:
+    """Return those attributes of a source that a catalog made from it does not have, by path."""
+    kept = {id(values) for values in attributes_by_path(catalog).values()}
+    return {
+        path: values
+        for path, values in attributes_by_path(source).items()
+        if id(values) not in kept
+    }
+
+
+def entry_values(catalog: AnyCatalog) -> dict[str, dict[str, object]]:
+    """Return the attributes of a catalog as entries of a state dict, by name; {} without any."""
+    by_path = attributes_by_path(catalog)
+    root = by_path.pop(ROOT, {})
+    values = ((ROOT_ENTRY, root), (PATHS_ENTRY, by_path))
+    return {name: _copied(value) for name, value in values if value}
+
+
+def as_entries(catalog: Catalog) -> Catalog:
+    """Turn the attributes of a catalog into entries at the root of its state dict.
+
+    Attributes that cannot be entries, as there is no dict at the root or a tensor has the name of
+    the entry, are listed as dropped.
+    """
+    values = entry_values(catalog)
+    if not values:
+        return catalog
+    catalog = without_any_attributes(catalog)
+    is_flat = catalog.skeleton is None
+    for name, value in values.items():
+        taken = name in catalog.tensors or name in catalog.hidden or name in catalog.objects
+        if taken or not (is_flat or isinstance(catalog.skeleton, dict)):
+            line = f"{name} (attributes, for which the state dict has no place)"
+            catalog = replace(catalog, dropped=(*catalog.dropped, line))
+            continue
+        objects = {**catalog.objects, name: StoredObject(name, value=value)}
+        skeleton = catalog.skeleton
+        if isinstance(skeleton, dict):
+            skeleton = {**skeleton, name: ObjectLeaf(name)}
+        catalog = replace(catalog, objects=objects, skeleton=skeleton)
+    return catalog
+
+
+def from_entries(catalog: Catalog) -> Catalog:
+    """Turn the entries that ``as_entries`` makes into attributes; keep entries of another form."""
+    by_path: dict[str, Attributes] = {}
+    names = []
+    for name in _ENTRIES:
+        value = _entry_value(catalog, name)
+        if not isinstance(value, dict) or not value or not _is_json(value):
+            continue
+        if name == PATHS_ENTRY and not all(isinstance(item, dict) for item in value.values()):
+            continue
+        names.append(name)
+        by_path |= value if name == PATHS_ENTRY else {ROOT: value}
+    if not names:
+        return catalog
+    return with_attributes(_without_entries(catalog, names), by_path)
+
+
+def _entry_value(catalog: Catalog, name: str) -> object:
+    """Return the value of an entry at the root, plain if it can be; None without it."""
+    if catalog.skeleton is None:
+        item = catalog.objects.get(name)
+        return None if item is None else _plain(item.value)
+    root = as_mapping(catalog.skeleton)
+    if root is None or name not in root:
+        return None
+
+    def value_of(entry: LeafEntry) -> object:
+        leaf = entry.leaf
+        return catalog.objects[leaf.key].value if isinstance(leaf, ObjectLeaf) else leaf
+
+    return _plain(map_leaves(root[name], value_of, (name,)))
+
+
+def _without_entries(catalog: Catalog, names: Collection[str]) -> Catalog:
+    """Return a copy of a catalog without entries at the root, which hold no tensors."""
+    removed = set(names)
+
+    def change(entry: LeafEntry) -> object:
+        if entry.path and entry.path[0] in names:
+            removed.add(entry.key)
+            return REMOVED
+        return entry.leaf
+
+    skeleton = catalog.skeleton
+    if skeleton is not None:
+        skeleton = map_leaves(skeleton, change)
+    objects = {key: item for key, item in catalog.objects.items() if key not in removed}
+    return replace(catalog, objects=objects, skeleton=skeleton)
+
+
+def is_axis_names(value: object, rank: int) -> bool:
+    """Return whether an attribute can be the names of that many axes."""
+    return (
+        isinstance(value, list)
+        and len(value) == rank
+        and all(name is None or isinstance(name, str) for name in value)
+    )
+
+
+def _plain(value: object) -> object:
+    """Return a value with dicts in place of inert mappings."""
+    mapping = as_mapping(value)
+    if mapping is not None:
+        return {key: _plain(item) for key, item in mapping.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _copied(values: Mapping[str, object]) -> dict[str, object]:
+    """Return JSON as dicts and lists of its own, so that no two entries share one."""
+    copy: dict[str, object] = json.loads(json.dumps(values, default=dict))
+    return copy
+
+
+def _is_json(value: object) -> bool:
+    """Return whether a value consists of what JSON has."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def parse_by_path(value: object) -> AttributesByPath | None:
+    """Return the attributes by path that ``BY_PATH`` holds; None if the value is something else."""
+    if not isinstance(value, dict) or not all(isinstance(item, dict) for item in value.values()):
+        return None
+    return cast("AttributesByPath", value)

@@ -1,0 +1,146 @@
+"""Megatron-LM's LLaVA: a language model, and beside it a vision tower of Megatron's layers.
+
+``llava`` (rank files of two TP ranks) and ``llava_dist`` (torch_dist) were saved by megatron-core
+from one model (tests/golden).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import core
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
+from core.errors import UnsupportedError
+from tests.opening.test_config_beside import errors_of, stored_tensors
+from tests.support.archives import unpacked
+from tests.support.rank_files import (
+    assert_same_bits,
+    assert_same_weights,
+    load_rank_file,
+    rank_dirs,
+)
+
+TOWERS = ("vision_model.*", "vision_projection.*")
+LAYERS = "vision_model.decoder.layers."
+_LOCAL = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    return unpacked("megatron_frameworks", tmp_path)
+
+
+def reshard(source: Path, target: Path, *, tp: int, pp: int = 1) -> Path:
+    topology = TopologyChange(tp=tp, pp=pp)
+    run(Job(src=source, dst=target, topology=topology, keeps_layout=True, fsync=False))
+    return target
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_dist"])
+def test_a_complete_model_has_no_findings(name: str, models: Path) -> None:
+    assert not errors_of(models / name)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
+def test_rank_files_at_other_sizes_and_back_are_the_same(tp: int, pp: int, models: Path) -> None:
+    other = reshard(models / "llava", models / "other", tp=tp, pp=pp)
+    back = reshard(other, models / "back", tp=2)
+    assert_same_weights(back, models / "llava")
+    for name, folder in rank_dirs(back).items():
+        ours, theirs = (
+            load_rank_file(path / "model_optim_rng.pt")["model"]
+            for path in (folder, rank_dirs(models / "llava")[name])
+        )
+        assert list(ours) == list(theirs)
+        assert ours._metadata.keys() == theirs._metadata.keys()
+
+
+def test_the_joined_tower_is_that_of_torch_dist(models: Path) -> None:
+    core.convert(models / "llava", models / "one.safetensors")
+    joined = load_file(models / "one.safetensors")
+    n_compared = 0
+    for key, stored in stored_tensors(models / "llava_dist/iter_0000005").items():
+        if key.startswith(LAYERS):
+            sub = key.removeprefix(LAYERS)
+            for fused, local in _LOCAL:
+                sub = sub.replace(fused, local)
+            for layer, tensor in enumerate(stored):
+                assert_same_bits(joined[f"{LAYERS}{layer}.{sub}"], tensor, key)
+        elif key.startswith("vision_"):
+            assert_same_bits(joined[key], stored, key)
+        else:
+            continue
+        n_compared += 1
+    assert n_compared == 21
+
+
+def test_torch_dist_is_written_at_other_sizes(models: Path) -> None:
+    reshard(models / "llava_dist", models / "one", tp=1)
+    ours = stored_tensors(models / "one/iter_0000005")
+    theirs = stored_tensors(models / "llava_dist/iter_0000005")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "own"),
+    [("llava", "torch_dist", "megatron"), ("llava_dist", "megatron", "torch_dist")],
+)
+def test_the_hint_for_a_format_with_other_names_leads_on(
+    name: str, to: str, own: str, models: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match="Megatron-LM's LLaVA") as caught:
+        core.convert(models / name, models / "out", to=to)
+    hint = caught.value.hint or ""
+    assert f"--to {own}" in hint
+    assert all(f"--exclude '{tower}'" in hint for tower in TOWERS)
+    run(Job(src=models / name, dst=models / "text", to=to, exclude=TOWERS, fsync=False))
+    assert not errors_of(models / "text")
+    core.convert(models / "text", models / "text.safetensors")
+    names = load_file(models / "text.safetensors")
+    assert not [key for key in names if key.startswith(("vision_", "language_model."))]
+    assert len(names) == (28 if to == "megatron" else 16)
+
+
+def test_transformers_has_no_such_model(models: Path) -> None:
+    with pytest.raises(UnsupportedError, match="transformers has no model") as caught:
+        core.convert(models / "llava", models / "hf", to="hf")
+    assert all(f"--exclude '{tower}'" in (caught.value.hint or "") for tower in TOWERS)
+
+
+def test_a_projection_with_a_gate_is_refused_by_name(models: Path) -> None:
+    for folder in rank_dirs(models / "llava").values():
+        path = folder / "model_optim_rng.pt"
+        content = load_rank_file(path)
+        for kind in ("weight", "bias"):
+            name = f"vision_projection.encoder.linear_fc1.{kind}"
+            content["model"][name] = content["model"][name].repeat_interleave(2, 0)
+        torch.save(content, path)
+    with pytest.raises(UnsupportedError, match="has a gate"):
+        reshard(models / "llava", models / "one", tp=1)
+
+
+def test_names_below_another_module_are_those_of_the_model(models: Path) -> None:
+    for folder in rank_dirs(models / "llava").values():
+        path = folder / "model_optim_rng.pt"
+        content = load_rank_file(path)
+        model = content["model"]
+        content["model"] = {f"module.{name}": leaf for name, leaf in model.items()}
+        torch.save(content, path)
+    result = run(
+        Job(src=models / "llava", dst=models / "one.safetensors", to="safetensors", fsync=False)
+    )
+    assert "the names begin with 'module.', which is left out" in result.notes
+    original = unpacked("megatron_frameworks", models / "original") / "llava"
+    core.convert(original, models / "two.safetensors")
+    ours, theirs = (load_file(models / f"{name}.safetensors") for name in ("one", "two"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

