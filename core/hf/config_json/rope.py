@@ -156,7 +156,7 @@ def unsaid_rope(config: Mapping[str, object], family: Family) -> str | None:
     Returns:
         None if Megatron applies all.
     """
-    parameters = config.get("rope_parameters") or config.get("rope_scaling")
+    parameters = config.get("rope_scaling") or config.get("rope_parameters")
     if {"layers", "full"} & family.rope and isinstance(parameters, Mapping):
         parameters = parameters.get(FULL, parameters)
     if not isinstance(parameters, Mapping):
