@@ -26,7 +26,7 @@ from core.hf.optimizer.to_named import hf_states
 from core.hf.tensors.hf_tensor import hf_tensors, weights_in
 from core.hf.towers.to_hf import separate_towers
 from core.hf.traits import Model, model_of
-from core.hf.values import CONFIG
+from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
 from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
 
@@ -97,7 +97,7 @@ def to_hf(
         raise UnsupportedError(
             f"{family.model_type} models of transformers do not have this tensor{suffix}",
             key=unused[0],
-            hint="drop it with --exclude if the model does not need it",
+            hint=UNUSED_WEIGHT_HINT,
         )
 
     # Convert the optimizer's states like the weights.

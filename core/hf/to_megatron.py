@@ -49,7 +49,7 @@ from core.hf.text_model import is_composite
 from core.hf.ties import with_embedding
 from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import Model, model_of
-from core.hf.values import CONFIG, count_of
+from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT, count_of
 from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.extras.engine_states import states_of_rank_files
 from core.megatron.model.topology import Topology
@@ -414,7 +414,7 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
     raise UnknownTensorError(
         f"the {family.model_type} table does not contain this tensor{suffix}",
         key=keys[0],
-        hint="drop it with --exclude if the model does not need it",
+        hint=UNUSED_WEIGHT_HINT,
     )
 
 

@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from core.errors import CorruptError
 
 CONFIG = "config.json"
+UNUSED_WEIGHT_HINT = (
+    "a family whose models have this weight can be described with --family; with --exclude, which"
+    " drops it, the result is another model unless this is a buffer that is never read"
+)
+"""The next step where a family's table lacks a weight."""
 
 
 def number_of(

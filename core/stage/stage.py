@@ -225,7 +225,11 @@ class Stage:
         if not os.path.lexists(self.dst):
             return
         if not self._force:
-            hint = "choose another one, or pass --force"
+            hint = "choose another one"
+            # Nobody is sent to an option that is then refused.
+            with suppress(UsageError):
+                check_may_replace(self.dst, is_file=self.is_file, keep=self._keep)
+                hint += ", or pass --force"
             if not clear_finished(self.stage_dir, self.dst, is_file=self.is_file):
                 hint += f"; {self.stage_dir.name} next to it is left over from an earlier run"
             raise UsageError("the destination exists", file=str(self.dst), hint=hint)

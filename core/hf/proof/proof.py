@@ -20,7 +20,7 @@ from core.hf.optimizer.states import carrying_option
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.expected import describe_model, unchecked_text
 from core.hf.proof.problem import Kind, Problem, more_text
-from core.hf.values import CONFIG
+from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
 
 _MOST_PREFIXES = 4
 _WRAPPERS = ("state_dict.", "model_state_dict.", "module.", "_orig_mod.", "app.", "model.model.")
@@ -29,7 +29,7 @@ _OTHER_CONFIG = f"is this the {CONFIG} of these weights?"
 _HINTS: Mapping[Kind, str] = {
     **dict.fromkeys(("missing", "shape", "layers", "experts", "config"), _OTHER_CONFIG),
     "sisters": "copy the checkpoint again, or use an older one",
-    "unexpected": "drop it with --exclude if the model does not need it",
+    "unexpected": UNUSED_WEIGHT_HINT,
     "dtype": "weights must be floating-point numbers: drop other tensors with --exclude",
     "ties": "set tie_word_embeddings to true in config.json if the output layer shares the "
     "embedding's weights",
