@@ -435,8 +435,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     ]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
-    files = (*form.catalog.documents, *carried_of(form.catalog), *carried_of(target))
-    if CONFIG in form.catalog.documents and job.merge is None and not has_tokenizer(files):
+    small_files = (*form.catalog.documents, *carried_of(form.catalog), *carried_of(target))
+    if CONFIG in form.catalog.documents and job.merge is None and not has_tokenizer(small_files):
         notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
     modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
