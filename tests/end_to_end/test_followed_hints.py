@@ -131,7 +131,7 @@ def test_an_index_that_is_wrong_can_be_removed_as_its_hint_says(
     else:
         index["weight_map"][key] = next(other for _, other in others if other != file)
     (path / INDEX).write_text(json.dumps(index))
-    line = ["convert", str(path), "DST", "--to", "torch"]
+    line = ["convert", str(path), "DST", "--to", "hf", "--max-shard-size", "40KB"]
     assert "remove" in terminal.run(line).hint
     (path / INDEX).unlink()
     assert terminal.run(line).code == 0

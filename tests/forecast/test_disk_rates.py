@@ -35,6 +35,17 @@ def test_no_more_is_read_than_the_sample(n_bytes: int, tmp_path: Path) -> None:
     assert 0 < sum(store.counts.values()) <= min(n_bytes + 8, SAMPLE_BYTES)
 
 
+def test_a_rate_is_measured_although_the_time_is_over_before_a_thread_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine, where a rate of 0 was divided by."""
+    monkeypatch.setattr("core.forecast.disk_rates.SAMPLE_SECONDS", -1.0)
+    (tmp_path / "a").write_bytes(bytes(100))
+    rate = measure_reading(LocalStore(tmp_path), {"a": 100}, n_bytes=100, threads=2)
+    assert rate is not None
+    assert rate.bytes_per_second > 0
+
+
 def test_nothing_to_read_gives_no_rate(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     store = LocalStore(tmp_path)

@@ -21,21 +21,25 @@ from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object, read_small_file
-from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
+from core.formats.huggingface.index import STALE_INDEX_HINT, WeightIndex, list_indexed, read_index
 from core.formats.safetensors.files import further_models, is_piece
 from core.formats.safetensors.header import read_header
 from core.formats.torch.tree import parse
 
-_MIXED = "files of two checkpoints may be mixed: copy the checkpoint again"
 BROKEN = Code("CK520", Severity.ERROR, "an index is malformed", "copy the index again")
 NOT_HELD = Code(
-    "CK521", Severity.ERROR, "a tensor is not in the shard that the index names", _MIXED
+    "CK521", Severity.ERROR, "a tensor is not in the shard that the index names", STALE_INDEX_HINT
 )
-NOT_LISTED = Code("CK522", Severity.ERROR, "a tensor is not listed in the index", _MIXED)
+NOT_LISTED = Code("CK522", Severity.ERROR, "a tensor is not listed in the index", STALE_INDEX_HINT)
 TOTAL = Code(
     "CK523", Severity.WARNING, "the total size in the index does not match", "write the index again"
 )
-TWICE = Code("CK524", Severity.ERROR, "a tensor is stored in two shards", _MIXED)
+TWICE = Code(
+    "CK524",
+    Severity.ERROR,
+    "a tensor is stored in two shards",
+    "files of two checkpoints may be mixed: copy one of them into an empty directory",
+)
 SHADOWED = Code(
     "CK525",
     Severity.WARNING,

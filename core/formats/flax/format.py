@@ -97,7 +97,8 @@ def read(store: ReadStore) -> Catalog:
                     f"{INDEX} lists the entry in this file, but it is missing there",
                     file=file,
                     key=name,
-                    hint="copy the checkpoint again, with all its files",
+                    hint="files of two checkpoints may be mixed: copy one of them into an empty "
+                    "directory",
                 )
             )
 
