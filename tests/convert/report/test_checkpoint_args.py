@@ -21,8 +21,12 @@ OPTIONS = {
     "llama": f"{LOCAL} {NORM}",
     "qwen3": f"{LOCAL} {NORM} --qk-layernorm",
     "gpt2": LOCAL,
+    "nemotron": f"{LOCAL} --apply-layernorm-1p",
     "smollm3": f"{LOCAL} {NORM} --no-rope-freq '[0,1,0]'",
-    "gemma2": f"{LOCAL} {NORM} --openai-gelu --window-size 4,0 --window-attn-skip-freq '[1,0,1]'",
+    "gemma2": (
+        f"{LOCAL} {NORM} --apply-layernorm-1p --openai-gelu --window-size 4,0 "
+        "--window-attn-skip-freq '[1,0,1]'"
+    ),
     "glm4_moe": (
         f"{LOCAL} --moe-router-dtype fp32 --moe-router-num-groups 2 --moe-router-group-topk 1"
     ),
