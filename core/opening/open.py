@@ -64,12 +64,12 @@ from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
-from core.opening.code_in_pickles import naming_code_first
+from core.opening.code_in_pickles import list_dangerous_names, naming_code_first
 from core.opening.config_beside import HUGGING_FACE, with_description
 from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
 from core.opening.other_software import refuse_other_software
 from core.opening.unrecognised import NEAR, Search, absent, listed, refusal_of, search_below
-from core.pickle.reader import gc_paused
+from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -272,12 +272,20 @@ def _with_intact_iteration(hint: str | None, location: Located) -> str | None:
         hint: what else the user can do.
     """
     for path in list_other_iterations(location.passed, location.path)[:_MOST_TRIED]:
-        other = locate_checkpoint(path)
-        with closing(other.store), suppress(CheckpointingException), gc_paused():
-            if other.format is not None:
+        # Whatever is wrong with another iteration, the error about this one is the one to report.
+        with (
+            suppress(CheckpointingException),
+            gc_paused(),
+            noting_uses(passes_on=False) as uses,
+        ):
+            other = locate_checkpoint(path)
+            with closing(other.store):
+                if other.format is None:
+                    continue
                 other.format.read(other.store)
-                advice = f"use {path}, which can be read"
-                return f"{hint}; or {advice}" if hint else advice
+                if not list_dangerous_names(uses):
+                    advice = f"use {path}, which can be read"
+                    return f"{hint}; or {advice}" if hint else advice
     return hint
 
 
