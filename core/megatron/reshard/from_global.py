@@ -326,8 +326,9 @@ def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
         expected = None if size is None else size.value(sizes_for(name, facts))
         has_all |= shape[axis] == expected
         has_share |= n > 1 and shape[axis] * n == expected
-    if has_share or (topology.tp > 1 and has_all):
-        return has_share and not (topology.tp > 1 and has_all)
+    is_whole = topology.tp > 1 and has_all
+    if has_share or is_whole:
+        return not is_whole
 
     # With one tensor parallel rank, a rank has a part of the layers or of the experts.
     stack = facts.kind.stacks[0]
