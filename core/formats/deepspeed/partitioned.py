@@ -81,12 +81,13 @@ class PartitionedStates:
 
 
 def read_data_parallel(
-    store: ReadStore, files: ZeroRankFiles, layer_shapes: Shapes | None = None
+    store: ReadStore, files: ZeroRankFiles, layer_shapes: Callable[[], Shapes] = dict
 ) -> PartitionedStates | None:
     """Return what the files of a model-parallel rank contain; None without optimizer files.
 
     Args:
-        layer_shapes: name → shape of what a pipeline's files of layers contain; None for none.
+        layer_shapes: returns name → shape of what a pipeline's files of layers contain; called
+            only if the model file does not record the shapes.
 
     Raises:
         MissingShardError: a rank's file is missing.
@@ -117,7 +118,7 @@ def read_data_parallel(
     model = with_experts(model, experts)
     if model.groups is None and all(rank_optim.slices is not None for rank_optim in optim):
         shapes = {name: array.shape for name, array in model.module.items()}
-        shapes.update(layer_shapes or {})
+        shapes.update(layer_shapes())
         model = replace(model, groups=_list_groups(optim, shapes))
     return read_partitioned(store, [model], optim)
 
