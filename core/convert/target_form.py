@@ -182,7 +182,7 @@ def with_folders_beside(
     is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
     carried: dict[str, str] = {}
     for path, key in carried_of(source.catalog).items():
-        if not path.startswith(folders) or not folders:
+        if not path.startswith(folders):
             continue
         name = path.partition("/")[2]
         if is_hf and is_tokenizer_file(name):

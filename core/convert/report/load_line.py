@@ -34,7 +34,7 @@ from core.catalog.catalog import AnyCatalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts, WeightFileFacts
 from core.catalog.file_image import FileImage
 from core.changes.select import is_optimizer_key
-from core.convert.report.checkpoint_args import uncopied_options
+from core.convert.report.checkpoint_args import list_uncopied_options
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
@@ -203,7 +203,7 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
     # No script has the arguments of a model that came from Hugging Face yet.
     fields = fields_of(target.args)
     if HUGGING_FACE in fields:
-        yield from uncopied_options(fields)
+        yield from list_uncopied_options(fields)
 
     # Of a release, Megatron loads neither optimizer nor random states anyway.
     if any(image.path.startswith(f"{RELEASE}/") for image in result.images):

@@ -228,12 +228,14 @@ def _data_name(seed: object) -> str:
 def _checkpoint_json(target: TargetCatalog, leaves: Sequence[WrittenLeaf]) -> bytes:
     """Return the content of ``_CHECKPOINT_METADATA``, without the times, which would differ."""
     # Attributes of tensors, and of containers that Orbax does not have, are custom metadata.
-    of_files = {ROOT: {}, CHECKPOINT: (METRICS,), TREE: (CUSTOM,)}
-    names_of_leaf = {leaf.tensor_key: leaf for leaf in leaves if is_random_key(leaf, target)}
+    written = {CHECKPOINT: (METRICS,), TREE: (CUSTOM,)}
+    for leaf in leaves:
+        if leaf.tensor_key is not None and is_random_key(leaf, target):
+            written[leaf.tensor_key] = (RANDOM_KEY, SHARDING)
     others = {}
     for path, values in attributes_by_path(target).items():
-        written = (RANDOM_KEY, SHARDING) if path in names_of_leaf else of_files.get(path, ())
-        remaining = {name: value for name, value in values.items() if name not in written}
+        names = written.get(path, ())
+        remaining = {name: value for name, value in values.items() if name not in names}
         if remaining and path != ROOT:
             others[path] = remaining
     custom = {**target.attributes.get(ROOT, {}), **({BY_PATH: others} if others else {})}
