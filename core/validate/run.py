@@ -255,7 +255,8 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
         n_ends=len(subject.ends.heads),
-        is_proven=subject.level == Level.DEEP or are_files_of_manifest(subject),
+        is_proven=(subject.level == Level.DEEP and not subject.hollow)
+        or are_files_of_manifest(subject),
         notes=subject.notes,
         unchecked=(*unread, *unchecked(subject)),
         against=None if reference is None else (reference.label, subject.n_compared),
