@@ -268,11 +268,8 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
 
 def _with_hostile_hints(subject: Subject) -> Iterator[Finding]:
     """Yield the findings; those on a hostile file have its hint, not that to fetch it again."""
-    hints = {
-        finding.file: finding.hint
-        for finding in subject.findings
-        if finding.code in HOSTILE and finding.file is not None
-    }
+    hints = {finding.file: finding.hint for finding in subject.findings if finding.code in HOSTILE}
+    hints.pop(None, None)
     for finding in subject.findings:
         is_other = finding.file in hints and finding.code not in HOSTILE
         yield replace(finding, hint=hints[finding.file]) if is_other else finding

@@ -49,7 +49,7 @@ from core.megatron.extras.schedule import OVERRIDE, is_constant_schedule
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.hybrid import NAMES as PATTERNS
 from core.megatron.model.pipeline import Pipeline, layout_text
-from core.megatron.model.pipeline_args import v_options
+from core.megatron.model.pipeline_args import list_v_options
 from core.megatron.model.topology import Topology
 from core.megatron.rules.tables import load_rules
 from core.opening.open import RELEASE, TRACKER
@@ -248,7 +248,7 @@ def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str
     if pipeline.has_embedding_stage:
         yield "--standalone-embedding-stage"
     if pipeline.is_v_shaped:  # a schedule of a fork, which sets the number of chunks
-        yield from v_options(fields_of(target.args))
+        yield from list_v_options(fields_of(target.args))
         return
     if topology.vpp == 1:
         return

@@ -19,8 +19,8 @@ from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
 from core.formats.deepspeed.runs import (
     StoredRun,
+    list_runs_in_groups,
     pair_with_copy,
-    runs_in_groups,
     tensor_in_groups,
 )
 from core.formats.deepspeed.state_file import read_state_file
@@ -194,7 +194,7 @@ def read_partitioned(
     }
 
     def runs(name: str) -> list[StoredRun]:
-        return runs_in_groups(partition, name, flat) if name in shapes else []
+        return list_runs_in_groups(partition, name, flat) if name in shapes else []
 
     unlisted = unlisted_weights(model, weights, head.stage)
     weights, aliases = with_shared(model, weights | unlisted.tensors)
@@ -300,7 +300,9 @@ def _prove_order(
     sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
 
     def has_values(order: CutGroups) -> bool:
-        pairs = pair_copies(model, order.shapes, lambda name: runs_in_groups(order, name, flat))
+        pairs = pair_copies(
+            model, order.shapes, lambda name: list_runs_in_groups(order, name, flat)
+        )
         return are_masters(store, [(masters, copy) for _, masters, copy in pairs])
 
     try:

@@ -193,7 +193,7 @@ def with_array_tensors(catalog: Catalog, store: ReadStore) -> Catalog:
     if not arrays:
         return catalog
     # The numbers are read already: the file is only named.
-    file = next(iter(list_files_below(store)))
+    file = store.entry or next(iter(store.files() or list_files_below(store)))
     arrays = {
         key: replace(array, extent=replace(array.extent, file=file))
         for key, array in arrays.items()

@@ -31,7 +31,7 @@ from core.catalog.key_patterns import some_of
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.facets import ZeroFacts
-from core.formats.deepspeed.files import SAVE_AGAIN_HINT, expert_files, rank_files
+from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, rank_files
 from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined, with_replicas
 from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, plan_whole, rules_of
@@ -199,7 +199,7 @@ def read_model_files(
     if layers:
         weights, plans = _untrained(store, layers, {}, rules, {}, head)
     else:
-        experts = [read_state_file(store, name) for name in expert_files(store.files())]
+        experts = [read_state_file(store, name) for name in list_expert_files(store.files())]
         if experts and len(ranks) > 1:
             raise _refuse_experts(experts[0].file)
         models[0] = with_experts(head, experts)
