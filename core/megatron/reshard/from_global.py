@@ -246,9 +246,7 @@ def _find_tensors(
 
     # Find the size of the vocabulary, check all shapes with their padding, and then drop it.
     vocab_shapes = {
-        name: meta.shape
-        for name, meta in metas.items()
-        if rules.rule_of(name).for_shape(meta.shape).kind == "vocab"
+        name: meta.shape for name, meta in metas.items() if rules.is_vocabulary(name, meta.shape)
     }
     true_rows = find_true_rows(
         gated_facts,
