@@ -103,7 +103,7 @@ _OF_MLA = (
 _OF_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 
 
-def uncopied_options(fields: Mapping[str, object]) -> Iterator[str]:
+def list_uncopied_options(fields: Mapping[str, object]) -> Iterator[str]:
     """Yield the options of Megatron's script that give a model the arguments of its checkpoint.
 
     Args:

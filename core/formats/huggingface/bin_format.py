@@ -51,7 +51,7 @@ from core.errors import (
     raising,
 )
 from core.formats.format import Format
-from core.formats.huggingface.files import module_folders, with_carried
+from core.formats.huggingface.files import list_module_folders, with_carried
 from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
 from core.formats.missing_entries import report_missing
 from core.formats.torch.format import SUFFIXES, catalog_of, parse
@@ -449,6 +449,6 @@ FORMAT = Format(
     salvage=salvage,
     lay_out=None,
     has_live_objects=True,
-    own_folders=module_folders,
+    own_folders=list_module_folders,
     list_indexed=list_indexed,
 )

@@ -93,11 +93,11 @@ def raise_if_equal_shards(
         raise UnsupportedError(
             f"{first}" + (f"; the same is true of {more} other tensors" if more else ""),
             key=first.name,
-            hint=replication_hint(item.name for item in equal),
+            hint=build_replication_hint(item.name for item in equal),
         )
 
 
-def replication_hint(names: Iterable[str]) -> str:
+def build_replication_hint(names: Iterable[str]) -> str:
     """Return the hint for tensors that are probably complete on every rank."""
     return (
         "if every rank holds the complete tensor, pass a file with --rules that contains:\n"

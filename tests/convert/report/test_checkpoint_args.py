@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.convert.report.checkpoint_args import uncopied_options
+from core.convert.report.checkpoint_args import list_uncopied_options
 from core.hf import to_megatron
 from core.megatron.model.args import fields_of
 from tests.hf.models import catalog_of, config_of, saved
@@ -47,11 +47,13 @@ def test_a_model_from_hugging_face_needs(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     _, catalog = catalog_of(folder)
     model = to_megatron(catalog, config_of(folder), transformer_impl="local")
-    options = " ".join(uncopied_options(fields_of(model.args)))
+    options = " ".join(list_uncopied_options(fields_of(model.args)))
     assert options == f"--use-checkpoint-args {OPTIONS[name]}"
 
 
 def test_a_factor_that_the_parser_does_not_take_is_omitted() -> None:
     name = "rotary_seq_len_interpolation_factor"
-    assert list(uncopied_options({name: 2.5})) == ["--use-checkpoint-args"]
-    assert list(uncopied_options({name: 2.0}))[1:] == ["--rotary-seq-len-interpolation-factor 2"]
+    assert list(list_uncopied_options({name: 2.5})) == ["--use-checkpoint-args"]
+    assert list(list_uncopied_options({name: 2.0}))[1:] == [
+        "--rotary-seq-len-interpolation-factor 2"
+    ]
