@@ -80,7 +80,8 @@ _ACTIVATION_SCALE = re.compile(
 """A scale of activations, or their zero, and the weight that the name begins with.
 
 ``mlp.up_proj.input_scale`` (of ``mlp.up_proj.weight``), and of stacked experts
-``mlp.experts.gate_up_proj_activation_scale``.
+``mlp.experts.gate_up_proj_activation_scale`` and ``experts.w13_input_scale`` (of
+``experts.w13_weight``).
 """
 _CACHED = 64
 
@@ -174,10 +175,14 @@ def dequantize(
         )
     # The scales are applied, bitsandbytes' notes describe numbers that are gone, and activations
     # are quantized only before a product with such numbers: none of these is kept.
+    # What has such a name beside a weight of another type is the model's own parameter.
+    weights = {*unpacked_keys, *scales_of, *bare}
     activations = {
-        key: f"{match['weight']}weight" if match["weight"].endswith(".") else match["weight"]
+        key: weight
         for key in catalog.tensors
         if (match := _ACTIVATION_SCALE.fullmatch(key)) is not None
+        for weight in (match["weight"], f"{match['weight']}weight", f"{match['weight']}_weight")
+        if weight in weights
     }
     unscaled = frozenset(bare)
     kept = {key for key, weight in activations.items() if weight in unscaled}

@@ -510,10 +510,12 @@ def _cache_bytes(job: DiffJob, *catalogs: Catalog, runtime_bytes: int) -> int:
     if fixed > job.memory_bytes:
         n_mib = -(-fixed // MIB)
         subject = "1 thread needs" if job.threads == 1 else f"{job.threads} threads need"
+        one_thread_bytes = fixed - (job.threads - 1) * (_THREAD_BYTES + 2 * unit_bytes)
+        is_fitting_one = one_thread_bytes <= job.memory_bytes
         raise CapacityError(
             f"{subject} {n_mib:,} MiB of memory, but the limit is {job.memory_bytes // MIB:,} MiB",
             hint=f"set --memory to at least {n_mib}MiB"
-            + (", or use fewer threads" if job.threads > 1 else ""),
+            + (", or use fewer threads" if is_fitting_one and job.threads > 1 else ""),
         )
     # Half of the remaining memory for each side.
     return min(DEFAULT_CACHE_BYTES, (job.memory_bytes - fixed) // 2) if unit_bytes else 0

@@ -52,7 +52,12 @@ from core.errors import (
 )
 from core.formats.format import Format
 from core.formats.huggingface.files import list_module_folders, with_carried
-from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
+from core.formats.huggingface.index import (
+    WeightIndex,
+    describe_unread_single,
+    list_indexed,
+    read_index,
+)
 from core.formats.missing_entries import report_missing
 from core.formats.torch.format import SUFFIXES, catalog_of, parse
 from core.formats.trainer.state import with_training_state
@@ -142,6 +147,10 @@ def read(store: ReadStore) -> Catalog:
     state = catalog.facet(TrainingState) or TrainingState()
     used |= {*state.files.values()}
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
+    single = SINGLE_FILES[0]
+    if shards is not None and shards.index is not None and single in unread:
+        unread.remove(single)
+        catalog = catalog.noted([describe_unread_single(single, shards.index.file)])
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
     if shards is not None and shards.index is not None:
