@@ -6,8 +6,10 @@ know whether the steps succeed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from shlex import quote as quoted_word
 
 from core.catalog.attributes import (
     build_entry_values,
@@ -106,10 +108,14 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
         try:
             key.encode()
         except UnicodeEncodeError as err:  # half a surrogate pair, as a pickle may contain
+            # No command line can hold the name, but a pattern stands for it; a tensor inside an
+            # object leaves with the object.
+            owner = next((name for name in form.catalog.objects if key.startswith(f"{name}:")), key)
+            pattern = re.sub(r"[\ud800-\udfff*?\[\]]", "?", owner)
             raise UnsupportedError(
                 f"the name is not valid text: {err.reason}",
                 key=key,
-                hint="drop the entry with --exclude, or rename it with --rename",
+                hint=f"drop the entry with --exclude {quoted_word(pattern)}",
             ) from err
     if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)

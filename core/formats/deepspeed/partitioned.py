@@ -153,7 +153,7 @@ def _list_groups(optim: Sequence[OptimStates], shapes: Shapes) -> list[Shapes]:
                     if other.partition(".")[2] == short and prod(shape) == n
                 }
             if len(candidates) != 1 or prod(*candidates) != n:
-                raise optim[0].state.corrupt(
+                raise optim[0].state.mismatch(
                     f"param_slice_mappings records {n} elements of the parameter, but the model's "
                     f"files have shape {next(iter(candidates), None)}",
                     key=name,
@@ -181,7 +181,7 @@ def read_partitioned(
         raise model.state.corrupt(f"param_shapes is missing, which ZeRO-{head.stage} needs")
     for other in models[1:]:
         if other.groups != model.groups or other.frozen != model.frozen:
-            raise other.state.corrupt(f"param_shapes differ from those of {model.state.file}")
+            raise other.state.mismatch(f"param_shapes differ from those of {model.state.file}")
     partition = _partition(store, model, optim)
 
     # The weights: master weights in the flat groups, and those that only model files contain. An
@@ -263,7 +263,7 @@ def _partition(
             sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
             return cut_parameters(model.groups, sizes)
         if len(model.groups) != len(optim[0].fp32):
-            raise model.state.corrupt(
+            raise model.state.mismatch(
                 f"param_shapes has {len(model.groups)} groups, but the optimizer files have "
                 f"{len(optim[0].fp32)}"
             )
@@ -338,7 +338,7 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
                 position = expected.pop((rank, group, name), None)
                 # A parameter without elements has no run, but may be recorded.
                 if recorded != position and not (position is None and recorded[1] == 0):
-                    raise rank_optim.state.corrupt(
+                    raise rank_optim.state.mismatch(
                         f"param_slice_mappings records (start, elements) {recorded}, but by the "
                         "shapes of the parameters before it, this rank has "
                         f"{'no part of it' if position is None else position}; the file may be "
@@ -347,7 +347,7 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
                     )
     # Positions that no file records are left over.
     for rank, group, name in expected:
-        raise optim[rank].state.corrupt(
+        raise optim[rank].state.mismatch(
             "param_slice_mappings lacks the parameter, which is in this rank's part of group "
             f"{group}",
             key=name,

@@ -39,7 +39,7 @@ from core.formats.deepspeed.model_parallel.whole import is_whole, read_hidden_si
 from core.formats.deepspeed.model_states import parse_model_states
 from core.formats.deepspeed.partitioned import PartitionedStates, read_data_parallel
 from core.formats.deepspeed.runs import UnkeyedTensor, pair_with_copy, tensor_of_array
-from core.formats.deepspeed.state_file import mapping_or_empty, read_state_file
+from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, mapping_or_empty, read_state_file
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS, spread
 from core.formats.deepspeed.weights import with_shared
 from core.pickle.inert import TensorLeaf
@@ -96,7 +96,7 @@ def read_model_parallel(
                     "the parameter differs between pipeline stages",
                     file=stage.model.state.file,
                     key=name,
-                    hint="files of different steps were mixed; copy the checkpoint again",
+                    hint=MIXED_STEPS_HINT,
                 )
             weights[name] = with_replicas([weights[name], tensor]) if name in weights else tensor
         states = {**stage.states, **states}
@@ -191,8 +191,7 @@ def read_model_files(
         raise MissingShardError(
             "the optimizer files, which hold the fp32 weights, are missing",
             file="*zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            hint="copy the checkpoint again, with all its files; or convert with --no-optim, which "
-            "takes the weights that the model has in its own precision",
+            hint="copy the checkpoint again, with all its files",
         )
     grid = grid_of(head, len(ranks), layers)
     rules = _read_rules(head, grid)
@@ -244,7 +243,7 @@ def _join_modules(
         shards = []
         for model in models:
             if name not in model.module:
-                raise model.state.corrupt("other ranks have the parameter", key=name)
+                raise model.state.mismatch("other ranks have the parameter", key=name)
             shards.append(tensor_of_array(model.module[name]))
         if len(models) == 1:
             weights[name] = shards[0]
@@ -333,8 +332,7 @@ def _read_rank(
         raise MissingShardError(
             "the optimizer files of the model-parallel rank are missing; other ranks have theirs",
             file=f"*zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt",
-            hint="copy the checkpoint again, with all its files; or convert with --no-optim, which "
-            "takes the weights that the model has in its own precision",
+            hint="copy the checkpoint again, with all its files",
         )
     return partitioned
 
@@ -503,7 +501,7 @@ def _joined_tensor(
             "the tensor differs between tensor-parallel ranks, all of which should have the same",
             file=model.state.file,
             key=name,
-            hint="files of different steps were mixed; copy the checkpoint again",
+            hint=MIXED_STEPS_HINT,
         )
     if plan is None:
         return with_replicas(tensors)
@@ -558,7 +556,7 @@ def _untrained(
                 shape = plan.shape
             if name in weights:
                 if weights[name].shape != shape:
-                    raise files[0].corrupt(
+                    raise files[0].mismatch(
                         f"the weights have shape {shape}, but their masters {weights[name].shape}",
                         key=name,
                     )
