@@ -104,11 +104,11 @@ def raise_if_equal_shards(
         raise UnsupportedError(
             f"{first}" + (f"; the same is true of {more} other tensors" if more else ""),
             key=first.name,
-            hint=hint_for(equal),
+            hint=build_hint(equal),
         )
 
 
-def hint_for(equal: Sequence[EqualShards]) -> str:
+def build_hint(equal: Sequence[EqualShards]) -> str:
     """Return the hint for tensors with equal shards, which are probably complete on every rank."""
     names = [item.name for item in equal if item.are_all]
     if not names:
