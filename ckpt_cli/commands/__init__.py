@@ -1,6 +1,4 @@
 """One module per command: parse the options, call one function of ``core``, print one page.
 
 Start at ``validate`` or ``transfer`` (what convert and reshard share).
-Imports: core, explore, findings, host, html_report, options, options.shared, pages, pages.pictures,
-screen, workers.
 """

@@ -2,5 +2,4 @@
 
 Start at ``answer``, which a shell's script runs; ``install`` writes that script. Only ``source``
 looks at a checkpoint, in a child process with a deadline (``deadline``).
-Imports: core, options, options.shared.
 """

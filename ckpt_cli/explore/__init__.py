@@ -1,5 +1,4 @@
 """``ckpt explore``: a terminal explorer, the only package that imports textual.
 
 Start at ``app``; ``source`` reads the checkpoint, in workers, and ``tensor_page`` draws a tensor.
-Imports: core, findings, pages, pages.pictures, screen.
 """

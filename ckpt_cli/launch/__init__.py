@@ -2,5 +2,4 @@
 
 Start at ``run``; ``agent`` calls torch, ``failure`` chooses the error to report, ``guard`` bounds
 every wait.
-Imports: ckpt_cli, core, host, options, options.shared, screen, workers.
 """

@@ -2,5 +2,4 @@
 
 Start at ``transfer`` (convert and reshard); ``shared`` has the options that several commands share
 and the parsers of values, ``short_help`` is what help shows.
-Imports: core, host, options.shared, screen.
 """

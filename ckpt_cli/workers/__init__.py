@@ -1,5 +1,4 @@
 """A team of processes over torch.distributed: rendezvous, store, heartbeats, progress.
 
 Start at ``current_team``, which every command uses, and ``torch_team``.
-Imports: core, host, screen.
 """

@@ -3,7 +3,6 @@
 Start at ``catalog``; ``stored`` defines arrays in a file, with their encodings, and arrays without
 a position yet. ``file_image`` describes an output file before it has data, and ``planned_store``
 reads such files like any checkpoint. The names below are those that a format plug-in needs.
-Imports: arrays, device, errors, files, files.ranges, pickle.
 """
 
 from core.catalog.catalog import (

@@ -2,5 +2,4 @@
 
 Start at ``select``; each other module is one option of ``ckpt convert``.
 ``core.convert.apply_changes`` applies them in their order.
-Imports: arrays, catalog, errors, pickle, quantize.
 """

@@ -117,7 +117,7 @@ def is_float8(dtype: str) -> bool:
     return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
 
 
-def dequantized_type(name: str) -> DType:
+def parse_dequantized_type(name: str) -> DType:
     """Return the element type that a user named for ``--dequantize``.
 
     Raises:
@@ -151,7 +151,7 @@ def dequantize(
         CorruptError: scales have a shape or dtype that does not fit, or belong to no tensor.
         UnsupportedError: the scheme of a weight cannot be dequantized.
     """
-    target = dequantized_type(dtype)
+    target = parse_dequantized_type(dtype)
 
     # Find the scales and check them all now, so that no error comes in the middle of copying.
     of_torchao = dequantize_torchao(catalog, target.name)
@@ -184,7 +184,8 @@ def dequantize(
         for weight in (match["weight"], f"{match['weight']}weight", f"{match['weight']}_weight")
         if weight in weights
     }
-    kept = {key for key, weight in activations.items() if weight in bare}
+    unscaled = frozenset(bare)
+    kept = {key for key, weight in activations.items() if weight in unscaled}
     removed = {
         *scales_of.values(),
         *(key for weight in integers.values() for key in _row_formats(weight)),

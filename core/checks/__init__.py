@@ -17,7 +17,4 @@ CK7xx   content, with ``--deep``: CRCs, NaN, constant tensors, replicas
 CK8xx   manifests, integrity.json, fingerprints
 CK9xx   ``--plan-for``
 ======  ==============================================================================
-Imports: calibration, catalog, convert, core, device, errors, files, files.stated, fingerprint,
-formats, formats.megatron, formats.torch, formats.zarr, manifest, megatron.model,
-megatron.optimizer, megatron.reshard, megatron.rules, opening, pickle, scan, team.
 """

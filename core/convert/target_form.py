@@ -6,14 +6,16 @@ know whether the steps succeed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from shlex import quote as quoted_word
 
 from core.catalog.attributes import (
-    as_entries,
-    entry_values,
-    from_entries,
-    lost_attributes,
+    build_entry_values,
+    find_lost_attributes,
+    turn_into_attributes,
+    turn_into_entries,
     without_any_attributes,
     without_stale_attributes,
 )
@@ -106,10 +108,14 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
         try:
             key.encode()
         except UnicodeEncodeError as err:  # half a surrogate pair, as a pickle may contain
+            # No command line can hold the name, but a pattern stands for it; a tensor inside an
+            # object leaves with the object.
+            owner = next((name for name in form.catalog.objects if key.startswith(f"{name}:")), key)
+            pattern = re.sub(r"[\ud800-\udfff*?\[\]]", "?", owner)
             raise UnsupportedError(
                 f"the name is not valid text: {err.reason}",
                 key=key,
-                hint="drop the entry with --exclude, or rename it with --rename",
+                hint=f"drop the entry with --exclude {quoted_word(pattern)}",
             ) from err
     if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
@@ -145,9 +151,11 @@ def settle_attributes(
     is_megatron = format.partition == "ranks" or catalog.facet(MegatronModel) is not None
     if is_megatron or not (format.keeps_attributes or format.keeps_objects):
         catalog = without_any_attributes(catalog)
-    settled = from_entries(catalog) if format.keeps_attributes else as_entries(catalog)
+    settled = (
+        turn_into_attributes(catalog) if format.keeps_attributes else turn_into_entries(catalog)
+    )
     notes = form.notes
-    new = [name for name in entry_values(catalog) if name in settled.objects]
+    new = [name for name in build_entry_values(catalog) if name in settled.objects]
     if new:
         pops = "; ".join(f"state_dict.pop({name!r})" for name in new)
         note = f"metadata and attributes become the {'entries' if new[1:] else 'entry'} "
@@ -157,7 +165,7 @@ def settle_attributes(
     dropped = []
     matchers = [matcher(pattern) for pattern in exclude]
     for source in sources:
-        for path, values in lost_attributes(source.catalog, catalog).items():
+        for path, values in find_lost_attributes(source.catalog, catalog).items():
             if not any(matches(path) for matches in matchers):
                 owner = "" if source is sources[0] else f" of {source.path.name}"
                 names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
@@ -182,7 +190,7 @@ def with_folders_beside(
     is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
     carried: dict[str, str] = {}
     for path, key in carried_of(source.catalog).items():
-        if not path.startswith(folders) or not folders:
+        if not path.startswith(folders):
             continue
         name = path.partition("/")[2]
         if is_hf and is_tokenizer_file(name):

@@ -2,5 +2,4 @@
 
 Start at ``run.execute`` and its ``options``; ``worker`` is one thread's part, ``output`` writes the
 files, ``interleave`` does the strided copies, ``ledger`` adds up checksums as files fill.
-Imports: arrays, calibration, catalog, device, errors, files, files.ranges, plan, team.
 """

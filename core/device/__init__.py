@@ -2,5 +2,4 @@
 
 Start at ``device``, which names the kinds of work; ``lane`` moves the bytes. ``core.calibration``
 decides which kinds of work a device does.
-Imports: arrays, errors.
 """

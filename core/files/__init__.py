@@ -4,5 +4,4 @@ Start at ``store``. ``requests`` sends requests to object stores; ``ranges`` hol
 them; ``stated`` asks them for the checksums of their objects. ``sandbox`` runs code on untrusted
 bytes in a confined process; ``substitute`` and ``url`` recognise what users pass by mistake instead
 of a weights file or a local path.
-Imports: errors, files.ranges, files.requests.
 """

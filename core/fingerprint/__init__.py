@@ -2,5 +2,4 @@
 
 Start at ``definition``; ``kernel`` multiplies in numpy, torch or on a device, ``sums`` adds up the
 parts of a tensor. ``core.manifest`` computes the fingerprints of checkpoints.
-Imports: arrays, device, errors.
 """

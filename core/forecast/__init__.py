@@ -2,5 +2,4 @@
 
 Start at ``forecast``; ``disk_rates`` measures how fast the two disks are, ``destination`` looks at
 what exists already.
-Imports: arrays, convert, convert.stored_plan, errors, files, stage.
 """

@@ -101,7 +101,8 @@ def measure_reading(
         name, start, size = place
         buffer = memoryview(bytearray(min(size, _STEP_BYTES)))
         done = 0
-        while done < size and time.perf_counter() - begun < SAMPLE_SECONDS:
+        # At least one step, however late a busy machine starts the thread.
+        while done < size and (not done or time.perf_counter() - begun < SAMPLE_SECONDS):
             step = buffer[: size - done]
             store.read_into(name, start + done, step)
             done += len(step)

@@ -2,7 +2,6 @@
 
 A format is two functions (``read``, ``lay_out``) and a few facts. Third parties add formats through
 the entry point group ``ckpt.formats``, whose entries are ``Format`` values.
-Imports: catalog, errors, files, formats.torch.
 """
 
 from core.formats.format import Format

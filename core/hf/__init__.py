@@ -27,8 +27,6 @@ The vision and audio towers of some composite models stay beside the text model
 
 Not supported: quantized weights (they are dequantized first), models with another head than the
 language model's.
-Imports: arrays, catalog, changes, errors, files, hf.config_json, hf.optimizer, hf.proof,
-hf.tensors, hf.towers, megatron.extras, megatron.model, pickle, quantize.
 """
 
 from __future__ import annotations

@@ -2,6 +2,4 @@
 
 Start at ``load`` and ``save``; ``tensors`` builds the catalog of tensors in memory; ``destination``
 says how directories and object stores are written.
-Imports: arrays, catalog, copy, core, errors, files, files.multipart, files.requests, formats,
-formats.zarr, manifest, plan, stage, team.
 """

@@ -4,8 +4,6 @@ Start at ``request`` (what to compute) and ``merge`` (the merged catalog); ``for
 other sources under the names of the first. ``combined``, ``slerp`` and ``lora`` are the encodings,
 which define the arithmetic bit for bit; ``adapter`` folds adapters in, and ``adapter_forms`` brings
 those of Megatron under peft's names.
-Imports: arrays, catalog, changes, errors, files, formats.torch, hf, hf.adapters, hf.tensors,
-megatron.model, megatron.placement, megatron.reshard, opening, pickle, quantize.
 """
 
 from core.verb_module import make_callable

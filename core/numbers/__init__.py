@@ -2,5 +2,4 @@
 
 Start at ``facts`` (for ``validate``) and ``difference`` (for ``diff``); both are sums, so that
 threads and ranks may add in any order.
-Imports: arrays, catalog, device.
 """

@@ -4,8 +4,4 @@ Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a
 which one was meant; ``other_software`` names what other programs wrote; ``source_files`` lists the
 files without tensors; ``canonical`` builds the form that does not depend on format and layout;
 ``target`` divides a catalog into the arrays of a destination.
-Imports: arrays, catalog, changes, errors, files, files.ranges, formats, formats.dcp,
-formats.deepspeed, formats.huggingface, formats.mcore, formats.safetensors, formats.torch,
-formats.trainer, formats.zarr, hf, hf.config_json, megatron.extras, megatron.optimizer,
-megatron.reshard, megatron.rules, pickle, plan.
 """

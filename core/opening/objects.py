@@ -214,8 +214,12 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
             raise UnsafeError(
                 f"the object refers to {dangerous[0]}, which would run code when loaded",
                 key=item.key,
-                hint=f"drop it with --exclude {shlex.quote(item.key)}, and find out who wrote this "
-                "checkpoint",
+                hint=(
+                    "save the checkpoint again without it"
+                    if item is common
+                    else f"drop it with --exclude {shlex.quote(item.key)}"
+                )
+                + ", and find out who wrote this checkpoint",
             )
     if keeps_unknown:
         return SafeCatalog(catalog, ())

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.facets import DcpFacts, TrainingState
 from core.catalog.files_beside import carried_of
+from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
 from core.files.source_store import (
     JoinedStore,
@@ -79,9 +80,15 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     unread = {name for name in unread if _BOOKKEEPING.fullmatch(name) is None}
     # Remove files with tensors. Only formats with one file per chunk have such files that have not
     # been opened yet, so the loop over all fragments is mostly skipped.
-    for fragment in catalog.all_fragments() if unread else ():
-        if fragment.array is not None:
-            unread.discard(fragment.array.extent.file)
+    for key in (*catalog.tensors, *catalog.hidden) if unread else ():
+        try:
+            fragments = catalog.fragments_of(key)
+        except UnsupportedError as err:
+            # An array with a codec that is not known, which the user may exclude.
+            folder = (err.file or "").rpartition("/")[0]
+            unread = {name for name in unread if not name.startswith(f"{folder}/")}
+            continue
+        unread -= {part.array.extent.file for part in fragments if part.array is not None}
     # DCP's reader opened a ``meta.pt`` that is not Lightning's, but ignored it.
     dcp = catalog.facet(DcpFacts)
     unread |= set(() if dcp is None else dcp.unread)

@@ -3,5 +3,4 @@
 Start at ``reader``, which everything else uses and which runs the opcodes in ``machine``; ``inert``
 defines the nodes of trees. ``calls.toml`` lists what a pickle may call (``names`` judges by it);
 ``writer`` writes a tree.
-Imports: arrays, errors.
 """

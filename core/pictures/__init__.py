@@ -3,6 +3,4 @@
 ``sizes`` adds bytes up by module, ``ranks`` by rank, ``shards`` lists the boxes of a tensor and
 what moves between two layouts, ``heat`` arranges differences by layer and module. The pages of
 ``ckpt_cli`` draw them, in the terminal and in HTML.
-Imports: arrays, catalog, diff, errors, files, formats.deepspeed, formats.megatron, formats.torch,
-inspect, megatron.model, megatron.reshard, megatron.rules, opening, pickle, plan.
 """

@@ -2,7 +2,6 @@
 
 Start at ``run``. ``root`` and ``contents`` look at what is there, ``decision`` is pure and chooses
 what stays, ``removal`` removes in such an order that half of an iteration is never taken for one.
-Imports: checks, convert, core, errors, files, opening, stage, validate.
 """
 
 from core.verb_module import make_callable

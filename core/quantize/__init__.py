@@ -3,5 +3,4 @@
 Start at ``to_float8`` and ``from_float8``; ``from_blockwise`` is
 for optimizer states; ``schemes`` reads ``schemes.toml``, the rules
 for GPTQ, AWQ and others. ``core.changes.quantize`` applies them to a catalog.
-Imports: arrays, catalog, device, errors, files.
 """

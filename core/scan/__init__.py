@@ -2,5 +2,4 @@
 
 Start at ``run.scan``. ``observer`` defines what takes part (values, replicas, digests), ``windows``
 the order in which bytes are read, ``sums`` the results.
-Imports: arrays, catalog, device, errors, files, team.
 """

@@ -3,5 +3,4 @@
 Start at ``stage``, which shows what is on disk at each step. ``journal`` is what ``--resume``
 continues from, ``replacement`` implements ``--force``. The next run removes what a crash left
 behind (``Stage._begin``, ``stale``).
-Imports: catalog, copy, core, errors, files, formats, manifest, opening, plan, stage.bucket.
 """

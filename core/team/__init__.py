@@ -2,5 +2,4 @@
 
 Start at ``protocol``, the interface between the engine and a team of processes (implemented by
 ``ckpt_cli.workers.torch_team`` with torch's process groups). ``threads`` is for one process.
-Imports: errors, files, files.requests.
 """

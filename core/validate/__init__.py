@@ -1,8 +1,6 @@
 """``ckpt validate``: runs the checks of a level and collects their findings.
 
 Start at ``run``; ``accepted`` is for ``--ignore`` and baselines, ``newest`` for ``--newest-valid``.
-Imports: checks, checks.content, checks.metadata, convert, core, device, errors, files, formats.dcp,
-megatron.reshard, opening, pickle, team.
 """
 
 from core.verb_module import make_callable

@@ -126,6 +126,7 @@ def test_a_link_to_elsewhere_is_noted_save_for_a_hub_cache(tmp_path: Path) -> No
     (inside / "notes.txt").symlink_to(tmp_path / "elsewhere.txt")
     (finding,) = found(inside, "CK604")
     assert finding.file == "notes.txt"
+    assert not validate(tmp_path, level=Level.DEEP).is_proven
 
 
 def test_nested_streams_are_bounded() -> None:
@@ -147,5 +148,6 @@ def test_a_giant_of_holes_is_named_and_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     (finding,) = found(tmp_path, "CK606", Level.DEEP)
     assert finding.file == "notes.txt"
+    assert not validate(tmp_path, level=Level.DEEP).is_proven
     with pytest.raises(CorruptError, match="almost none of the file"):
         read_inventory(tmp_path)

@@ -47,6 +47,7 @@ FOREIGN: Mapping[str, str] = {
     "verify-integrity": "Megatron-LM",
     "fp8-param-gather": "Megatron-LM",
     "moe-grouped-gemm": "Megatron-LM",
+    "moe-router-num-groups": "Megatron-LM",
     "no-bias-gelu-fusion": "Megatron-LM",
     "no-use-layer-wise-param-layout": "Megatron-LM",
     "use-precision-aware-optimizer": "Megatron-LM",
@@ -78,8 +79,9 @@ OTHER_PROGRAMS = (
     "ckpt_cli/worker.py",
     "ckpt_cli/workers/device.py",
     "ckpt_cli/completion/shell.py",
+    "core/convert/report/checkpoint_args.py",
 )
-"""Modules whose texts are a program's of its own, or lines for a shell."""
+"""Modules whose texts are a program's of its own, another program's, or lines for a shell."""
 
 
 @dataclass(frozen=True)

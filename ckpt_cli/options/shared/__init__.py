@@ -1,5 +1,4 @@
 """Options that several commands share, and the parsers of option values.
 
 Start at ``values``; ``progress`` and ``storage`` declare one option each.
-Imports: core, options.
 """

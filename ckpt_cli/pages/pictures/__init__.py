@@ -1,5 +1,4 @@
 """Pictures in the terminal: functions that turn the data of ``core.pictures`` into lines.
 
 Start at ``sizes``; ``bars`` and ``box_drawing`` have the glyphs, ``Screen.plain`` those of ASCII.
-Imports: core, screen.
 """

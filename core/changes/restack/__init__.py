@@ -2,5 +2,4 @@
 
 Start at ``stack``, which shows both; ``unstack`` is the other direction, and ``layer_keys`` has the
 keys that they go by.
-Imports: arrays, catalog, changes, errors, pickle.
 """

@@ -2,6 +2,4 @@
 
 All data is read in one scan (``--deep``). Start at ``values``; the function ``watch`` of a module
 returns its needs from the scan, in addition to checksums.
-Imports: arrays, calibration, catalog, checks, device, errors, files, files.stated,
-fingerprint, formats.zarr, manifest, numbers, opening, quantize, scan, team.
 """

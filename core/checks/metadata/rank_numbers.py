@@ -61,7 +61,8 @@ def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
         if axes:
             yield UNPROVEN.finding(
                 "no argument tells which rank wrote a file, so an exchange of files between "
-                f"{' and '.join(axes)} would not be noticed"
+                f"{' and '.join(axes)} would not be noticed",
+                key="args.rank",
             )
     for misplaced in find_misplaced(facts.ranks.values()):
         is_copy = misplaced.expected is None

@@ -10,7 +10,7 @@ from typing import NoReturn
 from core.catalog.catalog import Catalog
 from core.changes.select import is_optimizer_key
 from core.convert.global_form.request import FormRequest
-from core.convert.options import check_names, check_target
+from core.convert.options import changes_layout, check_names, check_target
 from core.convert.report.lightning import model_options
 from core.errors import UnsupportedError, UsageError
 from core.formats.huggingface.files import CONFIG
@@ -127,8 +127,13 @@ def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
             "torch_dist, dcp or torch",
         )
     )
+    if changes_layout(request.job):
+        # Sizes need the names, so that leaving them is another command than that of ``reshard``.
+        keeping = f"keep the names and the layout: ckpt convert SRC DST --to {formats}"
+    else:
+        keeping = f"keep the names: --to {formats}"
     options = model_options(catalog, takes_submodule=True)
-    hint = f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}"
+    hint = f"give the model's {CONFIG} with --config FILE, or {keeping}"
     if request.is_peft:
         hint = f"for an adapter of peft, give the {CONFIG} of its base model with --config FILE"
     if options is not None:

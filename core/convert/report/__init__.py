@@ -2,7 +2,4 @@
 
 Start at ``dropped`` (entries that are not carried, by reason) and ``load_line`` (the line that
 loads the result). ``lightning`` proposes options for PyTorch Lightning's checkpoints.
-Imports: catalog, changes, convert, errors, formats, formats.huggingface, formats.torch,
-hf.adapters, hf.config_json, hf.towers, megatron.extras, megatron.model, megatron.rules, opening,
-pickle.
 """

@@ -2,6 +2,4 @@
 
 Start at ``file``; ``codec`` encodes it without pickle, ``division`` divides it over workers and
 hosts.
-Imports: arrays, catalog, errors, files, formats.dcp, formats.deepspeed, formats.ocdbt,
-formats.torch, formats.torch.zip, formats.zarr, hf.optimizer, hf.tensors, merge, plan, quantize.
 """

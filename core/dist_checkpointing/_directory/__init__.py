@@ -1,6 +1,4 @@
 """Where a save goes: its publication, removal of entries, and refusal of other directories.
 
 Start at ``begin``; ``strictness`` defines the reactions to keys that do not match.
-Imports: arrays, core, dist_checkpointing, errors, files, formats.dcp, formats.dcp.reading,
-formats.mcore, live, manifest, opening, stage.
 """

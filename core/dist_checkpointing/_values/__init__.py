@@ -2,6 +2,4 @@
 
 Nothing is unpickled. Start at ``objects``; ``constructors`` is the table, and objects of unknown
 classes become a ``stand_in``.
-Imports: arrays, catalog, dist_checkpointing, dist_checkpointing._engine, errors, files,
-formats.torch, formats.torch.zip, pickle.
 """

@@ -2,5 +2,4 @@
 
 Start at ``protocol``; ``client`` chooses. ``s3`` sends parts in any order and continues uploads of
 other processes, through boto3; ``ordered`` sends them in order, through obstore, to every store.
-Imports: errors, files, files.requests.
 """

@@ -3,5 +3,4 @@
 Start at ``repeat``. ``limiter`` adapts the number of requests to what a store can take, ``waiting``
 runs blocking calls so that a signal can end the wait, ``traffic`` counts, ``client_settings`` sorts
 the options of a user.
-Imports: errors.
 """

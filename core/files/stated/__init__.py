@@ -2,5 +2,4 @@
 
 Start at ``lookup``. obstore does not return them: ``s3`` asks through boto3, ``signed`` asks the
 stores of Google and Azure by a signed URL.
-Imports: errors, files, files.multipart, files.requests.
 """

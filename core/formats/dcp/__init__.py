@@ -3,6 +3,4 @@
 Start at ``format`` and ``torch_dist``. ``metadata`` reads ``.metadata`` into the columns of
 ``columns``; ``items`` lays out ``.distcp`` files; ``zstd_streams`` and ``safetensors_items`` handle
 the other encodings that torch has written.
-Imports: arrays, catalog, errors, files, formats, formats.dcp.reading, formats.dcp.writing,
-formats.mcore, formats.safetensors, formats.torch, formats.trainer, megatron.extras, pickle.
 """

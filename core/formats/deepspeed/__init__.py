@@ -3,6 +3,4 @@
 Start at ``format``, then ``partition`` (where each part of a parameter is stored) and ``runs``.
 ``model_parallel`` joins pipeline stages and tensor-parallel ranks, ``universal`` is the format that
 DeepSpeed converts to.
-Imports: arrays, catalog, errors, files, formats, formats.deepspeed.model_parallel, formats.torch,
-megatron.optimizer, pickle.
 """

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.partition import CutGroups, FlatGroup, cut_groups
-from core.formats.deepspeed.runs import pair_with_copy, runs_in_groups
+from core.formats.deepspeed.runs import list_runs_in_groups, pair_with_copy
 from core.formats.deepspeed.state_file import mapping_or_empty
 from core.megatron.optimizer.proof import is_master
 
@@ -86,11 +86,11 @@ def with_experts(model: ModelStates, files: Sequence[StateFile]) -> ModelStates:
             name = file.name(key, "the file")
             expert = expert_of(name)
             if expert is None or expert[1] != int(match["expert"]):
-                raise file.corrupt(
+                raise file.mismatch(
                     f"the parameter does not belong to expert {int(match['expert'])}", key=name
                 )
             if name in module:
-                raise file.corrupt("another file contains the parameter as well", key=name)
+                raise file.mismatch("another file contains the parameter as well", key=name)
             module[name] = file.tensor(value, name)
     # Frozen parameters are listed under the numbers that experts have on rank 0; the files above
     # contain those of all ranks.
@@ -178,7 +178,7 @@ def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> li
             groups.append(FlatGroup(number, shapes, range(count)))
             continue
         if count == 0 or head.n_ranks % count:
-            raise head.state.corrupt(
+            raise head.state.mismatch(
                 f"group {number} is partitioned among {count} of {head.n_ranks} ranks"
             )
         ep_size = head.n_ranks // count
@@ -192,7 +192,7 @@ def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> li
             for name in shapes:
                 expert = expert_of(name)
                 if expert is None or expert[0] not in experts:
-                    raise model.state.corrupt(
+                    raise model.state.mismatch(
                         f"group {number} is partitioned among {count} of {head.n_ranks} ranks, but "
                         "the parameter belongs to no expert that has a file",
                         key=name,
@@ -200,7 +200,7 @@ def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> li
                 layer, local = expert
                 n_local, rest = divmod(len(experts[layer]), ep_size)
                 if rest or local >= n_local:
-                    raise model.state.corrupt(
+                    raise model.state.mismatch(
                         f"{len(experts[layer])} experts are not divided among {ep_size} "
                         "expert-parallel ranks",
                         key=name,
@@ -228,21 +228,21 @@ def _check_weights(
         for name, shape in group.shapes.items():
             weights = model.module.get(name)
             if weights is None or weights.shape != shape:
-                raise model.state.corrupt(
+                raise model.state.mismatch(
                     f"param_shapes give {shape}, but the file of the expert has "
                     f"{None if weights is None else weights.shape}",
                     key=name,
                 )
         # The largest parameter: biases are often zero.
         name = max(group.shapes, key=lambda key: prod(group.shapes[key]))
-        runs = runs_in_groups(partition, name, [rank_optim.fp32 for rank_optim in optim])
+        runs = list_runs_in_groups(partition, name, [rank_optim.fp32 for rank_optim in optim])
         for _, masters, weights in islice(pair_with_copy(name, runs, model.module[name]), 1):
             try:
                 is_rounded = is_master(store, masters, weights)
             except UnsupportedError as err:  # dtypes that are not those of a run with masters
-                raise model.state.corrupt(err.message, key=name) from err
+                raise model.state.mismatch(err.message, key=name) from err
             if not is_rounded:
-                raise model.state.corrupt(
+                raise model.state.mismatch(
                     "the expert's weights are not the rounded master weights that the optimizer "
                     "files have for it",
                     key=name,

@@ -48,7 +48,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.errors import MissingShardError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnsafeError,
+    UnsupportedError,
+)
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import (
@@ -108,6 +114,32 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: a kind of parallelism or the version is not supported.
         UnsafeError: a pickle is hostile.
     """
+    try:
+        return _read_with_optimizer(store)
+    except (CorruptError, UnsupportedError) as err:
+        if "--no-optim" not in (err.hint or "") and _can_read_weights(store):
+            err.hint = "; or ".join(filter(None, (err.hint, _WITHOUT_OPTIMIZER)))
+        raise
+
+
+_WITHOUT_OPTIMIZER = (
+    "convert with --no-optim, which takes the weights that the model has in its own precision"
+)
+
+
+def _can_read_weights(store: ReadStore) -> bool:
+    """Return whether the model's own files, without those of the optimizer, can be read."""
+    try:
+        read_weights(store)
+    except UnsafeError:
+        raise
+    except CheckpointingException:
+        return False
+    return True
+
+
+def _read_with_optimizer(store: ReadStore) -> Catalog:
+    """Read the catalog of all files; raises as ``read``."""
     ranks, layers = model_parallel_ranks(store), layer_files(store)
     if len(ranks) > 1 or layers:
         return _catalog_of(read_model_parallel(store, ranks, layers))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from core.catalog.stored import StoredArray
 from core.errors import ReplicaMismatchError
 from core.formats.deepspeed.runs import tensor_in_groups, tensor_of_array
+from core.formats.deepspeed.state_file import MIXED_STEPS_HINT
 from core.formats.deepspeed.tree import WholeObject
 from core.pickle.inert import TensorLeaf, walk
 
@@ -111,7 +112,7 @@ def _group_kinds(store: ReadStore, optim: Sequence[OptimStates], group: int) -> 
     names = list(optim[0].states[group])
     for rank, rank_states in enumerate(optim):
         if set(rank_states.states[group]) != set(names):
-            raise rank_states.state.corrupt(
+            raise rank_states.state.mismatch(
                 f"rank {rank} has states {sorted(rank_states.states[group])} of flat group "
                 f"{group}, but rank 0 has {sorted(names)}"
             )
@@ -149,7 +150,7 @@ def _state_kind(store: ReadStore, optim: Sequence[OptimStates], group: int, stat
     for rank, array in zip(optim, arrays, strict=True):
         n = rank.fp32[group].shape[0]
         if array.shape[0] < n:
-            raise rank.state.corrupt(
+            raise rank.state.mismatch(
                 f"state {state!r} of flat group {group} has {array.shape[0]} elements, but its "
                 f"weights have {n}"
             )
@@ -187,5 +188,5 @@ def _check_equal(store: ReadStore, arrays: Sequence[StoredArray], state: str) ->
                 f"state {state!r} differs from that of rank 0",
                 file=array.extent.file,
                 rank=str(rank),
-                hint="files of different steps were mixed; copy the checkpoint again",
+                hint=MIXED_STEPS_HINT,
             )

@@ -19,8 +19,8 @@ from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
 from core.formats.deepspeed.runs import (
     StoredRun,
+    list_runs_in_groups,
     pair_with_copy,
-    runs_in_groups,
     tensor_in_groups,
 )
 from core.formats.deepspeed.state_file import read_state_file
@@ -81,12 +81,13 @@ class PartitionedStates:
 
 
 def read_data_parallel(
-    store: ReadStore, files: ZeroRankFiles, layer_shapes: Shapes | None = None
+    store: ReadStore, files: ZeroRankFiles, layer_shapes: Callable[[], Shapes] = dict
 ) -> PartitionedStates | None:
     """Return what the files of a model-parallel rank contain; None without optimizer files.
 
     Args:
-        layer_shapes: name → shape of what a pipeline's files of layers contain; None for none.
+        layer_shapes: returns name → shape of what a pipeline's files of layers contain; called
+            only if the model file does not record the shapes.
 
     Raises:
         MissingShardError: a rank's file is missing.
@@ -117,7 +118,7 @@ def read_data_parallel(
     model = with_experts(model, experts)
     if model.groups is None and all(rank_optim.slices is not None for rank_optim in optim):
         shapes = {name: array.shape for name, array in model.module.items()}
-        shapes.update(layer_shapes or {})
+        shapes.update(layer_shapes())
         model = replace(model, groups=_list_groups(optim, shapes))
     return read_partitioned(store, [model], optim)
 
@@ -152,7 +153,7 @@ def _list_groups(optim: Sequence[OptimStates], shapes: Shapes) -> list[Shapes]:
                     if other.partition(".")[2] == short and prod(shape) == n
                 }
             if len(candidates) != 1 or prod(*candidates) != n:
-                raise optim[0].state.corrupt(
+                raise optim[0].state.mismatch(
                     f"param_slice_mappings records {n} elements of the parameter, but the model's "
                     f"files have shape {next(iter(candidates), None)}",
                     key=name,
@@ -180,7 +181,7 @@ def read_partitioned(
         raise model.state.corrupt(f"param_shapes is missing, which ZeRO-{head.stage} needs")
     for other in models[1:]:
         if other.groups != model.groups or other.frozen != model.frozen:
-            raise other.state.corrupt(f"param_shapes differ from those of {model.state.file}")
+            raise other.state.mismatch(f"param_shapes differ from those of {model.state.file}")
     partition = _partition(store, model, optim)
 
     # The weights: master weights in the flat groups, and those that only model files contain. An
@@ -193,7 +194,7 @@ def read_partitioned(
     }
 
     def runs(name: str) -> list[StoredRun]:
-        return runs_in_groups(partition, name, flat) if name in shapes else []
+        return list_runs_in_groups(partition, name, flat) if name in shapes else []
 
     unlisted = unlisted_weights(model, weights, head.stage)
     weights, aliases = with_shared(model, weights | unlisted.tensors)
@@ -262,7 +263,7 @@ def _partition(
             sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
             return cut_parameters(model.groups, sizes)
         if len(model.groups) != len(optim[0].fp32):
-            raise model.state.corrupt(
+            raise model.state.mismatch(
                 f"param_shapes has {len(model.groups)} groups, but the optimizer files have "
                 f"{len(optim[0].fp32)}"
             )
@@ -299,7 +300,9 @@ def _prove_order(
     sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
 
     def has_values(order: CutGroups) -> bool:
-        pairs = pair_copies(model, order.shapes, lambda name: runs_in_groups(order, name, flat))
+        pairs = pair_copies(
+            model, order.shapes, lambda name: list_runs_in_groups(order, name, flat)
+        )
         return are_masters(store, [(masters, copy) for _, masters, copy in pairs])
 
     try:
@@ -335,7 +338,7 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
                 position = expected.pop((rank, group, name), None)
                 # A parameter without elements has no run, but may be recorded.
                 if recorded != position and not (position is None and recorded[1] == 0):
-                    raise rank_optim.state.corrupt(
+                    raise rank_optim.state.mismatch(
                         f"param_slice_mappings records (start, elements) {recorded}, but by the "
                         "shapes of the parameters before it, this rank has "
                         f"{'no part of it' if position is None else position}; the file may be "
@@ -344,7 +347,7 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
                     )
     # Positions that no file records are left over.
     for rank, group, name in expected:
-        raise optim[rank].state.corrupt(
+        raise optim[rank].state.mismatch(
             "param_slice_mappings lacks the parameter, which is in this rank's part of group "
             f"{group}",
             key=name,

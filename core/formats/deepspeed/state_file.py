@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.partition import Shapes
 
 MAX_ELEMENTS = 1 << 62
+MIXED_STEPS_HINT = (
+    "the files may be of different saves: copy those of all ranks from one save into an empty "
+    "directory"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,16 @@ class StateFile:
     arrays: Mapping[str, StoredArray]
 
     def corrupt(self, message: str, *, key: str | None = None) -> CorruptError:
-        """Return an error about damage to this file."""
-        return CorruptError(
-            message, file=self.file, key=key, hint="copy the checkpoint again, or use an older one"
+        """Return an error about an entry that no known version of DeepSpeed writes."""
+        hint = (
+            "load the checkpoint with the DeepSpeed version that wrote it and save it again with "
+            "another one, or use an older checkpoint"
         )
+        return CorruptError(message, file=self.file, key=key, hint=hint)
+
+    def mismatch(self, message: str, *, key: str | None = None) -> CorruptError:
+        """Return an error about an entry that contradicts another file."""
+        return CorruptError(message, file=self.file, key=key, hint=MIXED_STEPS_HINT)
 
     def mapping(self, value: object, path: str) -> Mapping[object, object]:
         """Return the value as a mapping.

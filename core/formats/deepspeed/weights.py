@@ -62,7 +62,7 @@ def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, UnkeyedTensor
         array = arrays[0]
         if array.shape != shape:
             if prod(array.shape) != prod(shape) or array.extent.strides is not None:
-                raise models[0].state.corrupt(
+                raise models[0].state.mismatch(
                     f"the frozen parameter has shape {array.shape}, not {shape}", key=name
                 )
             array = reshaped(array, shape)
@@ -86,7 +86,7 @@ def _frozen_3(
     flat = []
     for model, array in zip(models, arrays, strict=True):
         if prod(array.shape) != part or array.extent.strides is not None:
-            raise model.state.corrupt(
+            raise model.state.mismatch(
                 f"this rank's part of the frozen parameter has shape {array.shape}, not {part} "
                 "elements",
                 key=name,

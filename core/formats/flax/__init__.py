@@ -1,5 +1,4 @@
 """flax's msgpack files, which are read only.
 
 Start at ``format``; ``scanner`` reads a file without the data of its arrays.
-Imports: arrays, catalog, errors, files, formats, formats.huggingface, pickle.
 """

@@ -2,5 +2,4 @@
 
 Start at ``files`` (configuration, tokenizer, licence, which are copied as they are) and ``index``
 (the file of each tensor).
-Imports: catalog, errors, files, formats, formats.torch, formats.trainer, pickle.
 """

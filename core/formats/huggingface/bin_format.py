@@ -51,8 +51,9 @@ from core.errors import (
     raising,
 )
 from core.formats.format import Format
-from core.formats.huggingface.files import module_folders, with_carried
+from core.formats.huggingface.files import list_module_folders, with_carried
 from core.formats.huggingface.index import (
+    STALE_INDEX_HINT,
     WeightIndex,
     describe_unread_single,
     list_indexed,
@@ -78,7 +79,7 @@ SINGLE_FILES = (
 """The last one is written by accelerate, for FSDP with full state dicts."""
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.bin", re.DOTALL)
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
-_MIXED = "files of two checkpoints may be mixed: copy the checkpoint again"
+_MIXED = "files of two checkpoints may be mixed: copy one of them into an empty directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +390,7 @@ class _ShardMerger:
                         f"{index.file} lists the tensor in this shard, but it is missing there",
                         file=name,
                         key=key,
-                        hint=_MIXED,
+                        hint=STALE_INDEX_HINT,
                     )
                 )
         # The recorded size may count tied tensors once or several times.
@@ -442,11 +443,17 @@ class _ShardMerger:
         listed_shard = index.file_of.get(name)
         if listed_shard is None and is_tensor:
             raise CorruptError(
-                f"{index.file} does not list the tensor", file=shard, key=name, hint=_MIXED
+                f"{index.file} does not list the tensor",
+                file=shard,
+                key=name,
+                hint=STALE_INDEX_HINT,
             )
         if listed_shard not in (None, shard):
             raise CorruptError(
-                f"{index.file} lists the entry in {listed_shard}", file=shard, key=name, hint=_MIXED
+                f"{index.file} lists the entry in {listed_shard}",
+                file=shard,
+                key=name,
+                hint=STALE_INDEX_HINT,
             )
 
 
@@ -458,6 +465,6 @@ FORMAT = Format(
     salvage=salvage,
     lay_out=None,
     has_live_objects=True,
-    own_folders=module_folders,
+    own_folders=list_module_folders,
     list_indexed=list_indexed,
 )

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 INDEX_SUFFIX = ".index.json"
+STALE_INDEX_HINT = (
+    "files of two checkpoints may be mixed: copy one of them into an empty directory; if the "
+    "shards are right, remove the index: shards that are numbered from 1 to n are read without it"
+)
+"""The hint for shards and an index that contradict each other."""
 _OF_THE_TENSORS = ("total_size", "total_parameters")
 """Members of the metadata that follow from the tensors."""
 
@@ -98,7 +103,8 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
         raise CorruptError(
             "the index has no weight_map of tensors and files",
             file=file,
-            hint="copy the checkpoint again, with all its files",
+            hint="copy the index again from its source, or remove it: shards that are numbered "
+            "from 1 to n are read without it",
         )
     # Loaders join a name to the directory, so that ./NAME is the same file.
     file_of = {

@@ -2,6 +2,4 @@
 
 Start at ``metadata_json``, the file that names backend and version; ``common_state`` reads
 common.pt, ``objects`` the keys of ShardedObjects. ``local`` is the format of local checkpoints.
-Imports: arrays, catalog, errors, files, formats, formats.torch, megatron.extras, megatron.model,
-pickle.
 """

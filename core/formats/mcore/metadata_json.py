@@ -80,7 +80,7 @@ def check_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
         raise UnsupportedError(
             f"{CONFIG} names {problem}",
             file=CONFIG,
-            hint=f"known backends: {', '.join(BACKENDS)}; the directory has files of {backend}",
+            hint=f'write "{BACKEND_KEY}": "{backend}" into {CONFIG}: the directory has its files',
         )
     if named != backend:
         raise CorruptError(

@@ -2,6 +2,4 @@
 
 Start at ``format``; ``ranks`` parses one of several files of equal structure, and reuses the result
 for the others.
-Imports: catalog, errors, files, formats, formats.torch, formats.torch.zip, megatron.extras,
-megatron.model, megatron.optimizer.flat, pickle.
 """

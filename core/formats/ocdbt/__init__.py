@@ -2,5 +2,4 @@
 
 Start at ``format``; ``database`` and ``nodes`` read the B+ tree, ``arrays`` the zarr arrays in its
 values.
-Imports: arrays, catalog, errors, files, formats, formats.zarr, pickle.
 """

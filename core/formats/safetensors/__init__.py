@@ -1,6 +1,4 @@
 """safetensors: single files, sharded directories, and the tensor pieces that PyTorch DCP writes.
 
 Start at ``format``; ``header`` reads and checks a header, ``layout`` lays a file out.
-Imports: arrays, catalog, errors, files, files.ranges, formats, formats.huggingface, formats.torch,
-formats.trainer.
 """

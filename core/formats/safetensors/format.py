@@ -54,8 +54,13 @@ from core.errors import (
 from core.files.json_object import parse_json_object
 from core.formats.format import Format
 from core.formats.huggingface import bin_format
-from core.formats.huggingface.files import config_of, module_folders, with_carried
-from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
+from core.formats.huggingface.files import config_of, list_module_folders, with_carried
+from core.formats.huggingface.index import (
+    STALE_INDEX_HINT,
+    WeightIndex,
+    list_indexed,
+    read_index,
+)
 from core.formats.missing_entries import report_missing
 from core.formats.safetensors.files import (
     INDEX_SUFFIX,
@@ -203,7 +208,7 @@ def _salvage_component(store: ReadStore, report: Report) -> Catalog | None:
 def _own_folders(store: ReadStore) -> tuple[str, ...]:
     """Return the directories with pieces of tensors, components of a pipeline, or modules."""
     components = component_folders(store) if is_pipeline(store) else ()
-    return (PIECES_DIR, *components, *module_folders(store))
+    return (PIECES_DIR, *components, *list_module_folders(store))
 
 
 def _read_file(store: ReadStore, name: str) -> Catalog:
@@ -372,7 +377,7 @@ def _check_index(headers: Sequence[Header], index: WeightIndex) -> list[str]:
                     f"{index.file} lists the tensor in this file, but it is missing there",
                     file=name,
                     key=key,
-                    hint=_MIXED,
+                    hint=STALE_INDEX_HINT,
                 )
             )
     for name, arrays in arrays_of.items():
@@ -384,11 +389,8 @@ def _check_index(headers: Sequence[Header], index: WeightIndex) -> list[str]:
                     if listed_file is None
                     else f"{index.file} lists the tensor in {listed_file}"
                 )
-                raise CorruptError(problem, file=name, key=key, hint=_MIXED)
+                raise CorruptError(problem, file=name, key=key, hint=STALE_INDEX_HINT)
     return _size_notes(sum(header.n_bytes for header in headers), index)
-
-
-_MIXED = "files of two checkpoints may be mixed: copy the checkpoint again"
 
 
 def _size_notes(n_bytes: int, index: WeightIndex) -> list[str]:

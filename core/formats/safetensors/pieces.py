@@ -220,7 +220,8 @@ def check_sizes(tensors: Mapping[str, TensorMeta], config: Mapping[str, object])
                     f"the pieces form a tensor of shape {list(meta.shape)}, but {name} in "
                     f"config.json is {min_size}",
                     key=key,
-                    hint="the files of the last ranks may be missing: copy the checkpoint again",
+                    hint="the files of the last ranks may be missing: copy those of all ranks; if "
+                    "config.json is of another model, replace it",
                 )
 
 

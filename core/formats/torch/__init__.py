@@ -3,5 +3,4 @@
 Start at ``format``, then ``tree`` (from a file to its tree and arrays) and ``zip``.
 ``weights_only`` and ``refused`` know which objects torch.load refuses; ``side_file`` stores the
 objects of checkpoints in formats that hold only tensors.
-Imports: arrays, catalog, errors, files, formats, formats.torch.zip, pickle.
 """

@@ -2,6 +2,4 @@
 
 Start at ``format``. ``names`` finds the files that belong together, ``distributed`` parses the
 tensors, ``mesh_cut`` computes which boxes a rank holds, ``merge`` joins the files of the ranks.
-Imports: arrays, catalog, errors, files, formats, formats.torch, formats.torch.zip,
-megatron.extras, pickle.
 """

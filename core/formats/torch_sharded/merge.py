@@ -36,7 +36,9 @@ from core.megatron.extras.common_state import same
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 
-_MIXED = "files of two saves may be mixed: copy the checkpoint again"
+_MIXED = (
+    "files of two saves may be mixed: copy those of all ranks from one save into an empty directory"
+)
 
 
 @dataclass(frozen=True, slots=True)

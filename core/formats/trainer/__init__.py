@@ -3,5 +3,4 @@
 Start at ``state``. ``files`` knows the names of the files, ``optimizer`` gives the numbered
 parameters of an optimizer their names, in an order that ``parameter_order`` finds. ``above`` reads
 the same files above a directory of DeepSpeed, ``torch_models`` second models in torch files.
-Imports: arrays, catalog, errors, files, formats.torch, megatron.optimizer, pickle.
 """

@@ -3,5 +3,4 @@
 Start at ``format`` (zarr 2, Megatron) and ``format3``. ``metadata2`` and ``metadata3`` parse an
 array's metadata into ``array``; ``grid`` is its geometry; ``chunks``, ``shards`` and ``decode`` are
 its bytes; ``fill`` handles the chunks that are not stored.
-Imports: arrays, catalog, errors, files, formats, formats.mcore, formats.torch, pickle.
 """

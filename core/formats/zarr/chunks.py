@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from core.formats.zarr.decode import ChunkCoding
 
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
+_MIXED = (
+    "the array's metadata and its chunks belong to different checkpoints: copy the array's "
+    "directory from one of them, without what it contains now"
+)
 _MAX_NAMED = 100
 """Maximum number of missing chunks of an array that are reported."""
 _MAX_SINGLE = 1 << 16
@@ -164,7 +168,7 @@ def _stored_sizes(
                     f"{grid.chunk_shape}",
                     file=file,
                     key=key,
-                    hint="the array's metadata and its chunks belong to different checkpoints",
+                    hint=_MIXED,
                     rule="zarr.beyond",
                 )
             )
@@ -260,13 +264,14 @@ def _size_problem(
             message = f"the shard has {size} bytes, but its index alone takes {least}"
             return TruncatedError(message, file=file, key=key, hint=_COPY_AGAIN, rule="zarr.size")
     elif array.coding.is_plain and size != array.coding.n_bytes:
-        kind = TruncatedError if size < array.coding.n_bytes else CorruptError
+        is_short = size < array.coding.n_bytes
+        kind = TruncatedError if is_short else CorruptError
         return kind(
             f"the chunk has {size} bytes, but {array.grid.chunk_shape} {array.dtype} takes "
             f"{array.coding.n_bytes}",
             file=file,
             key=key,
-            hint=_COPY_AGAIN,
+            hint=_COPY_AGAIN if is_short else _MIXED,
             rule="zarr.size",
         )
     return None

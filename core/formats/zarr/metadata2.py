@@ -74,7 +74,7 @@ def parse_zarray(
     metadata = parse_json_object(data, file=file)
     version = required(metadata, "zarr_format", file=file)
     if version != 2:
-        raise UnsupportedError(f"zarr format {str(version)[:40]} is not 2", file=file, key=key)
+        raise UnsupportedError(f"zarr format {version!r:.40} is not 2", file=file, key=key)
     # Before the element type: arrays of objects would be reported as merely unsupported.
     if _holds_pickles(metadata):
         raise pickled_array(file, key)

@@ -88,7 +88,7 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
     metadata = parse_json_object(data, file=file, max_values=_MAX_VALUES)
     version = required(metadata, "zarr_format", file=file)
     if version != 3:
-        raise UnsupportedError(f"zarr format {str(version)[:40]} is not 3", file=file)
+        raise UnsupportedError(f"zarr format {version!r:.40} is not 3", file=file)
     kind = required(metadata, "node_type", file=file)
     if kind not in ("array", "group"):
         raise CorruptError(f"node_type is {str(kind)[:40]!r}, neither array nor group", file=file)

@@ -2,6 +2,4 @@
 
 Start at ``linear``, which shows the names and shapes of both sides; ``peft`` reads what peft
 writes, ``to_megatron`` and ``to_peft`` convert.
-Imports: arrays, catalog, errors, files, hf, hf.config_json, hf.tensors, megatron.extras,
-megatron.model, pickle, quantize.
 """

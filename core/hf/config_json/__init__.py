@@ -2,6 +2,4 @@
 
 Start at ``config``, which converts all of a family's values; ``experts``, ``rope`` and ``yarn`` do
 the parts that take more than a name. ``origin`` keeps what the arguments cannot express.
-Imports: arrays, catalog, errors, files, hf, megatron.extras, megatron.model, megatron.reshard,
-megatron.rules, pickle.
 """

@@ -3,6 +3,4 @@
 Start at ``states``, whose views let ``to_global`` and ``to_named`` convert a state as if it were
 the weights. ``groups`` converts parameter groups, ``steps`` numbers of steps,
 ``restored`` builds Megatron's optimizer.
-Imports: arrays, catalog, errors, files, hf, hf.tensors, megatron.extras, megatron.model,
-megatron.optimizer, pickle, quantize.
 """

@@ -3,5 +3,4 @@
 Start at ``proof.check_model``, which conversions call; ``comparison`` finds what ``ckpt validate``
 reports. ``expected`` derives names and shapes for a known family, ``common_sizes`` checks sizes
 that most configurations contain, and ``quantization`` recognises quantized weights.
-Imports: arrays, catalog, changes, errors, hf, hf.config_json, hf.optimizer, megatron.model.
 """

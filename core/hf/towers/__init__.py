@@ -3,7 +3,4 @@
 Start with ``models.toml``, the table of the models; ``core.hf.towers.models`` reads it,
 ``to_megatron`` and ``to_hf`` apply it. The text model beside the towers is one of a family
 (``core.hf.text_model``).
-
-Imports: catalog, changes, errors, files, hf, hf.config_json, hf.tensors, megatron.extras,
-megatron.model, megatron.rules, pickle.
 """

@@ -2,5 +2,4 @@
 
 Start at ``common_state``, the table of entries; then ``random_states``, ``extra_states``
 (Transformer Engine's) and ``nested_dicts`` (models of megatron.legacy).
-Imports: catalog, errors, files, megatron.model, megatron.rules, pickle, quantize.
 """

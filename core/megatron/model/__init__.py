@@ -2,5 +2,4 @@
 
 Start at ``facts``, which ``args`` reads from the training arguments. ``topology`` names the rank
 directories; ``pipeline`` and ``stages`` distribute layers; ``cut`` combines rule, shape and sizes.
-Imports: arrays, catalog, errors, files, megatron.rules, pickle.
 """

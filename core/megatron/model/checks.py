@@ -209,9 +209,9 @@ def check_shapes(
                 axis, n = rule.cut_axis, n_joined(rule.group)
                 if axis is not None and axis < len(shape) and n > 1 and err.hint is None:
                     # One rank's tensor may be the complete one.
-                    one = (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+                    whole = (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
                     with suppress(CheckpointingException):
-                        check(name, one, rule, facts, shapes)
+                        check(name, whole, rule, facts, shapes)
                         err.hint = (
                             f"if each of the {n} {rule.group.upper()} ranks holds the complete "
                             f"tensor, pass a file with --rules that contains:\n"

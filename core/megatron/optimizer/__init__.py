@@ -4,6 +4,4 @@ Start at ``form``, which recognises the form of a stored optimizer. Three packag
 them: ``numbered`` (FP32 and Float16 in rank files), ``flat`` (distrib_optim.pt) and ``sharded``
 (torch_dist, zarr). ``proof`` compares master weights with weights, ``rank_state`` contains the
 values that pass between the packages, and ``reshard_target`` describes the destination.
-Imports: arrays, catalog, changes, errors, files, megatron.extras, megatron.model,
-megatron.placement, megatron.rules, pickle.
 """

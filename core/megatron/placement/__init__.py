@@ -3,5 +3,4 @@
 Start at ``homes`` (which chunk of which stage) and ``chunk`` (names in one rank's file).
 ``origins`` and ``joined`` are for stacked and fused keys; ``implementation`` translates between
 Transformer Engine's and local names; ``qkv_order`` is for old checkpoints.
-Imports: arrays, catalog, errors, megatron.extras, megatron.model, megatron.rules, pickle.
 """

@@ -3,7 +3,4 @@
 Start at ``reshard``, which has the public functions. ``from_ranks`` and ``from_global`` build the
 global form; ``to_ranks`` and ``to_torch_dist`` plan a destination from it; ``problems`` reports all
 problems of a layout for ``validate``, where the others raise at the first.
-Imports: arrays, catalog, changes, errors, files, megatron.extras, megatron.model,
-megatron.optimizer, megatron.optimizer.flat, megatron.optimizer.numbered,
-megatron.optimizer.sharded, megatron.placement, megatron.rules, pickle.
 """

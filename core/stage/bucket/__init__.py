@@ -3,5 +3,4 @@
 Start at ``stage``, which shows what is in the store at each step. ``parts`` collects the bytes of
 objects in any order and sends their parts; ``literals`` writes the bytes around arrays as early as
 possible; ``publication`` is the record by which another run finishes a publication.
-Imports: arrays, catalog, core, errors, files, files.multipart, files.requests, manifest, plan.
 """

@@ -106,8 +106,8 @@ def test_on_a_terminal_the_bar_names_the_phase_and_leaves_nothing(
     ("words", "phases"),
     [
         (("manifest", "{src}", "-o", "{dst}"), ["reading metadata", "checksumming", "publishing"]),
-        (("validate", "{src}"), ["checking"]),
-        (("validate", "--deep", "{src}"), ["checking"]),
+        (("validate", "{src}"), ["reading metadata", "checking"]),
+        (("validate", "--deep", "{src}"), ["reading metadata", "checking"]),
         (("diff", "{src}", "{src}"), ["reading metadata", "comparing"]),
         (("convert", "{src}", "--to", "dcp", "-n"), ["planning"]),
         (
@@ -136,9 +136,9 @@ def test_quiet_commands_show_none_unless_they_are_told_to(
     assert main([*words, "-q"]) == 0
     assert capfd.readouterr().err == ""
     assert main([*words, "-q", "--progress", "log"]) == 0
-    assert capfd.readouterr().err.startswith("checking")
+    assert capfd.readouterr().err.startswith("reading metadata")
     assert main(words) == 0
-    assert capfd.readouterr().err.startswith("checking")
+    assert capfd.readouterr().err.startswith("reading metadata")
 
 
 def test_a_form_that_does_not_exist_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

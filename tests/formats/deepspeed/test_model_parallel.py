@@ -229,7 +229,23 @@ def test_model_parallel_ranks_of_zero_without_optimizer_files_are_refused(tmp_pa
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
     with pytest.raises(MissingShardError, match="optimizer files") as caught:
         deepspeed.read(LocalStore(folder))
+    with pytest.raises(UnsupportedError):  # nothing says how the ranks' parameters are joined
+        deepspeed.read_weights(LocalStore(folder))
+    assert "--no-optim" not in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("lost", ["*optim_states.pt", "*mp_rank_01_optim_states.pt"])
+@pytest.mark.parametrize("case", ["pipeline_zero1", "pipeline_tp2_zero1"])
+def test_the_weights_alone_are_offered_where_they_can_be_read(
+    deepspeed_parallel: Path, tmp_path: Path, case: str, lost: str
+) -> None:
+    shutil.copytree(deepspeed_parallel / case / "global_step2", tmp_path / "x")
+    for path in (tmp_path / "x").glob(lost):
+        path.unlink()
+    with pytest.raises(MissingShardError) as caught:
+        deepspeed.read(LocalStore(tmp_path / "x"))
     assert "--no-optim" in (caught.value.hint or "")
+    assert deepspeed.read_weights(LocalStore(tmp_path / "x")).tensors
 
 
 def test_damage_is_an_error_of_ours(deepspeed_parallel: Path, tmp_path: Path) -> None:

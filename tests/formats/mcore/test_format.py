@@ -21,11 +21,11 @@ from core.catalog.facets import TorchDistFacts
 from core.catalog.stored import PlannedArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore
-from core.formats.dcp import format as dcp
 from core.formats.dcp import torch_dist
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.format import load_object
 from core.opening.objects import loaded
+from core.opening.open import open_checkpoint
 from core.opening.target import partitioned
 from core.pickle.inert import ObjectLeaf, TensorLeaf, attributes, walk
 from tests.support.facets import facet_of, with_facts
@@ -441,5 +441,5 @@ def test_a_common_state_that_runs_code_runs_nothing(
     metadata = pickle.dumps(Attack())
     (folder / ".metadata").write_bytes(metadata)
     with pytest.raises(UnsafeError):
-        dcp.FORMAT.read(LocalStore(folder))
+        open_checkpoint(folder)
     assert not (tmp_path / "run").exists()

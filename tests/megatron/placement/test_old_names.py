@@ -42,9 +42,8 @@ GQA = {**NEW, **UNTIED}
 
 
 def reshard(src: Path, dst: Path, case: str, to: str | None = "megatron") -> list[str]:
+    # Sizes that are not given stay those of the source.
     wanted = sizes(case)
-    if "ep" not in case:
-        del wanted["ep"], wanted["etp"]
     report = run(
         Job(src=src, dst=dst, to=to, topology=TopologyChange(**wanted), optim="drop", fsync=False)
     )

@@ -2,5 +2,4 @@
 
 Start at ``stored_metadata`` and ``catalog``. ``data_files`` compares the files with the metadata;
 ``wrapped_tensors`` takes tensors of torchao's classes apart.
-Imports: arrays, catalog, errors, files, formats.dcp, formats.mcore, formats.torch, pickle.
 """

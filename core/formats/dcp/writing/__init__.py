@@ -2,5 +2,4 @@
 
 Start at ``metadata_image``; ``linked_metadata`` refers to the source's files, and ``key_paths`` has
 the paths of entries, which both record.
-Imports: catalog, errors, formats.dcp, formats.dcp.reading, pickle.
 """

@@ -83,6 +83,8 @@ def grid_of(model: ModelStates, n_ranks: int, layers: Mapping[int, Mapping[int, 
                 f"layer {layer} has files of tensor-parallel ranks {sorted(files)}, but there are "
                 f"{tp} ranks",
                 file=next(iter(files.values())),
-                hint="copy the checkpoint again, with all its files",
+                hint="remove files that an older run with more ranks left behind"
+                if max(files) >= tp
+                else "copy the checkpoint again, with all its files",
             )
     return StageGrid(pp, tp)

@@ -1,5 +1,4 @@
 """DeepSpeed's universal checkpoint, read and written: one directory per parameter.
 
 Start at ``format``; ``source`` prepares a source for writing, ``write`` describes the files.
-Imports: arrays, catalog, changes, errors, files, formats, formats.deepspeed, formats.torch, pickle.
 """

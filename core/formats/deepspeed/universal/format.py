@@ -209,7 +209,8 @@ def _folder(store: ReadStore) -> str:
         raise MissingShardError(
             f"{LATEST} names {name[:80]!r}, which is not a universal checkpoint",
             file=LATEST,
-            hint="copy the checkpoint again, with all its files",
+            hint=f"pass the directory of the universal checkpoint itself, or write its name into "
+            f"{LATEST}",
         )
     return f"{name}/"
 

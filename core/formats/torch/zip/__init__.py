@@ -2,5 +2,4 @@
 
 Start at ``container`` for reading and ``layout`` for writing; ``tree_layout`` lays out a complete
 state dict, ``tree_layouts`` many that are alike.
-Imports: arrays, catalog, errors, files, pickle.
 """

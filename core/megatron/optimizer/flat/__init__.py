@@ -2,6 +2,4 @@
 
 Start at ``content``, the structure of the file, and ``buffers``, the offsets of parameters in a
 buffer. ``layout`` finds and proves the offsets in a stored file; ``read`` and ``write`` use them.
-Imports: arrays, catalog, errors, files, megatron.extras, megatron.model, megatron.optimizer,
-    megatron.rules, pickle.
 """

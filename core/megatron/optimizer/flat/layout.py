@@ -22,7 +22,7 @@ HINT = (
     "drop the optimizer with --no-optim (the weights are exact), or save once as torch_dist with "
     "--dist-ckpt-optim-fully-reshardable"
 )
-UNPROVEN = "optim.unproven"
+UNPROVEN = "optim.buffers"
 """Rule of the error for a buffer in which master weights do not round to weights."""
 
 

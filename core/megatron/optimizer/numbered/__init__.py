@@ -3,6 +3,4 @@
 Start at ``content``, the structure of the entry; ``read`` converts it to global names, and
 ``write`` global names to it. ``layer_wise`` deals the parameters of an optimizer that is
 distributed by layers.
-Imports: arrays, catalog, errors, files, megatron.extras, megatron.model, megatron.optimizer,
-megatron.rules, pickle.
 """

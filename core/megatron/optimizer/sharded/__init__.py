@@ -2,6 +2,4 @@
 
 Start at ``read`` and ``write``; ``buckets`` reads the forms that Megatron loads only at the sizes
 they were saved with.
-Imports: arrays, catalog, changes, errors, files, megatron.extras, megatron.model,
-megatron.optimizer, megatron.optimizer.flat, megatron.placement, megatron.rules, pickle.
 """

@@ -2,6 +2,4 @@
 
 Start at ``to_fsdp_dtensor``, which shows the form. ``checks`` refuses models and optimizers that
 Megatron-FSDP does not have; ``names`` and ``tensors`` find the keys and rows of what is stored.
-Imports: arrays, catalog, errors, megatron.extras, megatron.model, megatron.optimizer,
-megatron.rules, pickle.
 """
