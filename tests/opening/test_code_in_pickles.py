@@ -114,6 +114,20 @@ def test_a_pickle_that_runs_code_is_named_before_everything_else(
                 assert finding.hint == findings[0].hint
 
 
+@pytest.mark.parametrize("n_bytes", [0x182, 0x183, 0x184])
+def test_the_length_of_a_header_is_no_extension_opcode(
+    n_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'.ljust(n_bytes)
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(n_bytes.to_bytes(8, "little") + header + bytes(8))
+    assert main(["inspect", str(path)]) == 3
+    assert "code" not in capsys.readouterr().err
+    for level in (Level.METADATA, Level.HEADERS, Level.DEEP):
+        findings = validate(path, level=level).findings
+        assert not {finding.code for finding in findings}.intersection(HOSTILE)
+
+
 def test_a_finding_without_a_file_keeps_its_own_hint() -> None:
     subject = SimpleNamespace(findings=[UNSAFE.finding("a name"), MISSING.finding("a tensor")])
     hints = [finding.hint for finding in _with_hostile_hints(cast(Subject, subject))]
