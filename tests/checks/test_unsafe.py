@@ -126,7 +126,6 @@ def test_a_link_to_elsewhere_is_noted_save_for_a_hub_cache(tmp_path: Path) -> No
     (inside / "notes.txt").symlink_to(tmp_path / "elsewhere.txt")
     (finding,) = found(inside, "CK604")
     assert finding.file == "notes.txt"
-    assert not validate(tmp_path, level=Level.DEEP).is_proven
 
 
 def test_nested_streams_are_bounded() -> None:
