@@ -62,7 +62,7 @@ VOCABULARY = Code(
 WHOLE = Code(
     "CK317",
     Severity.ERROR,
-    "all ranks hold the same values of a tensor that is cut",
+    "ranks hold the same values of a tensor that is cut",
     "if every rank holds the complete tensor, say so with --rules FILE",
     Level.HEADERS,
 )
