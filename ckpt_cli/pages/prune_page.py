@@ -41,7 +41,7 @@ def prune_lines(screen: Screen, pruning: Pruning, *, is_done: bool) -> Iterator[
     yield from table(screen, rows, align="<<><", indent=2, fits=True)
     if pruning.newest_valid is not None:
         how = (
-            "every byte of the newest valid iteration was checked"
+            "every byte of the newest valid iteration was read, or proven by its manifest"
             if pruning.is_proven
             else "the data of the newest valid iteration were not read (--deep)"
         )

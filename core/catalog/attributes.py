@@ -16,7 +16,7 @@ Every other format that stores objects gets two entries at the root of the state
 * ``__attributes__``: path of a tensor or container → its attributes.
 
 These entries become attributes again where the destination has a place for them. What can be
-neither is listed as not carried (``lost_attributes``).
+neither is listed as not carried (``find_lost_attributes``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Attributes = Mapping[str, object]
 AttributesByPath = Mapping[str, Attributes]
 
 
-def attributes_by_path(catalog: AnyCatalog) -> dict[str, Attributes]:
+def collect_attributes(catalog: AnyCatalog) -> dict[str, Attributes]:
     """Return the attributes of all containers and tensors that have any, by path or key."""
     by_path = {path: values for path, values in catalog.attributes.items() if values}
     by_path |= {key: meta.attributes for key, meta in catalog.tensors.items() if meta.attributes}
@@ -104,31 +104,31 @@ def without_stale_attributes(catalog: Catalog, source: Catalog) -> Catalog:
     return replace(catalog, tensors={**catalog.tensors, **stale}) if stale else catalog
 
 
-def lost_attributes(source: AnyCatalog, catalog: AnyCatalog) -> dict[str, Attributes]:
+def find_lost_attributes(source: AnyCatalog, catalog: AnyCatalog) -> dict[str, Attributes]:
     """Return those attributes of a source that a catalog made from it does not have, by path."""
-    kept = {id(values) for values in attributes_by_path(catalog).values()}
+    kept = {id(values) for values in collect_attributes(catalog).values()}
     return {
         path: values
-        for path, values in attributes_by_path(source).items()
+        for path, values in collect_attributes(source).items()
         if id(values) not in kept
     }
 
 
-def entry_values(catalog: AnyCatalog) -> dict[str, dict[str, object]]:
+def build_entry_values(catalog: AnyCatalog) -> dict[str, dict[str, object]]:
     """Return the attributes of a catalog as entries of a state dict, by name; {} without any."""
-    by_path = attributes_by_path(catalog)
+    by_path = collect_attributes(catalog)
     root = by_path.pop(ROOT, {})
     values = ((ROOT_ENTRY, root), (PATHS_ENTRY, by_path))
     return {name: _copied(value) for name, value in values if value}
 
 
-def as_entries(catalog: Catalog) -> Catalog:
+def turn_into_entries(catalog: Catalog) -> Catalog:
     """Turn the attributes of a catalog into entries at the root of its state dict.
 
     Attributes that cannot be entries, as there is no dict at the root or a tensor has the name of
     the entry, are listed as dropped.
     """
-    values = entry_values(catalog)
+    values = build_entry_values(catalog)
     if not values:
         return catalog
     catalog = without_any_attributes(catalog)
@@ -147,8 +147,8 @@ def as_entries(catalog: Catalog) -> Catalog:
     return catalog
 
 
-def from_entries(catalog: Catalog) -> Catalog:
-    """Turn the entries that ``as_entries`` makes into attributes; keep entries of another form."""
+def turn_into_attributes(catalog: Catalog) -> Catalog:
+    """Turn the entries of ``turn_into_entries`` into attributes; keep those of another form."""
     by_path: dict[str, Attributes] = {}
     names = []
     for name in _ENTRIES:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
@@ -223,6 +223,17 @@ def bind_nothing(store: ReadStore, array: StoredArray) -> StoredArray:
     return array
 
 
+def _sort_by_entry(
+    fragments_of: Callable[[str], Sequence[Fragment[ArrayT_co]]], key: str
+) -> dict[int, list[Fragment[ArrayT_co]]]:
+    """Return the fragments of a tensor by the entries of its first axis that they overlap."""
+    entries: dict[int, list[Fragment[ArrayT_co]]] = {}
+    for fragment in fragments_of(key):
+        for number in range(fragment.box.offset[0], fragment.box.end[0]):
+            entries.setdefault(number, []).append(fragment)
+    return entries
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog(Generic[ArrayT_co]):
     """All metadata of a checkpoint, no data.
@@ -289,8 +300,10 @@ class Catalog(Generic[ArrayT_co]):
     )
 
     def __post_init__(self) -> None:
-        # A layer has a few stacks (weights and biases), whose entries are asked for in turn.
-        object.__setattr__(self, "_by_entry", lru_cache(maxsize=8)(self._sort_by_entry))
+        # A layer has a few stacks (weights and biases), whose entries are asked for in turn. The
+        # cache does not refer to the catalog: catalogs are freed while the collector is paused.
+        sort = partial(_sort_by_entry, self.fragments_of)
+        object.__setattr__(self, "_by_entry", lru_cache(maxsize=8)(sort))
 
     def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
         """Return the fragments of one tensor, replicas included, in a stable order."""
@@ -303,13 +316,6 @@ class Catalog(Generic[ArrayT_co]):
         entry: the time is that of the entry's fragments, not of the tensor's.
         """
         return self._by_entry(key).get(number, ())
-
-    def _sort_by_entry(self, key: str) -> dict[int, list[Fragment[ArrayT_co]]]:
-        entries: dict[int, list[Fragment[ArrayT_co]]] = {}
-        for fragment in self.fragments_of(key):
-            for number in range(fragment.box.offset[0], fragment.box.end[0]):
-                entries.setdefault(number, []).append(fragment)
-        return entries
 
     def all_fragments(self) -> Iterator[Fragment[ArrayT_co]]:
         """Yield every fragment of every tensor and hidden tensor."""

@@ -80,7 +80,8 @@ _ACTIVATION_SCALE = re.compile(
 """A scale of activations, or their zero, and the weight that the name begins with.
 
 ``mlp.up_proj.input_scale`` (of ``mlp.up_proj.weight``), and of stacked experts
-``mlp.experts.gate_up_proj_activation_scale``.
+``mlp.experts.gate_up_proj_activation_scale`` and ``experts.w13_input_scale`` (of
+``experts.w13_weight``).
 """
 _CACHED = 64
 
@@ -116,7 +117,7 @@ def is_float8(dtype: str) -> bool:
     return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
 
 
-def dequantized_type(name: str) -> DType:
+def parse_dequantized_type(name: str) -> DType:
     """Return the element type that a user named for ``--dequantize``.
 
     Raises:
@@ -150,7 +151,7 @@ def dequantize(
         CorruptError: scales have a shape or dtype that does not fit, or belong to no tensor.
         UnsupportedError: the scheme of a weight cannot be dequantized.
     """
-    target = dequantized_type(dtype)
+    target = parse_dequantized_type(dtype)
 
     # Find the scales and check them all now, so that no error comes in the middle of copying.
     of_torchao = dequantize_torchao(catalog, target.name)
@@ -174,12 +175,17 @@ def dequantize(
         )
     # The scales are applied, bitsandbytes' notes describe numbers that are gone, and activations
     # are quantized only before a product with such numbers: none of these is kept.
+    # What has such a name beside a weight of another type is the model's own parameter.
+    weights = {*unpacked_keys, *scales_of, *bare}
     activations = {
-        key: f"{match['weight']}weight" if match["weight"].endswith(".") else match["weight"]
+        key: weight
         for key in catalog.tensors
         if (match := _ACTIVATION_SCALE.fullmatch(key)) is not None
+        for weight in (match["weight"], f"{match['weight']}weight", f"{match['weight']}_weight")
+        if weight in weights
     }
-    kept = {key for key, weight in activations.items() if weight in bare}
+    unscaled = frozenset(bare)
+    kept = {key for key, weight in activations.items() if weight in unscaled}
     removed = {
         *scales_of.values(),
         *(key for weight in integers.values() for key in _row_formats(weight)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
-from core.formats.megatron.format import model_file_in
+from core.formats.megatron.format import choose_model_file
 from core.formats.torch.format import load_object
 from core.megatron.reshard.from_global import common_entries, is_one_rank
 from core.megatron.reshard.from_ranks import ranks_of
@@ -66,7 +66,7 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
         opened: dict[tuple[object, int], str] = {}
         for coords, (folder, _) in ranks_of(catalog).items():
             sizes = store.sizes(folder)
-            size = sizes[model_file_in(sizes) or ""]
+            size = sizes[choose_model_file(sizes) or ""]
             opened.setdefault((dict(coords).get("pp"), size), folder)
         sample = set(opened.values())
     problems: list[CheckpointingException] = []

@@ -324,11 +324,11 @@ def _compare_copies(source: Checkpoint) -> Checkpoint:
     return replace(source, notes=(*source.notes, note)) if note else source
 
 
-def _check_emptied(job: Job, checkpoint: Checkpoint) -> list[str]:
+def _check_emptied(job: Job, checkpoint: Checkpoint, format: Format) -> list[str]:
     """Return a note on parameters without elements, unless the result would be a broken model.
 
     Raises:
-        CorruptError: the job merges, or writes a model of Hugging Face.
+        CorruptError: the job merges, or writes a model of Hugging Face or Megatron's rank files.
     """
     include = [matcher(glob) for glob in job.include]
     exclude = [matcher(glob) for glob in job.exclude]
@@ -345,7 +345,8 @@ def _check_emptied(job: Job, checkpoint: Checkpoint) -> list[str]:
         "were saved while ZeRO-3 had divided them among ranks"
     )
     is_hf = job.names is not None and job.names.startswith("hf")
-    if job.merge is None and not is_hf and (job.to or "").lower() not in HF_ALIASES:
+    is_model = is_hf or (job.to or "").lower() in HF_ALIASES or format.partition == "ranks"
+    if job.merge is None and not is_model:
         return [f"{message}; {EMPTIED_HINT}"]
     raise CorruptError(message, file=checkpoint.store.label, key=emptied[0], hint=EMPTIED_HINT)
 
@@ -387,7 +388,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     """
     format = _choose_format(job, source)
     emptied_notes = [
-        note for checkpoint in (source, *others) for note in _check_emptied(job, checkpoint)
+        note for checkpoint in (source, *others) for note in _check_emptied(job, checkpoint, format)
     ]
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.

@@ -12,10 +12,10 @@ from dataclasses import replace
 from shlex import quote as quoted_word
 
 from core.catalog.attributes import (
-    as_entries,
-    entry_values,
-    from_entries,
-    lost_attributes,
+    build_entry_values,
+    find_lost_attributes,
+    turn_into_attributes,
+    turn_into_entries,
     without_any_attributes,
     without_stale_attributes,
 )
@@ -151,9 +151,11 @@ def settle_attributes(
     is_megatron = format.partition == "ranks" or catalog.facet(MegatronModel) is not None
     if is_megatron or not (format.keeps_attributes or format.keeps_objects):
         catalog = without_any_attributes(catalog)
-    settled = from_entries(catalog) if format.keeps_attributes else as_entries(catalog)
+    settled = (
+        turn_into_attributes(catalog) if format.keeps_attributes else turn_into_entries(catalog)
+    )
     notes = form.notes
-    new = [name for name in entry_values(catalog) if name in settled.objects]
+    new = [name for name in build_entry_values(catalog) if name in settled.objects]
     if new:
         pops = "; ".join(f"state_dict.pop({name!r})" for name in new)
         note = f"metadata and attributes become the {'entries' if new[1:] else 'entry'} "
@@ -163,7 +165,7 @@ def settle_attributes(
     dropped = []
     matchers = [matcher(pattern) for pattern in exclude]
     for source in sources:
-        for path, values in lost_attributes(source.catalog, catalog).items():
+        for path, values in find_lost_attributes(source.catalog, catalog).items():
             if not any(matches(path) for matches in matchers):
                 owner = "" if source is sources[0] else f" of {source.path.name}"
                 names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
@@ -188,7 +190,7 @@ def with_folders_beside(
     is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
     carried: dict[str, str] = {}
     for path, key in carried_of(source.catalog).items():
-        if not path.startswith(folders) or not folders:
+        if not path.startswith(folders):
             continue
         name = path.partition("/")[2]
         if is_hf and is_tokenizer_file(name):

@@ -127,7 +127,7 @@ def entry_diffs(
     return diffs, n_leaves
 
 
-def key_type_diffs(a: object, b: object) -> list[EntryDiff]:
+def diff_key_types(a: object, b: object) -> list[EntryDiff]:
     """Compare the types of the keys in the dicts around entries: 0 and ``"0"`` give one name.
 
     Args:

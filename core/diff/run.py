@@ -31,7 +31,7 @@ from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.key_patterns import matcher
 from core.changes.select import is_optimizer_key
 from core.convert.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
-from core.diff.entries import EntryDiff, entry_diffs, key_type_diffs
+from core.diff.entries import EntryDiff, diff_key_types, entry_diffs
 from core.diff.fingerprints import RecordedEquality, recorded_as_equal
 from core.diff.layout import is_of_layout
 from core.diff.prefix import prefix_hint, without_prefixes
@@ -389,7 +389,7 @@ class _Comparison:
         # Formats whose keys are all text cannot differ in the types of keys.
         if not any(side.source.format.has_text_keys for side in (self._a, self._b)):
             skeletons = (self._a.catalog.skeleton, self._b.catalog.skeleton)
-            diffs += [diff for diff in key_type_diffs(*skeletons) if self._is_wanted(diff.path)]
+            diffs += [diff for diff in diff_key_types(*skeletons) if self._is_wanted(diff.path)]
         judged = [(entry, is_of_layout(entry, self._a, self._b)) for entry in diffs]
         differing = [entry for entry, is_layout in judged if not is_layout]
         return differing, [entry for entry, is_layout in judged if is_layout], n_values
@@ -510,10 +510,12 @@ def _cache_bytes(job: DiffJob, *catalogs: Catalog, runtime_bytes: int) -> int:
     if fixed > job.memory_bytes:
         n_mib = -(-fixed // MIB)
         subject = "1 thread needs" if job.threads == 1 else f"{job.threads} threads need"
+        one_thread_bytes = fixed - (job.threads - 1) * (_THREAD_BYTES + 2 * unit_bytes)
+        is_fitting_one = one_thread_bytes <= job.memory_bytes
         raise CapacityError(
             f"{subject} {n_mib:,} MiB of memory, but the limit is {job.memory_bytes // MIB:,} MiB",
             hint=f"set --memory to at least {n_mib}MiB"
-            + (", or use fewer threads" if job.threads > 1 else ""),
+            + (", or use fewer threads" if is_fitting_one and job.threads > 1 else ""),
         )
     # Half of the remaining memory for each side.
     return min(DEFAULT_CACHE_BYTES, (job.memory_bytes - fixed) // 2) if unit_bytes else 0

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.catalog.attributes import entry_values, from_entries
+from core.catalog.attributes import build_entry_values, turn_into_attributes
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.mapping_attributes import VERSIONS, attributes_of
@@ -256,7 +256,7 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     Raises:
         CheckpointingException: a value or a small file cannot be read.
     """
-    catalog = from_entries(catalog)
+    catalog = turn_into_attributes(catalog)
     result: dict[str, object] = {str(name): value for name, value in (catalog.common or {}).items()}
     for key, item in catalog.objects.items():
         # Modules without a state have an empty extra state, which some formats do not store.
@@ -278,7 +278,7 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     for path, key in carried_of(catalog).items():
         result[path] = _document(store, path, key)
     # Metadata and attributes get the same entries too.
-    return result | entry_values(catalog)
+    return result | build_entry_values(catalog)
 
 
 def _number(catalog: Catalog, store: ReadStore, value: object) -> object:

@@ -29,7 +29,7 @@ _USUAL_FACTOR = 8
 """The factor of the scaling of Llama 3 that every version of Megatron's script computes with."""
 
 
-def notes_on_model(family: Family, fields: Mapping[str, object]) -> Iterator[str]:
+def list_model_notes(family: Family, fields: Mapping[str, object]) -> Iterator[str]:
     """Yield what a user must know about a model that goes to Megatron or comes from it.
 
     Args:

@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from core.errors import CorruptError, UnsupportedError
 from core.hf.block_configs import block_configs, check_blocks
 from core.hf.values import CONFIG, count_of
-from core.megatron.model.args import layers_without_indexer, linear_layers
+from core.megatron.model.args import find_layers_without_indexer, linear_layers
 
 WAYS = (
     "number",
@@ -225,7 +225,7 @@ def setting_value(
             )
         return bool(fields.get("group_query_attention")) and groups == 1
     if setting.way in ("indexers", "first_indexers"):
-        unindexed = layers_without_indexer(fields, n_layers)
+        unindexed = find_layers_without_indexer(fields, n_layers)
         return ["shared" if layer in unindexed else "full" for layer in range(n_layers)]
     if setting.way == "linear_layers":
         linear = linear_layers(fields, n_layers)
@@ -366,7 +366,7 @@ def _indexer_frequency(
     next_full = full.index(True, n_first) if True in full[n_first:] else max(n_layers, n_first + 2)
     every = next_full - n_first + 1
     fields = {"dsa_indexer_topk_freq": every, "dsa_indexer_skip_topk_offset": n_first}
-    unindexed = layers_without_indexer(fields, n_layers)
+    unindexed = find_layers_without_indexer(fields, n_layers)
     if n_first == 0 or full != [layer not in unindexed for layer in range(n_layers)]:
         raise UnsupportedError(
             f"the layers with an indexer of their own ({setting.name}) are neither the first ones "

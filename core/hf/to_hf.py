@@ -21,7 +21,7 @@ from core.hf.config_json.config import config_of, document
 from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, restore
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
-from core.hf.notes import notes_on_model
+from core.hf.notes import list_model_notes
 from core.hf.optimizer.to_named import hf_states
 from core.hf.tensors.hf_tensor import hf_tensors, weights_in
 from core.hf.towers.to_hf import separate_towers
@@ -109,7 +109,7 @@ def to_hf(
 
     # Describe the model in config.json, and list the entries that cannot be stored.
     documents: dict[str, bytes] = {}
-    notes = [*catalog.notes, *notes_on_model(family, fields)]
+    notes = [*catalog.notes, *list_model_notes(family, fields)]
     if has_config:
         values = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         documents[CONFIG], note = _config_document(

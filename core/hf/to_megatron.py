@@ -34,7 +34,7 @@ from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, pairs_of
-from core.hf.notes import notes_on_model
+from core.hf.notes import list_model_notes
 from core.hf.optimizer.groups import PARAM_GROUPS
 from core.hf.optimizer.restored import restored_optimizer
 from core.hf.optimizer.states import (
@@ -212,7 +212,7 @@ def to_megatron(
         *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
         *_building_notes(family, config, model),
-        *notes_on_model(family, fields),
+        *list_model_notes(family, fields),
         *_names_notes(
             family, model, is_composite=separated is not None, requested=transformer_impl
         ),

@@ -45,7 +45,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.megatron.model.args import layers_without_indexer, linear_layers
+from core.megatron.model.args import find_layers_without_indexer, linear_layers
 from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
 from core.megatron.model.hybrid import pattern_of
 
@@ -304,7 +304,9 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         prediction=prediction,
         linear=linear_layers(fields, n_layers) if "linear_attention" in features else None,
         window=None if window is None else window.layers,
-        unindexed=layers_without_indexer(fields, n_layers) if "sparse" in features else frozenset(),
+        unindexed=find_layers_without_indexer(fields, n_layers)
+        if "sparse" in features
+        else frozenset(),
         blocks=blocks_of(fields),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel
-from core.errors import in_checkpoint
+from core.errors import UnsupportedError, in_checkpoint
 from core.files.source_store import JoinedStore, join_stores, joined_prefix
 from core.hf import is_hf
 from core.hf.tensors.spelling import name_like
@@ -121,7 +121,13 @@ def merge_others(
     if ties.pair is not None and ties.catalogs[0] is not catalog:
         name = names.get(ties.pair.embedding, ties.pair.embedding)
         own = find_tie_pair(sources[0].catalog.tensors, first_config)
-        assert own is not None and own.embedding == name
+        if own is None or own.embedding != name:
+            raise UnsupportedError(
+                f"one of {name} and its tied output layer is replaced, and which tensor of the "
+                "composite model the output layer is, is not known",
+                file=str(first.path),
+                hint=f"write it separately first: ckpt convert SRC DST --untie NEW={name}",
+            )
         names |= {ties.pair.head: own.head} if text is not None else {}
         sources = [MergeSource(sources[0].label, with_own_head(sources[0].catalog, own))]
     for other, form in zip(others, ties.catalogs[1:], strict=True):

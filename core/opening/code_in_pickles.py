@@ -53,11 +53,10 @@ def raise_if_code(
         UnsafeError: a pickle would run code.
     """
     # Only an error pays for these imports.
-    from core.formats.torch.nested_names import uses_of_stream, with_nested
+    from core.formats.torch.nested_names import uses_of_stream
     from core.formats.torch.other_pickles import look_into
-    from core.pickle.names import dangerous_uses
 
-    collected = with_nested(uses)
+    collected = {*uses}
     # The file may be in one of the checkpoint's directories, or named by its complete path.
     file = store.entry or (err.file or "").removeprefix(store.label).lstrip("/")
     try:
@@ -67,7 +66,7 @@ def raise_if_code(
             collected |= uses_of_stream(store, file, 0, n_bytes)
     except CheckpointingException:
         pass  # the error that is being handled says that the file cannot be read
-    dangerous = sorted(str(use.name)[:200] for use in dangerous_uses(collected))
+    dangerous = list_dangerous_names(collected)
     if dangerous:
         n_more = len(dangerous) - 1
         raise UnsafeError(
@@ -78,3 +77,11 @@ def raise_if_code(
             key=err.key,
             hint=HINT,
         ) from err
+
+
+def list_dangerous_names(uses: Iterable[Use]) -> list[str]:
+    """Return the names that would run code, in pickles and in those nested in them, sorted."""
+    from core.formats.torch.nested_names import with_nested
+    from core.pickle.names import dangerous_uses
+
+    return sorted({str(use.name)[:200] for use in dangerous_uses(with_nested(uses))})

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+_LONGEST_NUMBER = 20
 
 
 def with_parameter_names(
@@ -117,17 +118,19 @@ def with_integer_keys(catalog: Catalog) -> Catalog:
         return catalog
     skeleton = catalog.skeleton
     proven = set()
-    for optimizer in _numbered_optimizers(catalog):
+    for optimizer in _numbered_optimizers(catalog, may_have_others=True):
         stored = as_mapping(optimizer.stored) or {}
         states = as_mapping(stored[_STATE]) or {}
-        numbered: dict[object, object] = {int(str(key)): state for key, state in states.items()}
+        numbered = {_as_number(key): state for key, state in states.items()}
         node = rebuild(optimizer.stored, {**stored, _STATE: rebuild(stored[_STATE], numbered)})
         skeleton = _replaced(skeleton, optimizer.path, node)
         proven.add((*optimizer.path, _STATE))
     unproven = [
         join_path(path) or "the root"
         for path, node in containers(catalog.skeleton, once=True)
-        if path not in proven and (keys := as_mapping(node)) and all(map(_is_number_text, keys))
+        if path not in proven
+        and (keys := as_mapping(node))
+        and all(isinstance(key, str) and key != _as_number(key) for key in keys)
     ]
     catalog = replace(catalog, skeleton=skeleton)
     if not unproven:
@@ -136,13 +139,26 @@ def with_integer_keys(catalog: Catalog) -> Catalog:
     return catalog.noted([f"{note}: those of {listed_keys(unproven)}"])
 
 
-def _is_number_text(key: object) -> bool:
-    """Return whether a key is the text of an integer that Python would write the same way."""
-    return isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key
+def _as_number(key: object) -> object:
+    """Return a key as the integer of which it is the text, written as Python would; else as is."""
+    if not isinstance(key, str) or len(key) > _LONGEST_NUMBER or not key.isascii():
+        return key
+    if key.removeprefix("-").isdecimal():
+        number = int(key)
+        return number if str(number) == key else key
+    return key
 
 
-def _numbered_optimizers(catalog: Catalog) -> Iterator[NumberedOptimizer]:
-    """Yield the state dicts of optimizers in a catalog whose groups list numbers."""
+def _numbered_optimizers(
+    catalog: Catalog, *, may_have_others: bool = False
+) -> Iterator[NumberedOptimizer]:
+    """Yield the state dicts of optimizers in a catalog whose groups list numbers.
+
+    Args:
+        catalog: its objects are loaded.
+        may_have_others: also those with states that belong to no parameter, such as a counter of
+            steps that all share.
+    """
     for path, node in containers({} if catalog.skeleton is None else catalog.skeleton):
         mapping = as_mapping(node)
         if mapping is None or not {_STATE, _GROUPS} <= mapping.keys():
@@ -159,15 +175,16 @@ def _numbered_optimizers(catalog: Catalog) -> Iterator[NumberedOptimizer]:
                 params = _value_at(settings[_PARAMS], catalog)
                 group = rebuild(group, {**settings, _PARAMS: params})
             full_groups.append(group)
-        by_number: dict[object, object] = {
-            int(str(key)) if _is_number_text(key) else key: state for key, state in states.items()
-        }
+        by_number = {_as_number(key): state for key, state in states.items()}
         value = {**mapping, _STATE: by_number, _GROUPS: full_groups}
         if not is_state_dict(value):
             continue
         flat = [number for group in numbers_of(value) for number in group]
         is_numbered = bool(flat) and all(type(number) is int for number in flat)
-        if is_numbered and len({*flat}) == len(flat) and by_number.keys() <= {*flat}:
+        others = by_number.keys() - {*flat}
+        if may_have_others:
+            others = {key for key in others if isinstance(key, int)}
+        if is_numbered and len({*flat}) == len(flat) and not others:
             yield NumberedOptimizer(path, node, value)
 
 

@@ -59,17 +59,17 @@ from core.files.url import is_hub_page, refuse_url
 from core.formats.dcp.folders import DIST_CKPT
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
-from core.formats.huggingface.files import files_in_folder, with_files
+from core.formats.huggingface.files import list_folder_files, with_files
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
-from core.opening.code_in_pickles import naming_code_first
+from core.opening.code_in_pickles import list_dangerous_names, naming_code_first
 from core.opening.config_beside import HUGGING_FACE, with_description
 from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
 from core.opening.other_software import refuse_other_software
 from core.opening.unrecognised import NEAR, Search, absent, listed, refusal_of, search_below
-from core.pickle.reader import gc_paused
+from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -188,7 +188,7 @@ def open_checkpoint(
             read = format.sample if samples and format.sample is not None else format.read
             catalog = read(store) if needs_optimizer else _read_despite_optimizer(store, format)
             for folder in format.side_folders if store.entry is None else ():
-                catalog = with_files(catalog, files_in_folder(store, folder))
+                catalog = with_files(catalog, list_folder_files(store, folder))
             catalog = with_description(catalog, location.path, iteration=location.iteration)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
         if left_out:
@@ -272,12 +272,20 @@ def _with_intact_iteration(hint: str | None, location: Located) -> str | None:
         hint: what else the user can do.
     """
     for path in list_other_iterations(location.passed, location.path)[:_MOST_TRIED]:
-        other = locate_checkpoint(path)
-        with closing(other.store), suppress(CheckpointingException), gc_paused():
-            if other.format is not None:
+        # Whatever is wrong with another iteration, the error about this one is the one to report.
+        with (
+            suppress(CheckpointingException),
+            gc_paused(),
+            noting_uses(passes_on=False) as uses,
+        ):
+            other = locate_checkpoint(path)
+            with closing(other.store):
+                if other.format is None:
+                    continue
                 other.format.read(other.store)
-                advice = f"use {path}, which can be read"
-                return f"{hint}; or {advice}" if hint else advice
+                if not list_dangerous_names(uses):
+                    advice = f"use {path}, which can be read"
+                    return f"{hint}; or {advice}" if hint else advice
     return hint
 
 

@@ -680,7 +680,9 @@ class Machine:
         name = _REFUSED.get(op)
         if name is None:
             raise CorruptError(f"malformed pickle: unknown opcode {op:#04x}")
-        if op in _EXTENSIONS:
+        # Writers of these opcodes state their protocol first. Without it, they are first bytes of
+        # other files: a MessagePack map, the length of a safetensors header.
+        if op in _EXTENSIONS and self._proto >= 2:
             self._uses.add(use_of_extension())
         raise UnsafeError(
             f"the pickle uses {name}", hint="do not trust this file; no checkpoint needs this"

@@ -331,7 +331,11 @@ def _divide_memory(
         buffer_bytes = min(buffer_bytes, free_bytes // threads)
         if buffer_bytes < MIN_BUFFER_BYTES:
             least = fixed + threads * (MIN_BUFFER_BYTES + decode_bytes)
-            load = f"{threads} threads and {metadata.n_arrays:,} arrays"
+            is_fitting_one = fixed + MIN_BUFFER_BYTES + decode_bytes <= memory_bytes
+            load = "1 thread" if threads == 1 else f"{threads} threads"
+            load += (
+                " and 1 array" if metadata.n_arrays == 1 else f" and {metadata.n_arrays:,} arrays"
+            )
             if metadata.n_fragments > metadata.n_arrays:
                 load += f" from {metadata.n_fragments:,} source fragments"
             if decode_bytes:
@@ -342,7 +346,7 @@ def _divide_memory(
                 f"{load} need {-(-least // MIB):,} MiB of memory, "
                 f"but the limit is {memory_bytes // MIB:,} MiB",
                 hint=f"set --memory to at least {-(-least // MIB)}MiB"
-                + (", or use fewer threads" if threads > 1 else ""),
+                + (", or use fewer threads" if is_fitting_one and threads > 1 else ""),
             )
         cache_bytes = min(cache_bytes, free_bytes - threads * buffer_bytes)
     need = fixed + threads * (buffer_bytes + decode_bytes) + cache_bytes

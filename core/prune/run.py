@@ -116,8 +116,8 @@ class Pruning:
                 f"iteration {self.newest_valid}, the newest valid one, was checked without reading"
                 " its data, so the older ones are not removed",
                 file=str(self.root),
-                hint="read every byte of it with --deep, or remove them all the same with"
-                " --trust-metadata",
+                hint="read every byte of it with --deep, which skips only files that are almost"
+                " entirely holes (CK606), or remove them all the same with --trust-metadata",
             )
 
 

@@ -255,7 +255,8 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
         n_ends=len(subject.ends.heads),
-        is_proven=subject.level == Level.DEEP or are_files_of_manifest(subject),
+        is_proven=(subject.level == Level.DEEP and not subject.hollow)
+        or are_files_of_manifest(subject),
         notes=subject.notes,
         unchecked=(*unread, *unchecked(subject)),
         against=None if reference is None else (reference.label, subject.n_compared),
@@ -268,6 +269,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
 def _with_hostile_hints(subject: Subject) -> Iterator[Finding]:
     """Yield the findings; those on a hostile file have its hint, not that to fetch it again."""
     hints = {finding.file: finding.hint for finding in subject.findings if finding.code in HOSTILE}
+    hints.pop(None, None)
     for finding in subject.findings:
         is_other = finding.file in hints and finding.code not in HOSTILE
         yield replace(finding, hint=hints[finding.file]) if is_other else finding

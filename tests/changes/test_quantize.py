@@ -219,6 +219,7 @@ def test_float8_without_scales_is_left_alone_and_told() -> None:
         ("mlp.up_proj.weight", "mlp.up_proj.activation_scale"),
         ("mlp.experts.down_proj", "mlp.experts.down_proj_activation_scale"),
         ("mlp.experts.down_proj", "mlp.experts.down_proj_input_scale"),
+        ("mlp.experts.w13_weight", "mlp.experts.w13_input_scale"),
         ("weight", "input_scale"),
     ],
 )
@@ -228,6 +229,21 @@ def test_scales_of_activations_leave_with_those_of_the_weights(weight: str, scal
     result = dequantize(catalog)
     assert list(result.catalog.tensors) == [weight]
     assert f"{scale}: scales of activations, dropped" in result.notes
+
+
+@pytest.mark.parametrize("scale", ["own.input_scale", "own_input_scale", "alone.input_scale"])
+def test_a_parameter_that_is_called_like_a_scale_stays_beside_other_weights(scale: str) -> None:
+    tensors = {
+        "w.weight": torch.ones(2, 2).to(E4M3),
+        "w.weight_scale_inv": torch.ones(()),
+        "own.weight": torch.ones(2, 2),
+        "own": torch.ones(2),
+        scale: torch.ones(2),
+    }
+    catalog, store = stored(tensors)
+    result = dequantize(catalog)
+    assert content(result.catalog, store, scale) == raw(tensors[scale])
+    assert not any("activations" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(

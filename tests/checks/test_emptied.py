@@ -62,7 +62,7 @@ def test_an_emptied_parameter_is_found_and_not_converted_to_a_model(
     folder = write(tmp_path / "x", format, state)
     keys = [str(key).removeprefix("model.model.") for code, key in codes(folder) if code == "CK210"]
     assert len(keys) == 2 and any(key.endswith("q_proj.weight") for key in keys)
-    for options in ({"to": "hf"}, {"to": "dcp", "names": "hf"}):
+    for options in ({"to": "hf"}, {"to": "megatron"}, {"to": "dcp", "names": "hf"}):
         with pytest.raises(CorruptError, match=r"2 parameters have no elements") as caught:
             run(Job(src=folder, dst=tmp_path / "out", fsync=False, **options))  # type: ignore[arg-type]
         assert caught.value.hint == EMPTIED_HINT

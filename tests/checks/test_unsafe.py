@@ -147,5 +147,6 @@ def test_a_giant_of_holes_is_named_and_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     (finding,) = found(tmp_path, "CK606", Level.DEEP)
     assert finding.file == "notes.txt"
+    assert not validate(tmp_path, level=Level.DEEP).is_proven
     with pytest.raises(CorruptError, match="almost none of the file"):
         read_inventory(tmp_path)

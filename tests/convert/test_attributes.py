@@ -15,7 +15,7 @@ import zarr
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from core.catalog.attributes import attributes_by_path, from_entries
+from core.catalog.attributes import collect_attributes, turn_into_attributes
 from core.convert.job import Report
 from core.convert.run import Job, run
 from core.diff.run import DiffJob, diff
@@ -102,8 +102,8 @@ TARGETS = {
 def read_attributes(path: Path) -> Found:
     """Return all attributes of a checkpoint, also those that are entries of its state dict."""
     checkpoint = open_checkpoint(path)
-    catalog = from_entries(loaded(checkpoint.catalog, checkpoint.store, load_object))
-    by_path = {key: dict(values) for key, values in attributes_by_path(catalog).items()}
+    catalog = turn_into_attributes(loaded(checkpoint.catalog, checkpoint.store, load_object))
+    by_path = {key: dict(values) for key, values in collect_attributes(catalog).items()}
     for name in ("__metadata__", "__attributes__"):
         value = (catalog.common or {}).get(name)
         if isinstance(value, dict):

@@ -109,3 +109,19 @@ def test_diff_names_keys_of_different_types(tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "c.pt")
     dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert diff(DiffJob(a=tmp_path / "c.pt", b=tmp_path / "dcp")).same
+
+
+def test_a_state_beside_those_of_the_parameters_keeps_its_name(tmp_path: Path) -> None:
+    _, _, state = trained()
+    state["optimizer"]["state"]["n_steps"] = 2
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    run(Job(src=tmp_path / "dcp", dst=tmp_path / "back.pt", to="torch", fsync=False))
+    states = torch.load(tmp_path / "back.pt")["optimizer"]["state"]
+    assert set(states) == {0, 1, "n_steps"}
+
+
+def test_negative_numbers_get_the_note_too(tmp_path: Path) -> None:
+    torch.save({"by_offset": {-1: torch.ones(2), 1: torch.ones(2)}}, tmp_path / "a.pt")
+    run(Job(src=tmp_path / "a.pt", dst=tmp_path / "dcp", to="dcp", fsync=False))
+    report = run(Job(src=tmp_path / "dcp", dst=tmp_path / "back.pt", to="torch", fsync=False))
+    assert any("stay text" in note and "by_offset" in note for note in report.notes)

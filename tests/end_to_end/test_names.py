@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from core.convert.run import Job, TopologyChange, run
-from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnsupportedError,
+    UsageError,
+)
 from core.files.store import LocalStore
 from core.formats.torch import format as torch_file
 from tests.hf.models import loaded_model, logits
@@ -160,21 +166,24 @@ def test_a_config_that_is_not_needed_or_not_there_is_refused(golden: Path, tmp_p
         )
 
 
-@pytest.mark.parametrize("config", ["hf/llama/safetensors_single/config.json", None])
 @pytest.mark.parametrize(
     ("to", "names"), [("hf", None), ("megatron", None), ("dcp", "hf"), ("dcp", "megatron")]
 )
 def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
-    to: str, names: str | None, config: str | None, golden: Path, tmp_path: Path
+    to: str, names: str | None, golden: Path, tmp_path: Path
 ) -> None:
     source = shutil.copytree(golden / "mcore0161_torch_dist/dense_gqa/tp2_pp2", tmp_path / "source")
     torch.save({"iteration": 10}, next(source.rglob("common.pt")))
-    path = None if config is None else golden / config
+    job = Job(src=source, dst=tmp_path / "out", to=to, names=names, fsync=False)
     with pytest.raises(UnsupportedError, match="has no training arguments") as refusal:
-        run(Job(src=source, dst=tmp_path / "out", to=to, names=names, config=path, fsync=False))
+        run(job)
     hint = str(refusal.value.hint)
-    assert "--config" not in hint
+    assert "--config FILE" in hint
     assert hint.endswith("keep the names: --to safetensors, dcp or torch")
+    # The configuration of another model, which has three layers, does not help.
+    config = golden / "hf/llama/safetensors_single/config.json"
+    with pytest.raises(CorruptError, match=r"a stack of shape \(4, 64\) in a model of 3 layers"):
+        run(replace(job, config=config))
     for kept in ("safetensors", "dcp", "torch"):
         run(Job(src=source, dst=tmp_path / kept, to=kept, fsync=False))
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from core.convert.job import Report
 from core.convert.run import Job, run
-from core.errors import CheckpointingException
+from core.errors import CheckpointingException, UnsupportedError
 from core.formats.torch.weights_only import ASIDE_KEY
 from core.opening.open import Checkpoint, open_checkpoint
 from tests.support.trees import Difference, differences, is_told
@@ -368,7 +368,12 @@ def test_classes_of_a_script_stay_in_torch_files(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("to", TARGETS)
 def test_every_root_comes_back_or_a_summary_tells(to: str, root: Any, tmp_path: Path) -> None:
-    result, texts = there_and_back(saved(root, tmp_path), to, tmp_path)
+    source = saved(root, tmp_path)
+    if isinstance(root, argparse.Namespace) and to in ("safetensors file", "torch_dist", "zarr"):
+        with pytest.raises(UnsupportedError, match="no tensor would be written"):
+            there_and_back(source, to, tmp_path)
+        return
+    result, texts = there_and_back(source, to, tmp_path)
     assert untold(root, result, texts, to=to) == [], "\n".join(texts)
 
 

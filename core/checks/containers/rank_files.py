@@ -25,8 +25,8 @@ from core.formats.deepspeed.universal.parameter import lacking_files
 from core.formats.megatron.format import (
     MODEL_FILE,
     OPTIM_FILE,
+    choose_model_file,
     is_optimizer_dir,
-    model_file_in,
 )
 from core.formats.torch.tree import parse
 from core.formats.torch_sharded.format import TorchShardedFacts
@@ -96,7 +96,7 @@ def _check_optimizer_files(subject: Subject, folders: list[str]) -> Iterator[Fin
 def _check_model_files(files_in: Mapping[str, Collection[str]]) -> Iterator[Finding]:
     """Report rank directories without a model file of Megatron or NeMo."""
     for folder, names in files_in.items():
-        if model_file_in(names) is None and _NEMO_FILE not in names:
+        if choose_model_file(names) is None and _NEMO_FILE not in names:
             yield MISSING.finding(
                 "the model file of the rank is missing",
                 file=f"{folder}/{MODEL_FILE}",
@@ -117,7 +117,7 @@ def _read_args(subject: Subject, files_in: Mapping[str, Collection[str]]) -> obj
     if subject.catalog is not None:
         return subject.catalog.args
     for folder, names in files_in.items():
-        name = f"{folder}/{model_file_in(names)}"
+        name = f"{folder}/{choose_model_file(names)}"
         if not subject.files.get(name):
             continue
         try:

@@ -10,7 +10,7 @@ huggingface_hub 2.4.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import islice
 
 from core.checks.check import Check, Code
@@ -82,6 +82,7 @@ def check_indexes(subject: Subject) -> Iterator[Finding]:
         for name in subject.files
         if "/" not in name and _INDEX.match(name) and subject.files[name]
     ]
+    listed = list_indexed(subject.store) if names else set()
     for name in names:
         try:
             index = read_index(subject.store, name)
@@ -95,7 +96,7 @@ def check_indexes(subject: Subject) -> Iterator[Finding]:
         if subject.catalog is None and not is_unmerged:
             yield from _compare_with_shards(subject, index)
         yield from _check_total(subject, index, is_only=len(names) == 1)
-        yield from _check_other_files(subject, index)
+        yield from _check_other_files(subject, index, listed=listed)
     if not names:
         yield from _check_numbering(subject)
     yield from _check_pieces(subject)
@@ -198,8 +199,14 @@ def _check_total(subject: Subject, index: WeightIndex, *, is_only: bool) -> Iter
         )
 
 
-def _check_other_files(subject: Subject, index: WeightIndex) -> Iterator[Finding]:
-    """Report files that the index does not name (CK106) or that take precedence (CK525)."""
+def _check_other_files(
+    subject: Subject, index: WeightIndex, *, listed: Set[str]
+) -> Iterator[Finding]:
+    """Report files that the index does not name (CK106) or that take precedence (CK525).
+
+    Args:
+        listed: the files that the indexes of the directory list.
+    """
     match = _INDEX.match(index.file)
     assert match is not None
     stem, suffix = match.groups()
@@ -215,8 +222,7 @@ def _check_other_files(subject: Subject, index: WeightIndex) -> Iterator[Finding
         )
     # Shards of the same series that the index does not name, and other weights next to them, such
     # as mtp.safetensors, which may be meant to be loaded or not.
-    used |= {f"{other}.safetensors" for other in further_models(subject.store)}
-    used |= list_indexed(subject.store)
+    used |= {f"{other}.safetensors" for other in further_models(subject.store)} | listed
     for name in subject.files:
         if "/" in name or name in used or _SINGLE.match(name):
             continue

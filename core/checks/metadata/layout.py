@@ -18,7 +18,7 @@ from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnknownTensorError, UnsupportedError
 from core.megatron.model.args import fields_of, size_in
 from core.megatron.model.vocabulary import explains
-from core.megatron.reshard.equal_shards import find_equal_shards, replication_hint
+from core.megatron.reshard.equal_shards import build_hint, find_equal_shards
 from core.megatron.reshard.problems import Understood
 
 _MIXED = (
@@ -62,7 +62,7 @@ VOCABULARY = Code(
 WHOLE = Code(
     "CK317",
     Severity.ERROR,
-    "all ranks hold the same values of a tensor that is cut",
+    "ranks hold the same values of a tensor that is cut",
     "if every rank holds the complete tensor, say so with --rules FILE",
     Level.HEADERS,
 )
@@ -188,12 +188,12 @@ def _vocabulary_tensors(subject: Subject, model: Understood) -> Iterator[tuple[s
 
 
 def check_equal_shards(subject: Subject) -> Iterator[Finding]:
-    """Report tensors that are the same on all ranks although their rule cuts them (CK317)."""
+    """Report tensors that are the same on several ranks although their rule cuts them (CK317)."""
     model = subject.model.understood
     if model is None or subject.model.is_sample:
         return
     for item in find_equal_shards(model.held, model.facts.topology, subject.store):
-        yield WHOLE.finding(str(item), key=item.name, hint=replication_hint([item.name]))
+        yield WHOLE.finding(str(item), key=item.name, hint=build_hint([item]))
 
 
 CHECKS = (

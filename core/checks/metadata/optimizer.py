@@ -285,7 +285,7 @@ def _unreadable_optimizer(
 def check_weight_copies(subject: Subject) -> Iterator[Finding]:
     """Compare a sample of DeepSpeed's master weights with the model's weights (CK407)."""
     copies = None if subject.catalog is None else subject.catalog.facet(WeightCopies)
-    if copies is None or subject.level < Level.HEADERS:
+    if copies is None:
         return
     try:
         different = find_different_copies(subject.store, copies.pairs())
@@ -302,7 +302,7 @@ def check_weight_copies(subject: Subject) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(check_weight_copies, formats=("deepspeed",)),
+    Check(check_weight_copies, Level.HEADERS, formats=("deepspeed",)),
     Check(check_rank_optimizers, formats=("megatron",)),
     Check(check_global_optimizer, formats=("torch_dist", "zarr")),
 )

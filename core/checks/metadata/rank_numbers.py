@@ -48,7 +48,8 @@ def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
     topology = None if catalog is None else catalog.facet(Topology)
     if topology and not have_numbers(facts.ranks.values()) and subject.recorded is None:
         # The embedding and the model's end prove the stages that have them.
-        n_proven = 1 if topology.vpp == 2 else 2
+        is_v_shaped = topology.pipeline is not None and topology.pipeline.is_v_shaped
+        n_proven = 1 if is_v_shaped else 2
         axes = [
             name
             for name, is_free in (

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from core.catalog.facets import WeightDeltas
 from core.catalog.files_beside import with_documents
-from core.changes.quantize import dequantized_type
+from core.changes.quantize import parse_dequantized_type
 from core.convert.global_form.as_hf import form_as_hf
 from core.convert.global_form.as_megatron import form_as_adapter, form_as_megatron
 from core.convert.global_form.form import GlobalForm
@@ -132,7 +132,7 @@ def global_form(
     # Float8 weights of Transformer Engine are computed rank by rank: each has a scale of its own.
     notes: list[str] = []
     if job.dequantize is not None:
-        dtype = dequantized_type(job.dequantize).name
+        dtype = parse_dequantized_type(job.dequantize).name
         dequantized = dequantize_rank_weights(catalog, dtype)
         if dequantized.n:
             catalog = dequantized.catalog

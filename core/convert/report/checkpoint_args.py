@@ -7,7 +7,8 @@ values or other parameters.
 
 Source: ``load_args_from_checkpoint`` of Megatron-LM core_v0.12.0 to core_v0.19.0 and d98e8a64
 ``training/checkpointing.py``, and the parsers of core_v0.16.1 and d98e8a64. What one of them does
-not copy is listed here; stating it is harmless for the others.
+not copy is listed here; stating it is harmless for the others. ``apply_layernorm_1p`` is copied,
+but the model is built from ``layernorm_zero_centered_gamma``.
 
 Not listed: what only a fork can be told (multipliers of Falcon-H1, soft caps), and what
 ``core.hf`` notes as not reaching the model.
@@ -23,6 +24,7 @@ _OPTIONS: Mapping[str, tuple[str, object]] = {
     "fp16": ("--fp16", False),
     "transformer_impl": ("--transformer-impl", "transformer_engine"),
     "layernorm_epsilon": ("--norm-epsilon", 1e-5),
+    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", False),
     "qk_layernorm": ("--qk-layernorm", False),
     "apply_residual_connection_post_layernorm": (
         "--apply-residual-connection-post-layernorm",
@@ -101,7 +103,7 @@ _OF_MLA = (
 _OF_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 
 
-def uncopied_options(fields: Mapping[str, object]) -> Iterator[str]:
+def list_uncopied_options(fields: Mapping[str, object]) -> Iterator[str]:
     """Yield the options of Megatron's script that give a model the arguments of its checkpoint.
 
     Args:

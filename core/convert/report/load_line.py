@@ -34,7 +34,7 @@ from core.catalog.catalog import AnyCatalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts, WeightFileFacts
 from core.catalog.file_image import FileImage
 from core.changes.select import is_optimizer_key
-from core.convert.report.checkpoint_args import uncopied_options
+from core.convert.report.checkpoint_args import list_uncopied_options
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
@@ -49,7 +49,7 @@ from core.megatron.extras.schedule import OVERRIDE, is_constant_schedule
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.hybrid import NAMES as PATTERNS
 from core.megatron.model.pipeline import Pipeline, layout_text
-from core.megatron.model.pipeline_args import v_options
+from core.megatron.model.pipeline_args import list_v_options
 from core.megatron.model.topology import Topology
 from core.megatron.rules.tables import load_rules
 from core.opening.open import RELEASE, TRACKER
@@ -203,7 +203,7 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
     # No script has the arguments of a model that came from Hugging Face yet.
     fields = fields_of(target.args)
     if HUGGING_FACE in fields:
-        yield from uncopied_options(fields)
+        yield from list_uncopied_options(fields)
 
     # Of a release, Megatron loads neither optimizer nor random states anyway.
     if any(image.path.startswith(f"{RELEASE}/") for image in result.images):
@@ -248,7 +248,7 @@ def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str
     if pipeline.has_embedding_stage:
         yield "--standalone-embedding-stage"
     if pipeline.is_v_shaped:  # a schedule of a fork, which sets the number of chunks
-        yield from v_options(fields_of(target.args))
+        yield from list_v_options(fields_of(target.args))
         return
     if topology.vpp == 1:
         return

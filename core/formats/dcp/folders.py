@@ -51,7 +51,7 @@ _PARTS = ("model", "optimizer", "extra")
 
 def dcp_folders(store: ReadStore) -> tuple[str, ...]:
     """Return the directories of one checkpoint, models first; () without a model's directory."""
-    parts = torch_dist_folders(store)
+    parts = list_torch_dist_folders(store)
     if parts:
         return parts
     matches = [match for match in map(_FOLDER.fullmatch, store.folders()) if match is not None]
@@ -62,7 +62,7 @@ def dcp_folders(store: ReadStore) -> tuple[str, ...]:
     )
 
 
-def torch_dist_folders(store: ReadStore) -> tuple[str, ...]:
+def list_torch_dist_folders(store: ReadStore) -> tuple[str, ...]:
     """Return verl's directories of one torch_dist checkpoint, the model's first; () if it is none.
 
     An optimizer's or a random state's directory alone is not a model's checkpoint.

@@ -57,7 +57,7 @@ from core.errors import (
     UnsupportedError,
 )
 from core.formats.dcp import format as dcp
-from core.formats.dcp.folders import joined, torch_dist_folders
+from core.formats.dcp.folders import joined, list_torch_dist_folders
 from core.formats.dcp.items import ItemLayout, lay_out_items
 from core.formats.dcp.metadata import DcpMetadata
 from core.formats.dcp.plans import PlanRow, TensorData
@@ -66,8 +66,8 @@ from core.formats.dcp.reading.data_files import METADATA, check_files
 from core.formats.dcp.reading.stored_metadata import (
     folders_of,
     list_indexed,
-    metadata_in,
     metadata_of,
+    read_metadata_in,
 )
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.dcp.writing.metadata_image import metadata_image
@@ -111,7 +111,7 @@ def sniff(store: ReadStore) -> bool:
     """
     if store.entry is not None:
         return False
-    if torch_dist_folders(store) and folders_of(store):
+    if list_torch_dist_folders(store) and folders_of(store):
         return True
     # A damaged metadata.json still shows that Megatron wrote the directory.
     try:
@@ -198,7 +198,7 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
     dialects = []
     for folder in folders:
         check_version(store, backend=_BACKEND, folder=f"{folder}/")
-        metadata = metadata_in(store, folder)
+        metadata = read_metadata_in(store, folder)
         common = _read_common(store, joined([(folder, metadata)], store), folder=f"{folder}/")
         for name, value in (as_mapping(common.value) or {}).items():
             if entries.setdefault(name, value) != value and name != CONTENT:
@@ -239,7 +239,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     catalog = replace(dcp.salvage(store, report), format="torch_dist")
     common: dict[object, object] = {}
     try:
-        for folder in torch_dist_folders(store) or ("",):
+        for folder in list_torch_dist_folders(store) or ("",):
             file = f"{folder}/{COMMON_FILE}".lstrip("/")
             if store.exists(file):
                 value, arrays = read_common_file(store, file)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.partition import CutGroups, FlatGroup, cut_groups
-from core.formats.deepspeed.runs import pair_with_copy, runs_in_groups
+from core.formats.deepspeed.runs import list_runs_in_groups, pair_with_copy
 from core.formats.deepspeed.state_file import mapping_or_empty
 from core.megatron.optimizer.proof import is_master
 
@@ -235,7 +235,7 @@ def _check_weights(
                 )
         # The largest parameter: biases are often zero.
         name = max(group.shapes, key=lambda key: prod(group.shapes[key]))
-        runs = runs_in_groups(partition, name, [rank_optim.fp32 for rank_optim in optim])
+        runs = list_runs_in_groups(partition, name, [rank_optim.fp32 for rank_optim in optim])
         for _, masters, weights in islice(pair_with_copy(name, runs, model.module[name]), 1):
             try:
                 is_rounded = is_master(store, masters, weights)

@@ -205,7 +205,7 @@ def rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
             file=store.label,
             hint="remove the older files (compare their modification times)",
         )
-    experts = expert_files(names)
+    experts = list_expert_files(names)
     expert_optim = {
         int(match["rank"]): name for name in names if (match := _EXPERT_OPTIM.match(name))
     }
@@ -226,7 +226,7 @@ def rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
     )
 
 
-def expert_files(names: Iterable[str]) -> tuple[str, ...]:
+def list_expert_files(names: Iterable[str]) -> tuple[str, ...]:
     """Return the files of single experts among some names, by layer and number."""
     matches = [match for name in names if (match := _EXPERT.match(name))]
     matches.sort(key=lambda match: (int(match["layer"] or -1), int(match["expert"])))

@@ -19,8 +19,8 @@ from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
 from core.formats.deepspeed.runs import (
     StoredRun,
+    list_runs_in_groups,
     pair_with_copy,
-    runs_in_groups,
     tensor_in_groups,
 )
 from core.formats.deepspeed.state_file import read_state_file
@@ -81,12 +81,13 @@ class PartitionedStates:
 
 
 def read_data_parallel(
-    store: ReadStore, files: ZeroRankFiles, layer_shapes: Shapes | None = None
+    store: ReadStore, files: ZeroRankFiles, layer_shapes: Callable[[], Shapes] = dict
 ) -> PartitionedStates | None:
     """Return what the files of a model-parallel rank contain; None without optimizer files.
 
     Args:
-        layer_shapes: name → shape of what a pipeline's files of layers contain; None for none.
+        layer_shapes: returns name → shape of what a pipeline's files of layers contain; called
+            only if the model file does not record the shapes.
 
     Raises:
         MissingShardError: a rank's file is missing.
@@ -117,7 +118,7 @@ def read_data_parallel(
     model = with_experts(model, experts)
     if model.groups is None and all(rank_optim.slices is not None for rank_optim in optim):
         shapes = {name: array.shape for name, array in model.module.items()}
-        shapes.update(layer_shapes or {})
+        shapes.update(layer_shapes())
         model = replace(model, groups=_list_groups(optim, shapes))
     return read_partitioned(store, [model], optim)
 
@@ -193,7 +194,7 @@ def read_partitioned(
     }
 
     def runs(name: str) -> list[StoredRun]:
-        return runs_in_groups(partition, name, flat) if name in shapes else []
+        return list_runs_in_groups(partition, name, flat) if name in shapes else []
 
     unlisted = unlisted_weights(model, weights, head.stage)
     weights, aliases = with_shared(model, weights | unlisted.tensors)
@@ -299,7 +300,9 @@ def _prove_order(
     sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
 
     def has_values(order: CutGroups) -> bool:
-        pairs = pair_copies(model, order.shapes, lambda name: runs_in_groups(order, name, flat))
+        pairs = pair_copies(
+            model, order.shapes, lambda name: list_runs_in_groups(order, name, flat)
+        )
         return are_masters(store, [(masters, copy) for _, masters, copy in pairs])
 
     try:

@@ -89,11 +89,11 @@ def tensor_in_groups(
     return tensor_of_runs(
         flat[0][groups[0] if groups else 0].dtype,
         shape,
-        lambda: runs_in_groups(partition, name, flat),
+        lambda: list_runs_in_groups(partition, name, flat),
     )
 
 
-def runs_in_groups(
+def list_runs_in_groups(
     partition: Partition, name: str, flat: Sequence[Sequence[StoredArray]]
 ) -> list[StoredRun]:
     """Return where a parameter is stored in the flat groups of all ranks.

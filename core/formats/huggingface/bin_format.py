@@ -51,10 +51,11 @@ from core.errors import (
     raising,
 )
 from core.formats.format import Format
-from core.formats.huggingface.files import module_folders, with_carried
+from core.formats.huggingface.files import list_module_folders, with_carried
 from core.formats.huggingface.index import (
     STALE_INDEX_HINT,
     WeightIndex,
+    describe_unread_single,
     list_indexed,
     read_index,
 )
@@ -147,6 +148,10 @@ def read(store: ReadStore) -> Catalog:
     state = catalog.facet(TrainingState) or TrainingState()
     used |= {*state.files.values()}
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
+    single = SINGLE_FILES[0]
+    if shards is not None and shards.index is not None and single in unread:
+        unread.remove(single)
+        catalog = catalog.noted([describe_unread_single(single, shards.index.file)])
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
     if shards is not None and shards.index is not None:
@@ -460,6 +465,6 @@ FORMAT = Format(
     salvage=salvage,
     lay_out=None,
     has_live_objects=True,
-    own_folders=module_folders,
+    own_folders=list_module_folders,
     list_indexed=list_indexed,
 )

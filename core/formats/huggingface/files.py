@@ -87,7 +87,7 @@ def carried_files(store: ReadStore) -> dict[str, int]:
     }
 
 
-def module_folders(store: ReadStore) -> tuple[str, ...]:
+def list_module_folders(store: ReadStore) -> tuple[str, ...]:
     """Return the directories of the modules of sentence-transformers that follow the model."""
     if not store.exists(_MODULES):
         return ()
@@ -100,22 +100,22 @@ def module_folders(store: ReadStore) -> tuple[str, ...]:
     return tuple(path for path in paths if path in folders)
 
 
-def carried_folders(store: ReadStore, *, without: Collection[str] = ()) -> dict[str, int]:
+def list_carried_folders(store: ReadStore, *, without: Collection[str] = ()) -> dict[str, int]:
     """Return path → size in bytes of the files in subdirectories that are carried as a whole.
 
     Args:
         without: subdirectories that belong to the checkpoint in another way.
     """
-    modules = module_folders(store)
+    modules = list_module_folders(store)
     files: dict[str, int] = {}
     for folder in store.folders():
         if folder in without or not _is_visible(folder):
             continue
-        files |= files_in_folder(store, folder, only_small=folder not in modules)
+        files |= list_folder_files(store, folder, only_small=folder not in modules)
     return files
 
 
-def files_in_folder(store: ReadStore, folder: str, *, only_small: bool = False) -> dict[str, int]:
+def list_folder_files(store: ReadStore, folder: str, *, only_small: bool = False) -> dict[str, int]:
     """Return path → size in bytes of the files below a directory, sorted by path.
 
     Hidden files and caches of compiled Python are left out.
@@ -162,7 +162,7 @@ def with_carried(catalog: Catalog, store: ReadStore, *, without: Collection[str]
     Args:
         without: subdirectories that belong to the checkpoint in another way.
     """
-    return with_files(catalog, carried_files(store) | carried_folders(store, without=without))
+    return with_files(catalog, carried_files(store) | list_carried_folders(store, without=without))
 
 
 def with_files(catalog: Catalog, files: Mapping[str, int]) -> Catalog:

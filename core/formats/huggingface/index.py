@@ -126,3 +126,11 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
         total = int(total)
     others = {name: value for name, value in facts.items() if name not in _OF_THE_TENSORS}
     return WeightIndex(file, file_of, total if type(total) is int else None, deltas, others)
+
+
+def describe_unread_single(single: str, index: str) -> str:
+    """Return the note on a file with all tensors beside an index whose shards are complete."""
+    return (
+        f"{single} was not read, as {index} does not list it, but transformers loads it instead of "
+        f"the shards: to read it, name {single} itself"
+    )

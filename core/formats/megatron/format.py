@@ -69,14 +69,14 @@ _LAYER_WISE_FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt$")
 _NEMO_FILE = "model_weights.ckpt"
 
 
-def model_file_in(names: Container[str]) -> str | None:
+def choose_model_file(names: Container[str]) -> str | None:
     """Return the name of a rank's model file among those in its directory; None without one."""
     return next((name for name in MODEL_FILES if name in names), None)
 
 
 def is_optimizer_dir(names: Container[str]) -> bool:
     """Return whether a rank directory holds the old distributed optimizer alone."""
-    return OLD_OPTIM_FILE in names and model_file_in(names) is None
+    return OLD_OPTIM_FILE in names and choose_model_file(names) is None
 
 
 def sniff(store: ReadStore) -> bool:
@@ -238,7 +238,7 @@ def _find_model_file(folder: str, names: Sequence[str]) -> str:
         UnsupportedError: the directory contains files of NeMo, or an optimizer without its model.
         MissingShardError: the file is missing.
     """
-    model_file = model_file_in(names)
+    model_file = choose_model_file(names)
     if model_file is not None:
         return model_file
     other_file = next((name for name in (_NEMO_FILE, OLD_OPTIM_FILE) if name in names), None)

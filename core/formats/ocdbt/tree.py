@@ -199,13 +199,13 @@ def read_key_kinds(store: ReadStore, root: str) -> dict[str, Attributes]:
     if attributes and store.exists(root + SHARDING):
         shardings = _read_json(store, root + SHARDING)
         for key, values in attributes.items():
-            text = shardings.get(sharding_name(key))
+            text = shardings.get(encode_sharding_name(key))
             if isinstance(text, str):
                 values[SHARDING] = text
     return {**attributes}
 
 
-def sharding_name(name: str) -> str:
+def encode_sharding_name(name: str) -> str:
     """Return the name of a leaf in ``_sharding``."""
     return b64encode(name.encode()).decode()
 

@@ -35,7 +35,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
-from core.catalog.attributes import BY_PATH, ROOT, attributes_by_path
+from core.catalog.attributes import BY_PATH, ROOT, collect_attributes
 from core.catalog.catalog import TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.errors import UnsupportedError
@@ -53,7 +53,7 @@ from core.formats.ocdbt.tree import (
     SHARDING,
     STRINGS,
     TREE,
-    sharding_name,
+    encode_sharding_name,
 )
 from core.formats.zarr.grid import ChunkGrid, ChunkNames, row_bands
 from core.formats.zarr.metadata2 import ARRAY_FILE, zarray
@@ -159,7 +159,7 @@ def _random_key_files(
             "ext_metadata": {RANDOM_KEY: attributes[RANDOM_KEY]},
         }
         rows.append({"array_metadata": facts})
-        shardings[sharding_name(leaf.name)] = str(attributes.get(SHARDING, _ANY_DEVICE))
+        shardings[encode_sharding_name(leaf.name)] = str(attributes.get(SHARDING, _ANY_DEVICE))
     if not rows:
         return []
     arrays = json.dumps({"array_metadatas": rows}).encode()
@@ -228,12 +228,14 @@ def _data_name(seed: object) -> str:
 def _checkpoint_json(target: TargetCatalog, leaves: Sequence[WrittenLeaf]) -> bytes:
     """Return the content of ``_CHECKPOINT_METADATA``, without the times, which would differ."""
     # Attributes of tensors, and of containers that Orbax does not have, are custom metadata.
-    of_files = {ROOT: {}, CHECKPOINT: (METRICS,), TREE: (CUSTOM,)}
-    names_of_leaf = {leaf.tensor_key: leaf for leaf in leaves if is_random_key(leaf, target)}
+    written: dict[str, tuple[str, ...]] = {CHECKPOINT: (METRICS,), TREE: (CUSTOM,)}
+    for leaf in leaves:
+        if leaf.tensor_key is not None and is_random_key(leaf, target):
+            written[leaf.tensor_key] = (RANDOM_KEY, SHARDING)
     others = {}
-    for path, values in attributes_by_path(target).items():
-        written = (RANDOM_KEY, SHARDING) if path in names_of_leaf else of_files.get(path, ())
-        remaining = {name: value for name, value in values.items() if name not in written}
+    for path, values in collect_attributes(target).items():
+        names = written.get(path, ())
+        remaining = {name: value for name, value in values.items() if name not in names}
         if remaining and path != ROOT:
             others[path] = remaining
     custom = {**target.attributes.get(ROOT, {}), **({BY_PATH: others} if others else {})}

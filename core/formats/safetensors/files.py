@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError, Report, UnsupportedError, raising
-from core.formats.huggingface.index import WeightIndex, read_index
+from core.formats.huggingface.index import WeightIndex, describe_unread_single, read_index
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -222,6 +222,9 @@ def _files_of_index(
     absent, listed_names = set(missing), set(used)
     used = [name for name in used if name not in absent]
     unlisted = [name for name in weights if name not in listed_names]
+    if single == f"{STEMS[0]}{SUFFIX}" and single in unlisted:
+        unlisted.remove(single)
+        notes = [*notes, describe_unread_single(single, index.file)]
     if unlisted:
         notes = [*notes, f"not read, as {index.file} does not list them: {listed(unlisted)}"]
     return WeightFiles(tuple(used), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))

@@ -54,7 +54,7 @@ from core.errors import (
 from core.files.json_object import parse_json_object
 from core.formats.format import Format
 from core.formats.huggingface import bin_format
-from core.formats.huggingface.files import config_of, module_folders, with_carried
+from core.formats.huggingface.files import config_of, list_module_folders, with_carried
 from core.formats.huggingface.index import (
     STALE_INDEX_HINT,
     WeightIndex,
@@ -208,7 +208,7 @@ def _salvage_component(store: ReadStore, report: Report) -> Catalog | None:
 def _own_folders(store: ReadStore) -> tuple[str, ...]:
     """Return the directories with pieces of tensors, components of a pipeline, or modules."""
     components = component_folders(store) if is_pipeline(store) else ()
-    return (PIECES_DIR, *components, *module_folders(store))
+    return (PIECES_DIR, *components, *list_module_folders(store))
 
 
 def _read_file(store: ReadStore, name: str) -> Catalog:

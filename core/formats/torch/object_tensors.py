@@ -36,6 +36,7 @@ tests/golden/torchao.tar.xz.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
+from core.files.store import list_files_below
 from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes
 from core.pickle.key_text import element_type, is_scalar_call
 from core.pickle.nesting import MAX_DEPTH, containers, map_leaves
@@ -90,7 +92,7 @@ def with_state_dicts(root: object) -> tuple[object, tuple[str, ...]]:
     def replaced(value: object) -> object:
         if type(value) is tuple and any(isinstance(item, (tuple, Inert)) for item in value):
             items = tuple(map(replaced, value))
-            return value if all(map(_is_same, items, value)) else items
+            return value if all(map(operator.is_, items, value)) else items
         state_dict = _make_state_dict(value) if isinstance(value, Inert) else None
         if state_dict is None or not isinstance(value, Inert):
             return value
@@ -106,10 +108,6 @@ def with_state_dicts(root: object) -> tuple[object, tuple[str, ...]]:
         elif isinstance(node, Inert):
             node.entries = [(key, replaced(value)) for key, value in node.entries]
     return replaced(root), tuple(classes)
-
-
-def _is_same(a: object, b: object) -> bool:
-    return a is b
 
 
 def _make_state_dict(module: Inert) -> dict[str, object] | None:
@@ -190,10 +188,16 @@ def with_array_tensors(catalog: Catalog, store: ReadStore) -> Catalog:
     arrays = {
         key: array
         for key, item in catalog.objects.items()
-        if (array := _read_array(key, item.value, store)) is not None
+        if (array := _read_array(key, item.value)) is not None
     }
     if not arrays:
         return catalog
+    # The numbers are read already: the file is only named.
+    file = store.entry or next(iter(store.files() or list_files_below(store)))
+    arrays = {
+        key: replace(array, extent=replace(array.extent, file=file))
+        for key, array in arrays.items()
+    }
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         array = arrays.get(key)
@@ -215,8 +219,8 @@ def with_array_tensors(catalog: Catalog, store: ReadStore) -> Catalog:
     ).noted([f"numpy arrays become tensors: {listed_keys(arrays)}"])
 
 
-def _read_array(key: str, value: object, store: ReadStore) -> StoredArray | None:
-    """Return the tensor of a numpy array or scalar; None for anything else."""
+def _read_array(key: str, value: object) -> StoredArray | None:
+    """Return the tensor of a numpy array or scalar, without its file; None for anything else."""
     if not isinstance(value, Inert) or value.kwargs or value.items or value.entries:
         return None
     shape: object
@@ -237,10 +241,8 @@ def _read_array(key: str, value: object, store: ReadStore) -> StoredArray | None
         return None
     if len(data) != math.prod(shape) * itemsize(name):
         return None
-    # Files of arrays are read already: the extent only names one.
-    file = store.entry or next(iter(store.files()))
     encoding = PickledArray(bytes(data), kind[1] + kind[0], bool(is_fortran)) if data else None
-    return StoredArray(key, name, shape, Extent(file, 0, encoding=encoding))
+    return StoredArray(key, name, shape, Extent("", 0, encoding=encoding))
 
 
 def parts_of_tensor(

@@ -17,7 +17,7 @@ from core.errors import UnsupportedError
 from core.formats.torch.weights_only import (
     ASIDE_KEY,
     RefusedKey,
-    endless_keys,
+    list_endless_keys,
     refused,
     set_aside,
 )
@@ -48,7 +48,7 @@ def refusal_notes(target: TargetCatalog) -> list[str]:
     refusal = f"torch.load's weights_only mode refuses these objects: {names}"
     if target.write.weights_only:
         return [f"set aside below {ASIDE_KEY!r}, because {refusal}"]
-    endless = endless_keys(target.skeleton)
+    endless = list_endless_keys(target.skeleton)
     if endless:
         options = " ".join(f"--exclude {shlex.quote(key)}" for key in endless[:_MAX_SHOWN])
         return [

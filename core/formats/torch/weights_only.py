@@ -95,7 +95,7 @@ def _record_path(record: dict[str, object]) -> tuple[object, ...]:
     return tuple(path)
 
 
-def endless_keys(root: object) -> list[str]:
+def list_endless_keys(root: object) -> list[str]:
     """Return the names of the objects that ``set_aside`` cannot spell: they contain themselves."""
     visitor = _AsideVisitor()
     visitor.visit(root, ())

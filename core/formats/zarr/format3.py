@@ -189,9 +189,8 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         except CheckpointingException as err:
             report(err)
             continue
-        fill = (
-            array.fill if _own_attributes(groups) is None else None
-        )  # this project stores every chunk
+        # This project stores every chunk.
+        fill = array.fill if _own_attributes(groups) is None else None
         try:
             chunks = folder_chunks(
                 store, folder, array, key=key, fill=fill, lost=lost, listing=listing

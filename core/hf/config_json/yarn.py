@@ -68,8 +68,10 @@ def latent_yarn_arguments(
 
 def _original_length(config: Mapping[str, object], parameters: Mapping[str, object]) -> float:
     """Return the number of positions that the model was trained with before it was scaled."""
-    usual = rope_number(config, "max_position_embeddings")
-    return rope_number(parameters, "original_max_position_embeddings", default=usual)
+    name = "original_max_position_embeddings"
+    if parameters.get(name) is not None:
+        return rope_number(parameters, name)
+    return rope_number(config, "max_position_embeddings")
 
 
 def latent_yarn_config(fields: Mapping[str, object]) -> dict[str, object]:

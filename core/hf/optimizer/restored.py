@@ -28,7 +28,7 @@ from core.catalog.optimizer_keys import MASTER, MASTERS, Optimizer
 from core.errors import UnsupportedError
 from core.hf.optimizer.groups import PARAM_GROUPS, megatron_groups
 from core.hf.optimizer.steps import read_steps
-from core.megatron.extras.schedule import constant_schedule, position_text
+from core.megatron.extras.schedule import build_constant_schedule, describe_position
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -102,7 +102,7 @@ def restored_optimizer(
     samples = catalog.objects.get(_SAMPLES)
     n_samples = samples.value if samples is not None and type(samples.value) is int else 0
     settings = groups.groups[0].settings
-    scheduler = constant_schedule(settings, n_samples=n_samples)
+    scheduler = build_constant_schedule(settings, n_samples=n_samples)
     titles = {
         "distributed": "distributed optimizer (--use-distributed-optimizer); --to megatron writes "
         "the other one",
@@ -119,7 +119,7 @@ def restored_optimizer(
     notes = (
         *iteration,
         f"the optimizer is written as Megatron's {titles[kind]}",
-        position_text(n_samples),
+        describe_position(n_samples),
         *groups.notes,
     )
     arguments = {

@@ -35,7 +35,7 @@ _NEEDED = (
 """Values that Megatron reads, each under one of several names."""
 
 
-def constant_schedule(settings: Mapping[str, object], *, n_samples: int) -> dict[str, object]:
+def build_constant_schedule(settings: Mapping[str, object], *, n_samples: int) -> dict[str, object]:
     """Return a state of Megatron's scheduler for a run of other software.
 
     Args:
@@ -58,16 +58,16 @@ def constant_schedule(settings: Mapping[str, object], *, n_samples: int) -> dict
 
 
 def is_constant_schedule(state: object) -> bool:
-    """Return whether a scheduler's state is one of ``constant_schedule``."""
+    """Return whether a scheduler's state is one of ``build_constant_schedule``."""
     fields = as_mapping(state) or {}
     n_samples = fields.get("num_steps")
     return type(n_samples) is int and fields == {
-        **constant_schedule({}, n_samples=n_samples),
+        **build_constant_schedule({}, n_samples=n_samples),
         **{name: fields.get(name) for name in ("max_lr", "start_wd", "end_wd")},
     }
 
 
-def position_text(n_samples: int) -> str:
+def describe_position(n_samples: int) -> str:
     """Return the note on a schedule that is not carried."""
     position = (
         f"after {n_samples} samples"
@@ -93,6 +93,6 @@ def with_schedule(catalog: Catalog) -> Catalog:
         return replace(catalog, common={**common, ENTRY: state})
     number = common.get("consumed_train_samples")
     n_samples = number if type(number) is int else 0
-    schedule = constant_schedule(catalog.optimizer.groups[0].settings, n_samples=n_samples)
+    schedule = build_constant_schedule(catalog.optimizer.groups[0].settings, n_samples=n_samples)
     catalog = replace(catalog, common={**common, ENTRY: schedule})
-    return catalog.noted([position_text(n_samples)])
+    return catalog.noted([describe_position(n_samples)])

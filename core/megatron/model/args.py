@@ -133,7 +133,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     n_experts = _n_experts(fields, topology)
     moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
     linear = linear_layers(fields, n_layers)
-    unindexed = layers_without_indexer(fields, n_layers)
+    unindexed = find_layers_without_indexer(fields, n_layers)
     blocks = blocks_of(fields)
     n_groups = attention.n_groups
     if blocks is not None:
@@ -178,7 +178,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         or "hybrid_layer_pattern" in fields,
         pattern=hybrid,
         blocks=blocks,
-        noop_layers=noop_layers_of(fields),
+        noop_layers=read_noop_layers(fields),
         n_predictions=n_predictions,
         sizes=_named_sizes(fields, attention),
         kind=kind,
@@ -328,7 +328,7 @@ def linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     return frozenset(range(n_layers)) - frozenset(range(step - 1, n_layers, step))
 
 
-def noop_layers_of(fields: Mapping[str, object]) -> frozenset[int]:
+def read_noop_layers(fields: Mapping[str, object]) -> frozenset[int]:
     """Return the numbers of the layers that MindSpeed skips, from ``noop_layers``.
 
     The argument is a text such as ``"0,47"``, or the set that MindSpeed makes of it.
@@ -352,7 +352,7 @@ def noop_layers_of(fields: Mapping[str, object]) -> frozenset[int]:
         ) from None
 
 
-def layers_without_indexer(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
+def find_layers_without_indexer(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
     """Return the numbers of the layers of sparse attention without an indexer of their own.
 
     They use the choice of keys of an earlier layer.

@@ -77,7 +77,7 @@ def is_v_shaped(fields: Mapping[str, object]) -> bool:
     )
 
 
-def v_options(fields: Mapping[str, object]) -> list[str]:
+def list_v_options(fields: Mapping[str, object]) -> list[str]:
     """Return the options of a fork's training script that give a V-shaped pipeline."""
     options = [
         f"--{name.replace('_', '-')}"

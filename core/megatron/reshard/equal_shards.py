@@ -1,7 +1,8 @@
-"""Find tensors that a rule cuts, although all tensor parallel ranks hold the same values.
+"""Find tensors that a rule cuts, although several tensor parallel ranks hold the same values.
 
-Forks store some tensors complete on every rank, which Megatron cuts: joining the copies would give
-a tensor of a wrong size, or one whose parts repeat, which no size in the arguments need contradict.
+Forks store some tensors complete on every rank, which Megatron cuts, or the keys and values of a
+group on all ranks with its queries: joining the copies would give a tensor of a wrong size, or one
+whose parts repeat, which no size in the arguments need contradict.
 The shards of a trained tensor are never equal. What may be equal is no evidence: few values, such
 as those of fresh norms and biases; rows that repeat along the cut, such as those of a fresh
 ``A_log``; and tensors of one axis, whose weights show the same.
@@ -12,7 +13,7 @@ of the others, a sample is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -31,37 +32,47 @@ _FEWEST_VALUES = 32
 
 @dataclass(frozen=True, slots=True)
 class EqualShards:
-    """A tensor whose shards are equal.
+    """A tensor of which several ranks hold the same shard.
 
     Args:
         name: global name of the tensor.
         axis: the axis that its rule cuts.
+        ranks: ranks with one and the same shard.
         n: number of shards.
         group: ``TP`` or ``ETP``.
     """
 
     name: str
     axis: int
+    ranks: tuple[int, ...]
     n: int
     group: str
 
+    @property
+    def are_all(self) -> bool:
+        """Whether every rank holds that shard."""
+        return len(self.ranks) == self.n
+
     def __str__(self) -> str:
-        return (
-            f"all {self.n} {self.group} ranks hold the same values, but the rule of this tensor "
-            f"cuts axis {self.axis}"
+        numbers = ", ".join(map(str, self.ranks))
+        ranks = (
+            f"all {self.n} {self.group} ranks"
+            if self.are_all
+            else f"{self.group} ranks {numbers} of {self.n}"
         )
+        return f"{ranks} hold the same values, but the rule of this tensor cuts axis {self.axis}"
 
 
 def find_equal_shards(
     tensors: Mapping[str, RankTensor], topology: Topology, store: ReadStore
 ) -> Iterator[EqualShards]:
-    """Yield the tensors whose shards are equal although a rule of the project cuts them.
+    """Yield the tensors with equal shards although a rule of the project cuts them.
 
     Args:
         tensors: global name → the shards on all ranks.
         store: the checkpoint's files.
     """
-    equal: set[str] = set()
+    equal: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         rule, n = tensor.rule, topology.size_of(tensor.rule.group)
         if rule.cut_axis is None or rule.is_users or n == 1:
@@ -70,12 +81,12 @@ def find_equal_shards(
         shards: dict[int, StoredArray] = {}
         for part in tensor.parts:
             shards.setdefault(part.rank.within(rule.group), part.array)
-        weight = name.removesuffix("bias") + "weight"
-        if len(shards) == n and (
-            weight in equal or _are_equal(list(shards.values()), rule.cut_axis, store)
-        ):
-            equal.add(name)
-            yield EqualShards(name, rule.cut_axis, n, rule.group.upper())
+        ranks = equal.get(name.removesuffix("bias") + "weight", ())
+        if len(shards) == n and not ranks:
+            ranks = _equal_ranks(shards, rule.cut_axis, store)
+        if len(shards) == n and ranks:
+            equal[name] = ranks
+            yield EqualShards(name, rule.cut_axis, ranks, n, rule.group.upper())
 
 
 def raise_if_equal_shards(
@@ -93,12 +104,19 @@ def raise_if_equal_shards(
         raise UnsupportedError(
             f"{first}" + (f"; the same is true of {more} other tensors" if more else ""),
             key=first.name,
-            hint=replication_hint(item.name for item in equal),
+            hint=build_hint(equal),
         )
 
 
-def replication_hint(names: Iterable[str]) -> str:
-    """Return the hint for tensors that are probably complete on every rank."""
+def build_hint(equal: Sequence[EqualShards]) -> str:
+    """Return the hint for tensors with equal shards, which are probably complete on every rank."""
+    names = [item.name for item in equal if item.are_all]
+    if not names:
+        return (
+            "convert it with the software that wrote it (no rule describes a tensor that some "
+            "ranks share); if these are shards that happen to be equal, pass a file with --rules "
+            'that says so: rule = "split" with the axis'
+        )
     return (
         "if every rank holds the complete tensor, pass a file with --rules that contains:\n"
         f"{replication(names)}\n(or, if they are shards that happen to be equal, rule = "
@@ -106,34 +124,46 @@ def replication_hint(names: Iterable[str]) -> str:
     )
 
 
-def _are_equal(shards: list[StoredArray], axis: int, store: ReadStore) -> bool:
-    """Return whether shards are equal, and are not so by construction."""
-    first = shards[0]
-    crcs = {shard.extent.crc for shard in shards}
+def _equal_ranks(shards: Mapping[int, StoredArray], axis: int, store: ReadStore) -> tuple[int, ...]:
+    """Return ranks with one and the same shard, the most there are; () without any.
+
+    Shards that may be equal by construction do not count.
+    """
+    arrays = list(shards.values())
+    first = arrays[0]
+    crcs = {array.extent.crc for array in arrays}
     n_elements = prod(first.shape)
-    if len(first.shape) < 2 or n_elements < _FEWEST_VALUES or (None not in crcs and len(crcs) > 1):
-        return False
-    if any((shard.dtype, shard.shape) != (first.dtype, first.shape) for shard in shards):
-        return False
+    has_crcs = None not in crcs
+    if (
+        len(first.shape) < 2
+        or n_elements < _FEWEST_VALUES
+        or (has_crcs and len(crcs) == len(arrays))
+    ):
+        return ()
+    if any((array.dtype, array.shape) != (first.dtype, first.shape) for array in arrays):
+        return ()
+    if any(
+        array.extent.is_late or array.extent.encoding or array.extent.strides for array in arrays
+    ):
+        return ()
 
     # Without checksums, the ends of the arrays are compared.
-    if any(
-        shard.extent.is_late or shard.extent.encoding or shard.extent.strides for shard in shards
-    ):
-        return False
     size = min(first.n_bytes, _SAMPLE_BYTES)
-    head = store.read(first.extent.file, first.extent.offset, size)
-    if not _varies(head, first, axis):
-        return False
-    if None not in crcs:
-        return True
-    tail_offset = first.n_bytes - size
-    tail = store.read(first.extent.file, first.extent.offset + tail_offset, size)
-    return all(
-        store.read(shard.extent.file, shard.extent.offset + at, size) == sample
-        for shard in shards[1:]
-        for at, sample in ((0, head), (tail_offset, tail))
-    )
+
+    def sample(array: StoredArray, offset: int) -> bytes:
+        return store.read(array.extent.file, array.extent.offset + offset, size)
+
+    alike: dict[object, list[int]] = {}
+    for rank, array in shards.items():
+        alike.setdefault(array.extent.crc if has_crcs else sample(array, 0), []).append(rank)
+    for ranks in sorted(alike.values(), key=len, reverse=True):
+        if len(ranks) == 1:
+            break
+        if not _varies(sample(shards[ranks[0]], 0), first, axis):
+            continue
+        if has_crcs or len({sample(shards[rank], first.n_bytes - size) for rank in ranks}) == 1:
+            return tuple(sorted(ranks))
+    return ()
 
 
 def _varies(head: bytes, array: StoredArray, axis: int) -> bool:

@@ -246,9 +246,7 @@ def _find_tensors(
 
     # Find the size of the vocabulary, check all shapes with their padding, and then drop it.
     vocab_shapes = {
-        name: meta.shape
-        for name, meta in metas.items()
-        if rules.rule_of(name).for_shape(meta.shape).kind == "vocab"
+        name: meta.shape for name, meta in metas.items() if rules.is_vocabulary(name, meta.shape)
     }
     true_rows = find_true_rows(
         gated_facts,
@@ -326,8 +324,9 @@ def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
         expected = None if size is None else size.value(sizes_for(name, facts))
         has_all |= shape[axis] == expected
         has_share |= n > 1 and shape[axis] * n == expected
-    if has_share or (topology.tp > 1 and has_all):
-        return has_share and not (topology.tp > 1 and has_all)
+    is_whole = topology.tp > 1 and has_all
+    if has_share or is_whole:
+        return not is_whole
 
     # With one tensor parallel rank, a rank has a part of the layers or of the experts.
     stack = facts.kind.stacks[0]

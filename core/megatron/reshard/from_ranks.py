@@ -437,7 +437,8 @@ def _join_shapes(
     for name, shape in stored.items():
         check_parts(rule_of[name], shape, sized_facts, key=name)
         second = stored.get(name.replace("linear_fc1", "linear_fc2"), ())
-        if name.startswith(TOWERS) and name.endswith("fc1.weight") and shape[0] == 2 * second[-1]:
+        is_first = name.startswith(TOWERS) and name.endswith("linear_fc1.weight")
+        if is_first and second and shape[0] == 2 * second[-1]:
             raise UnsupportedError(
                 "the MLP of this tower has a gate: rank files of such towers are not supported",
                 key=name,

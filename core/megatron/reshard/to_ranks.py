@@ -368,7 +368,7 @@ def _new_args(
             (
                 plan.cuts[key].shape[0]
                 for key in homes
-                if rules.rule_of(key).for_shape(plan.cuts[key].shape).kind == "vocab"
+                if rules.is_vocabulary(key, plan.cuts[key].shape)
             ),
             None,
         ),

@@ -593,7 +593,7 @@ def _common_state(
     """
     changes: dict[str, object] = {"ckpt_format": format, "use_dist_ckpt": True}
     for key, cut in cuts.items():
-        if rules.rule_of(param_of(key)).for_shape(cut.shape).kind == "vocab":
+        if rules.is_vocabulary(param_of(key), cut.shape):
             changes["padded_vocab_size"] = cut.shape[0]
             break
     common = {

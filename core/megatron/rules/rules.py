@@ -270,6 +270,14 @@ class Rules:
             )
         return rule
 
+    def is_vocabulary(self, name: str, shape: Shape) -> bool:
+        """Return whether a parameter of a shape has a row for each token.
+
+        Raises:
+            UnknownTensorError, UnsupportedError: as for ``rule_of``.
+        """
+        return self.rule_of(name).for_shape(shape).kind == "vocab"
+
     def find_rule(self, name: str) -> Rule | None:
         """Return the first rule whose pattern matches a parameter's name, or None."""
         if name in self._fits:

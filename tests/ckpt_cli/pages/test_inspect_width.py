@@ -9,7 +9,7 @@ from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.screen.terminal import Screen, columns_of
 from core.catalog.catalog import TensorMeta
 from core.numbers.statistics import ValueStatistics
-from core.opening.listing import ListedCheckpoint
+from core.opening.listing import ListedCheckpoint, Listing
 
 
 def statistics(*keys: str) -> tuple[list[TensorMeta], dict[str, ValueStatistics | None]]:
@@ -42,9 +42,9 @@ def test_folded_rows_say_how_many_tensors_they_are() -> None:
 
 def test_the_command_of_a_listed_checkpoint_has_its_own_line_in_a_narrow_terminal() -> None:
     path = Path("/data/runs/llama-3-8b/checkpoints/iter_0000010")
-    item = ListedCheckpoint(path, None, 10, 3, 1 << 20, 1.7e9)
-    lines = list(listing_lines(Screen(width=80), Path("/data/runs"), [item], limit=0))
+    listing = Listing((ListedCheckpoint(path, None, 10, 3, 1 << 20, 1.7e9),), None)
+    lines = list(listing_lines(Screen(width=80), Path("/data/runs"), listing, limit=0))
     assert lines[-1] == f"    ckpt inspect {path}"
     assert max(map(columns_of, lines)) <= 80
-    lines = list(listing_lines(Screen(width=120), Path("/data/runs"), [item], limit=0))
+    lines = list(listing_lines(Screen(width=120), Path("/data/runs"), listing, limit=0))
     assert lines[-1].endswith(f"10  ?       ckpt inspect {path}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.convert.report.checkpoint_args import uncopied_options
+from core.convert.report.checkpoint_args import list_uncopied_options
 from core.hf import to_megatron
 from core.megatron.model.args import fields_of
 from tests.hf.models import catalog_of, config_of, saved
@@ -21,8 +21,12 @@ OPTIONS = {
     "llama": f"{LOCAL} {NORM}",
     "qwen3": f"{LOCAL} {NORM} --qk-layernorm",
     "gpt2": LOCAL,
+    "nemotron": f"{LOCAL} --apply-layernorm-1p",
     "smollm3": f"{LOCAL} {NORM} --no-rope-freq '[0,1,0]'",
-    "gemma2": f"{LOCAL} {NORM} --openai-gelu --window-size 4,0 --window-attn-skip-freq '[1,0,1]'",
+    "gemma2": (
+        f"{LOCAL} {NORM} --apply-layernorm-1p --openai-gelu --window-size 4,0 "
+        "--window-attn-skip-freq '[1,0,1]'"
+    ),
     "glm4_moe": (
         f"{LOCAL} --moe-router-dtype fp32 --moe-router-num-groups 2 --moe-router-group-topk 1"
     ),
@@ -43,11 +47,13 @@ def test_a_model_from_hugging_face_needs(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     _, catalog = catalog_of(folder)
     model = to_megatron(catalog, config_of(folder), transformer_impl="local")
-    options = " ".join(uncopied_options(fields_of(model.args)))
+    options = " ".join(list_uncopied_options(fields_of(model.args)))
     assert options == f"--use-checkpoint-args {OPTIONS[name]}"
 
 
 def test_a_factor_that_the_parser_does_not_take_is_omitted() -> None:
     name = "rotary_seq_len_interpolation_factor"
-    assert list(uncopied_options({name: 2.5})) == ["--use-checkpoint-args"]
-    assert list(uncopied_options({name: 2.0}))[1:] == ["--rotary-seq-len-interpolation-factor 2"]
+    assert list(list_uncopied_options({name: 2.5})) == ["--use-checkpoint-args"]
+    assert list(list_uncopied_options({name: 2.0}))[1:] == [
+        "--rotary-seq-len-interpolation-factor 2"
+    ]

@@ -246,6 +246,17 @@ def test_other_torch_files_and_another_total_size_are_noted() -> None:
     assert catalog.carried == {"README.md": "file:README.md"}
 
 
+def test_a_single_file_beside_the_shards_is_noted_as_what_transformers_loads() -> None:
+    first, second = tensors()
+    index = {"weight_map": {**dict.fromkeys(first, shard(1)), **dict.fromkeys(second, shard(2))}}
+    catalog = read(directory(first, second, index=index, beside={"pytorch_model.bin": b"x"}))
+    (note,) = catalog.notes
+    assert note == (
+        f"pytorch_model.bin was not read, as {INDEX} does not list it, but transformers loads it "
+        "instead of the shards: to read it, name pytorch_model.bin itself"
+    )
+
+
 def test_both_ways_to_count_shared_tensors_are_right() -> None:
     weight = filled(torch.float32, 6, 5)
     for total in (120, 240):

@@ -399,6 +399,11 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
         ["a", "b", "c"],
         "does not list them: old.safetensors",
     ),
+    "a single file beside the index": (
+        {**SHARDED, INDEX: index_of(WEIGHT_MAP), "model.safetensors": A},
+        ["a", "b", "c"],
+        "transformers loads it instead of the shards: to read it, name model.safetensors itself",
+    ),
     "files without an index": (dict(SHARDED), ["a", "b", "c"], "2 files without an index"),
     "a second index": (
         {**SHARDED, INDEX: index_of(WEIGHT_MAP), "ema.safetensors.index.json": b"no"},

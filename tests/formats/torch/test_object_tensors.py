@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from ckpt_cli.app import main
@@ -155,6 +156,16 @@ def test_numpy_arrays_become_tensors_where_only_tensors_are_stored(
         native = np.asarray(array)
         expected = torch.from_numpy(native.astype(native.dtype.newbyteorder("=")).copy())
         assert_same_bits(result[f"model.{name}"], expected.contiguous(), name)
+
+
+def test_numpy_arrays_in_a_directory_without_files_of_its_own_become_tensors(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "saved" / "pytorch_model_fsdp_0"
+    state = {"model": {"w": torch.ones(2), "a": ARRAYS["plain"]}}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    result = load_file(convert(tmp_path / "saved", tmp_path / "out.safetensors", to="safetensors"))
+    assert np.array_equal(result["model.a"].numpy(), ARRAYS["plain"])
 
 
 def test_numpy_arrays_stay_arrays_where_objects_are_stored(tmp_path: Path) -> None:

@@ -232,6 +232,31 @@ def test_tensors_that_every_rank_holds_complete_need_a_rule(tmp_path: Path, whol
     assert_shards(reshard(source, tmp_path / "d", 4, rules), tensors, cut=cut)
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_keys_that_some_ranks_share_are_not_joined(tmp_path: Path, is_zip: bool) -> None:
+    tensors = complete(groups=2, split=True)
+    source = save(tmp_path / "a", tensors, 4)
+    for rank, path in enumerate(sorted(source.glob(f"*/*/{MODEL_FILE}"))):
+        content = torch.load(path, weights_only=False)
+        encoder = content["model"]["language_model"]["encoder"]
+        for name in encoder:
+            if "key_value" in name:
+                encoder[name] = tensors["encoder." + name].chunk(2)[rank // 2].clone()
+        torch.save(content, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(UnsupportedError, match="TP ranks 0, 1 of 4 hold the same values"):
+        reshard(source, tmp_path / "b", 1)
+    assert "CK317" in codes(source)
+
+
+def test_padding_rows_may_fill_several_shards(tmp_path: Path) -> None:
+    tensors = complete()
+    rows = tensors["embedding.word_embeddings.weight"]
+    rows[ROWS // 4 :] = rows[ROWS // 4]
+    source = save(tmp_path / "a", tensors, 4)
+    assert not codes(source)
+    assert_shards(reshard(source, tmp_path / "b", 1), tensors)
+
+
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_without_checksums_the_values_tell(tmp_path: Path, is_whole: bool) -> None:
     tensors = complete()

@@ -128,6 +128,20 @@ def test_a_projection_with_a_gate_is_refused_by_name(models: Path) -> None:
         reshard(models / "llava", models / "one", tp=1)
 
 
+def test_a_projection_without_its_second_layer_is_no_internal_error(models: Path) -> None:
+    for folder in rank_dirs(models / "llava").values():
+        path = folder / "model_optim_rng.pt"
+        content = load_rank_file(path)
+        del content["model"]["vision_projection.encoder.linear_fc2.weight"]
+        torch.save(content, path)
+    other = reshard(models / "llava", models / "one", tp=1)
+    (folder,) = rank_dirs(other).values()
+    assert (
+        "vision_projection.encoder.linear_fc1.weight"
+        in (load_rank_file(folder / "model_optim_rng.pt")["model"])
+    )
+
+
 def test_names_below_another_module_are_those_of_the_model(models: Path) -> None:
     for folder in rank_dirs(models / "llava").values():
         path = folder / "model_optim_rng.pt"

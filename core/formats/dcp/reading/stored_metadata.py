@@ -86,9 +86,9 @@ def metadata_of(store: ReadStore) -> DcpMetadata:
 def stated_metadata(store: ReadStore) -> DcpMetadata:
     """Read the metadata without checking the data files; raises the errors of ``read``."""
     if store.exists(METADATA):
-        return metadata_in(store)
+        return read_metadata_in(store)
     if ranks := rank_files(store):
-        return merge_rank_metadata([metadata_in(store, name=name) for name in ranks], store)
+        return merge_rank_metadata([read_metadata_in(store, name=name) for name in ranks], store)
     folders = folders_of(store)
     if not folders:
         # The index may be above: writers spread data files over subdirectories.
@@ -105,10 +105,10 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
                     hint=f"point at {folder}",
                 )
         raise _unwritten(METADATA, store, file=store.label)
-    return joined([(folder, metadata_in(store, folder)) for folder in folders], store)
+    return joined([(folder, read_metadata_in(store, folder)) for folder in folders], store)
 
 
-def metadata_in(store: ReadStore, folder: str = "", *, name: str = METADATA) -> DcpMetadata:
+def read_metadata_in(store: ReadStore, folder: str = "", *, name: str = METADATA) -> DcpMetadata:
     """Read one metadata file, which must exist, in the directory or in a folder of it."""
     file = f"{folder}/{name}" if folder else name
     if not store.exists(file):

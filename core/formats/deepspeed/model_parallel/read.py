@@ -21,8 +21,9 @@ that it wrote and converted, pinned in tests/golden/deepspeed_parallel.tar.xz.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from core.catalog.facets import WeightCopies
@@ -30,7 +31,7 @@ from core.catalog.key_patterns import some_of
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.facets import ZeroFacts
-from core.formats.deepspeed.files import SAVE_AGAIN_HINT, expert_files, rank_files
+from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, rank_files
 from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined, with_replicas
 from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, plan_whole, rules_of
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.model_parallel.grid import StageGrid
     from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
     from core.formats.deepspeed.model_states import ModelStates
+    from core.formats.deepspeed.partition import Shapes
 
 _COMPARED_BYTES = 1 << 16
 
@@ -69,7 +71,11 @@ def read_model_parallel(
     """
     if not any(rank_files(store, rank).optim for rank in ranks):
         return read_model_files(store, ranks, layers)
-    by_rank = [_read_rank(store, rank, layers, is_single=len(ranks) == 1) for rank in ranks]
+    shapes_in = cache(partial(_read_shapes, store))
+    by_rank = []
+    for rank in ranks:
+        layer_shapes = partial(_collect_shapes, layers, rank, shapes_in)
+        by_rank.append(_read_rank(store, rank, layer_shapes, is_single=len(ranks) == 1))
     head = by_rank[0]
     grid = grid_of(head.model, len(ranks), layers)
     rules = _read_rules(head.model, grid)
@@ -192,7 +198,7 @@ def read_model_files(
     if layers:
         weights, plans = _untrained(store, layers, {}, rules, {}, head)
     else:
-        experts = [read_state_file(store, name) for name in expert_files(store.files())]
+        experts = [read_state_file(store, name) for name in list_expert_files(store.files())]
         if experts and len(ranks) > 1:
             raise _refuse_experts(experts[0].file)
         models[0] = with_experts(head, experts)
@@ -307,9 +313,12 @@ def _read_rules(model: ModelStates, grid: StageGrid) -> TensorParallelRules:
 
 
 def _read_rank(
-    store: ReadStore, rank: int, layers: Mapping[int, Mapping[int, str]], *, is_single: bool
+    store: ReadStore, rank: int, layer_shapes: Callable[[], Shapes], *, is_single: bool
 ) -> PartitionedStates:
     """Read the files of a model-parallel rank.
+
+    Args:
+        layer_shapes: as for ``read_data_parallel``.
 
     Raises:
         MissingShardError: the rank has no optimizer files.
@@ -318,13 +327,7 @@ def _read_rank(
     files = rank_files(store, rank)
     if files.experts and not is_single:
         raise _refuse_experts(files.experts[0])
-    shapes = {}
-    for layer, by_rank in layers.items():
-        state = read_state_file(store, by_rank[sorted(by_rank)[rank % len(by_rank)]])
-        for short, value in state.root.items():
-            if isinstance(value, TensorLeaf):
-                shapes[f"{layer}.{short}"] = state.arrays[value.key].shape
-    partitioned = read_data_parallel(store, files, shapes)
+    partitioned = read_data_parallel(store, files, layer_shapes)
     if partitioned is None:
         raise MissingShardError(
             "the optimizer files of the model-parallel rank are missing; other ranks have theirs",
@@ -332,6 +335,31 @@ def _read_rank(
             hint="copy the checkpoint again, with all its files",
         )
     return partitioned
+
+
+def _collect_shapes(
+    layers: Mapping[int, Mapping[int, str]], rank: int, shapes_in: Callable[[str], Shapes]
+) -> Shapes:
+    """Return name → shape of what the files of layers contain for a model-parallel rank.
+
+    Args:
+        shapes_in: returns the same of one file, without the layer's number.
+    """
+    return {
+        f"{layer}.{short}": shape
+        for layer, by_rank in layers.items()
+        for short, shape in shapes_in(by_rank[sorted(by_rank)[rank % len(by_rank)]]).items()
+    }
+
+
+def _read_shapes(store: ReadStore, file: str) -> Shapes:
+    """Return name → shape of the tensors in the file of a layer."""
+    state = read_state_file(store, file)
+    return {
+        str(name): state.arrays[value.key].shape
+        for name, value in state.root.items()
+        if isinstance(value, TensorLeaf)
+    }
 
 
 def _refuse_experts(file: str) -> UnsupportedError:

@@ -91,7 +91,7 @@ def to_fsdp_dtensor(
         (
             cut.shape[0]
             for key, cut in cuts.items()
-            if rules.rule_of(param_of(key)).for_shape(cut.shape).kind == "vocab"
+            if rules.is_vocabulary(param_of(key), cut.shape)
         ),
         None,
     )
