@@ -165,11 +165,11 @@ def memory_option(text: str, panel: str | None = ENGINE) -> object:
     """Return the option ``--memory``.
 
     Args:
-        text: help text: what the limit is of, and its default.
+        text: help text: what the limit is of; the default is added.
         panel: as for ``report_option``.
     """
-    help = f"{text} [a quarter of the machine's, at least 512MiB]"
-    return Option("--memory", metavar="SIZE", parser=parse_size, rich_help_panel=panel, help=help)
+    text += " [a quarter of the machine's, at least 512MiB]"
+    return Option("--memory", metavar="SIZE", parser=parse_size, rich_help_panel=panel, help=text)
 
 
 def report_option(text: str, panel: str | None = None) -> object:

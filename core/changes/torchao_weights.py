@@ -5,7 +5,7 @@
     X.qdata, X.scale, X.zero_point, and the settings X.class, X.block_size, X.dtype …  ──▶  X
 
 for ``Float8Tensor``, ``Int8Tensor`` and ``IntxUnpackedToInt8Tensor`` (``core.formats.torch.
-object_tensors``). The result is that of their ``dequantize()``, in the dtype that ``--dequantize``
+tensor_parts``). The result is that of their ``dequantize()``, in the dtype that ``--dequantize``
 names.
 
 Not supported, refused by name: weights whose activations are scaled in advance (``act_pre_scale``),

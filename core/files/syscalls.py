@@ -85,6 +85,7 @@ def default_memory_bytes(
     return max(_LEAST_MEMORY_BYTES, _memory_bytes(proc_dir, cgroup_dir) // 4 // n_processes)
 
 
+@lru_cache
 def _memory_bytes(proc_dir: Path, cgroup_dir: Path) -> int:
     """Return the memory of the machine, or that of the control group if it is less."""
     sizes = []

@@ -8,7 +8,7 @@ malformed byte. An error about the form alone would advise to fetch such a file 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.files.store import ReadStore
@@ -59,13 +59,11 @@ def raise_if_code(
     collected = {*uses}
     # The file may be in one of the checkpoint's directories, or named by its complete path.
     file = store.entry or (err.file or "").removeprefix(store.label).lstrip("/")
-    try:
+    with suppress(CheckpointingException):  # a file that cannot be read is reported by ``err``
         if file and store.exists(file):
             n_bytes = store.size(file)
             collected |= look_into(store, file, n_bytes).uses
             collected |= uses_of_stream(store, file, 0, n_bytes)
-    except CheckpointingException:
-        pass  # the error that is being handled says that the file cannot be read
     dangerous = list_dangerous_names(collected)
     if dangerous:
         n_more = len(dangerous) - 1

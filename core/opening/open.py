@@ -64,11 +64,12 @@ from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
+from core.opening.absent import absent
 from core.opening.code_in_pickles import list_dangerous_names, naming_code_first
 from core.opening.config_beside import HUGGING_FACE, with_description
 from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
 from core.opening.other_software import refuse_other_software
-from core.opening.unrecognised import NEAR, Search, absent, listed, refusal_of, search_below
+from core.opening.unrecognised import NEAR, Search, listed, refusal_of, search_below
 from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
 

@@ -46,6 +46,10 @@ class OtherSoftware:
     before_formats: bool = False
 
 
+_JOIN_NEURON = (
+    "join it with neuronx_distributed.scripts.checkpoint_converter --convert_to_full_state"
+)
+
 OTHER_SOFTWARE = (
     # Directories.
     OtherSoftware(
@@ -88,13 +92,13 @@ OTHER_SOFTWARE = (
     ),
     OtherSoftware(
         "a checkpoint of AWS Neuron (neuronx-distributed), cut for its ranks",
-        "join it with neuronx_distributed.scripts.checkpoint_converter --convert_to_full_state",
+        _JOIN_NEURON,
         # neuronx-distributed trainer/checkpoint.py
         {"model": (r"dp_rank_\d+(_ep_rank_\d+)?_tp_rank_\d+_pp_rank_\d+(\.pt)?(\.tensors/)?",)},
     ),
     OtherSoftware(
         "the model of a checkpoint of AWS Neuron (neuronx-distributed), cut for its ranks",
-        "join it with neuronx_distributed.scripts.checkpoint_converter --convert_to_full_state",
+        _JOIN_NEURON,
         {
             "": (
                 r"(dp_rank_\d+(_ep_rank_\d+)?_)?tp_rank_\d+_pp_rank_\d+(_dp_rank_\d+)?(\.pt)?(\.tensors/)?",

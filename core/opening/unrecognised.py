@@ -1,26 +1,19 @@
-"""Explain why a path does not exist or is not a checkpoint, and what to point at instead."""
+"""Explain why a path is not a checkpoint, and what to point at instead."""
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 
 from core.errors import (
     CheckpointingException,
     TruncatedError,
     UnsupportedError,
-    UsageError,
-    most_similar,
 )
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
-from core.files.url import hub_download
 from core.files.walk import MAX_DEPTH
 from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.safetensors.header import looks_like_header
@@ -38,38 +31,6 @@ _MOST_FOLDERS = 10_000
 _MOST_SECONDS = 5.0
 NEAR = 3
 """Levels below a checkpoint in which separate checkpoints are looked for."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""The form of a model's name on the Hugging Face Hub: owner/model."""
-_MOST_NAMES = 10_000
-"""Maximum number of names of a directory that are compared with a misspelt one."""
-
-
-def absent(path: Path, *, what: str = "no such file or directory") -> UsageError:
-    """Return the error for a path that does not exist, with the most similar one that does."""
-    hint = None if os.path.lexists(path) else _similar_path(path)
-    if hint is None and _HUB_ID.fullmatch(str(path)) and not path.parent.exists():
-        command = hub_download(str(path))
-        hint = f"if this is a model on the Hugging Face Hub, download it first: {command}"
-    return UsageError(what, file=str(path), hint=hint or "check the spelling of the path")
-
-
-def _similar_path(path: Path) -> str | None:
-    """Return the hint that names a path with a similar spelling; None if there is none."""
-    # The first part that does not exist is the misspelt one; the rest is kept where it fits.
-    missing = path
-    while missing.parent != missing and not os.path.lexists(missing.parent):
-        missing = missing.parent
-    try:
-        with os.scandir(missing.parent) as entries:
-            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
-    except OSError:
-        return None
-    names = [name for name in names if name.startswith(".") == missing.name.startswith(".")]
-    similar = most_similar(missing.name, sorted(names))
-    if similar is None:
-        return None
-    near, rest = missing.parent / similar, path.relative_to(missing)
-    return f"did you mean {near / rest if os.path.lexists(near / rest) else near}?"
 
 
 def refusal_of(store: SourceStore, *, known: str, below: Search) -> CheckpointingException:

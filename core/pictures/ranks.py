@@ -35,8 +35,8 @@ from core.inspect.optimizer_states import is_state
 from core.megatron.model.args import facts_of, fields_of, topology_of
 from core.megatron.model.facts import PREDICTION_STACK
 from core.megatron.model.topology import Rank, Topology
-from core.megatron.reshard.from_ranks import local_names, ranks_of
-from core.megatron.reshard.rank_model import merge_ranks, with_v_shape
+from core.megatron.reshard.from_ranks import facts_of_ranks, ranks_of
+from core.megatron.reshard.rank_model import merge_ranks
 from core.megatron.reshard.reshard import load_rules
 from core.opening.damaged import open_readable_part
 from core.opening.objects import loaded
@@ -224,8 +224,7 @@ def _add_names_of_ranks(contents: Mapping[Position, _CellContent], catalog: Cata
         CheckpointingException: the layout of the model is not supported.
     """
     rules, ranks = load_rules(), ranks_of(catalog)
-    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks, rules)))
-    facts = with_v_shape(facts, ranks, rules)
+    facts = facts_of_ranks(catalog.args, ranks, rules)
     problems: list[CheckpointingException] = []
     model = merge_ranks(catalog, ranks, facts, rules, report=problems.append)
     for name, tensor in model.tensors.items():

@@ -27,10 +27,10 @@ from core.files.remote_path import RemotePath
 from core.files.source_store import SourceStore, open_store
 from core.files.store import translate_os_errors
 from core.files.url import refuse_url
+from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, all_iteration_dirs, removed_name
 from core.opening.listing import runs_below
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
-from core.opening.unrecognised import absent
 from core.stage.stage import stage_dir_of
 
 TRAINER_STATE = "trainer_state.json"

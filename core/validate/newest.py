@@ -10,10 +10,10 @@ from pathlib import Path
 from core.checks.finding import Severity
 from core.errors import CheckpointingException, UsageError
 from core.files.source_store import open_store
+from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.listing import runs_below
 from core.opening.open import NAMING_TRACKERS, TRACKER
-from core.opening.unrecognised import absent
 from core.team.protocol import ALONE, Team, broadcast_result
 from core.validate.run import Validation
 

@@ -25,7 +25,7 @@ from core.checks.watch import Watch
 from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, config_of
 from core.hf.proof.comparison import find_differences
-from core.hf.proof.expected import describe_model, is_tied, unchecked_text
+from core.hf.proof.expected import declares_tie, describe_model, unchecked_text
 from core.hf.proof.problem import Kind
 from core.hf.proof.proof import fitting_prefix
 
@@ -185,7 +185,7 @@ def _tied_arrays(subject: Subject) -> tuple[StoredArray, ...]:
         subject.catalog is None
         or config is None
         or family is None
-        or not is_tied(config, family.family)
+        or not declares_tie(config, family.family)
     ):
         return ()
     # A tensor in several fragments has no digest of its own.

@@ -18,7 +18,7 @@ from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnknownTensorError, UnsupportedError
 from core.megatron.model.args import fields_of, size_in
 from core.megatron.model.vocabulary import explains
-from core.megatron.reshard.equal_shards import build_hint, find_equal_shards
+from core.megatron.reshard.equal_shards import find_equal_shards, suggest_rules
 from core.megatron.reshard.problems import Understood
 
 _MIXED = (
@@ -193,7 +193,7 @@ def check_equal_shards(subject: Subject) -> Iterator[Finding]:
     if model is None or subject.model.is_sample:
         return
     for item in find_equal_shards(model.held, model.facts.topology, subject.store):
-        yield WHOLE.finding(str(item), key=item.name, hint=build_hint([item]))
+        yield WHOLE.finding(str(item), key=item.name, hint=suggest_rules([item]))
 
 
 CHECKS = (

@@ -7,7 +7,8 @@ values or other parameters.
 
 Source: ``load_args_from_checkpoint`` of Megatron-LM core_v0.12.0 to core_v0.19.0 and d98e8a64
 ``training/checkpointing.py``, and the parsers of core_v0.16.1 and d98e8a64. What one of them does
-not copy is listed here; stating it is harmless for the others. ``apply_layernorm_1p`` is copied,
+not copy is listed here. Stating it is harmless for the others that have the option, and those that
+do not cannot build such a model. ``apply_layernorm_1p`` is copied,
 but the model is built from ``layernorm_zero_centered_gamma``.
 
 Not listed: what only a fork can be told (multipliers of Falcon-H1, soft caps), and what

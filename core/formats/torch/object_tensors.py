@@ -1,4 +1,4 @@
-"""Weights inside objects: state dicts of modules, numpy arrays, and tensors of torchao's classes.
+"""Weights inside objects: state dicts of pickled modules, and numpy arrays as tensors.
 
 ``torch.save(model)`` pickles the module itself. Its class stays a name, but its state dict needs no
 code: it consists of the tensors in ``_parameters`` and ``_buffers``, under the paths of
@@ -12,25 +12,11 @@ code: it consists of the tensors in ``_parameters`` and ``_buffers``, under the 
 A numpy array's bytes are part of the pickle, so a tensor of it is encoded (``PickledArray``). Only
 destinations that cannot store objects get such tensors; elsewhere an array stays one.
 
-A tensor of torchao's classes is a mapping of its parts::
-
-    _rebuild_from_type_v2(_rebuild_wrapper_subclass, Int8Tensor,
-        (Int8Tensor, dtype, shape, strides, 0, layout, device, requires_grad),
-        {"qdata": int8 tensor, "scale": tensor, "zero_point": tensor, "block_size": [1, 64], …})
-
-becomes ``{"qdata": …, "scale": …, …, "class": "Int8Tensor", "dtype": "bfloat16", "shape": …}``:
-the attributes under their own names, and what the tensor stands for. So the parts of ``0.weight``
-have the keys ``0.weight.qdata``, ``0.weight.scale`` …, and are moved as they are.
-
 Not supported: ``_extra_state`` of modules, which their code makes; tensors of other objects, of
-which a result without any tensor is refused (``core.convert.prepare``); making a tensor of torchao
-of its parts again, and other classes of torchao, which stay objects that cannot be copied.
+which a result without any tensor is refused (``core.convert.prepare``).
 
 Source: torch 2.13 ``nn/modules/module.py`` (``_save_to_state_dict``); numpy 2.4
-``_core/src/multiarray/methods.c`` (``array_reduce``); torchao 0.18.0
-``quantization/quantize_/workflows`` (``float8_tensor``, ``int8_tensor``,
-``intx_unpacked_to_int8_tensor``), ``optim/subclass_*.py``; files that it wrote, in
-tests/golden/torchao.tar.xz.
+``_core/src/multiarray/methods.c`` (``array_reduce``).
 """
 
 from __future__ import annotations
@@ -46,23 +32,13 @@ from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import list_files_below
-from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes
+from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, attributes
 from core.pickle.key_text import element_type, is_scalar_call
 from core.pickle.nesting import MAX_DEPTH, containers, map_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
-_CLASSES = {
-    "Float8Tensor": ("qdata", "scale"),
-    "Int8Tensor": ("qdata", "scale"),
-    "IntxUnpackedToInt8Tensor": ("qdata", "scale"),
-    "OptimState4bit": ("codes", "scale", "qmap"),
-    "OptimState8bit": ("codes", "scale", "qmap"),
-    "OptimStateFp8": ("codes", "scale"),
-}
-"""Class of torchao → attributes that must be plain tensors."""
-_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _MAX_ENTRIES = 1 << 20
 """Maximum number of entries of a module's state dict; shared modules repeat theirs."""
 _NUMPY_MODULES = ("numpy.core", "numpy._core")
@@ -243,42 +219,3 @@ def _read_array(key: str, value: object) -> StoredArray | None:
         return None
     encoding = PickledArray(bytes(data), kind[1] + kind[0], bool(is_fortran)) if data else None
     return StoredArray(key, name, shape, Extent("", 0, encoding=encoding))
-
-
-def parts_of_tensor(
-    fn: object, kind: object, args: object, state: object
-) -> dict[object, object] | None:
-    """Return the parts of a tensor of a known class of torchao.
-
-    Args:
-        fn, kind, args, state: arguments of ``_rebuild_from_type_v2``.
-
-    Returns:
-        None for a tensor of another class, or one whose parts are not plain tensors.
-    """
-    if fn != _WRAPPER or not isinstance(kind, Global) or not isinstance(state, dict):
-        return None
-    required = _CLASSES.get(kind.name) if kind.module.split(".")[0] == "torchao" else None
-    if required is None or not isinstance(args, tuple) or len(args) < 3:
-        return None
-    if not all(isinstance(state.get(name), TensorLeaf) for name in required):
-        return None
-    parts: dict[object, object] = {name: _value(item) for name, item in state.items()}
-    shape = list(args[2]) if isinstance(args[2], (tuple, list)) else args[2]
-    return {**parts, "class": kind.name, "dtype": _value(args[1]), "shape": shape}
-
-
-def _value(item: object) -> object:
-    """Return an element type as text and a member of an enumeration as its value; others as is.
-
-    So they need no class, and every format can store them.
-    """
-    if isinstance(item, Global) and item.module == "torch":
-        return item.name
-    is_member = (
-        isinstance(item, Inert)
-        and len(item.args) == 1
-        and type(item.args[0]) in (str, int)
-        and item.state is NO_STATE
-    )
-    return item.args[0] if is_member and isinstance(item, Inert) else item

@@ -38,7 +38,7 @@ from core.arrays.box import Shape, is_c_contiguous
 from core.arrays.dtypes import BY_STORAGE, DTYPES
 from core.arrays.gather import byte_span
 from core.errors import CorruptError
-from core.formats.torch.object_tensors import parts_of_tensor
+from core.formats.torch.tensor_parts import parts_of_tensor
 from core.pickle.inert import Global, Inert, Persistent, Size, TensorLeaf
 
 MAX_RANK = 64  # torch's own limit is lower
@@ -86,7 +86,7 @@ class TensorHooks:
         label: prefix of the keys.
         hooks: additional hooks, by module and name of the callable.
         takes_apart: tensors of torchao's classes become mappings of their parts
-            (``torch.object_tensors``); otherwise they stay inert.
+            (``torch.tensor_parts``); otherwise they stay inert.
 
     Attributes:
         taken_apart: class → number of its tensors that were taken apart.

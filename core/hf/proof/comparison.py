@@ -35,10 +35,10 @@ from core.hf.proof.any_family import find_problems
 from core.hf.proof.expected import (
     Described,
     Expected,
+    declares_tie,
     describe_model,
     expected_head,
     expected_tensors,
-    is_tied,
     stated_experts,
 )
 from core.hf.proof.problem import Kind, Problem
@@ -246,7 +246,7 @@ def _check_expected(case: _Case, item: Expected) -> Iterator[Problem]:
     family = case.model.family
     if item.names[0] == _as_language_model(family.first[0].hf[0], family.body):
         # The output layer stands for the embedding that it is tied to.
-        if family.head in case.stored and is_tied(case.config, family):
+        if family.head in case.stored and declares_tie(case.config, family):
             return
     if item.names[0] == case.model.family.head:
         if case.model.has_head and not case.is_quantized(item.names[0]):
@@ -293,7 +293,9 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
             found=meta.dtype,
         )
     if meta.shape != shape:
-        is_tied_head = name == case.model.family.head and is_tied(case.config, case.model.family)
+        is_tied_head = name == case.model.family.head and declares_tie(
+            case.config, case.model.family
+        )
         tied = f"{CONFIG} ties the output layer to the embedding; " if is_tied_head else ""
         yield Problem(
             kind="ties" if is_tied_head else "shape",

@@ -160,7 +160,7 @@ def unchecked_text(config: Mapping[str, object]) -> str | None:
     )
 
 
-def is_tied(config: Mapping[str, object], family: Family) -> bool:
+def declares_tie(config: Mapping[str, object], family: Family) -> bool:
     """Return whether the configuration ties the output layer to the input embedding."""
     return bool({**family.defaults, **config}.get("tie_word_embeddings", False))
 
@@ -275,7 +275,7 @@ def _derive_model(
     if "learned" in family.rope:
         sizes["positions"] = number_of(config, family.config["max_position_embeddings"])
     # Traits decide which tensors exist; some features bring sizes of their own.
-    traits = set(family.requires) | {"tied" if is_tied(config, family) else "untied"}
+    traits = set(family.requires) | {"tied" if declares_tie(config, family) else "untied"}
     has_bias = "linear_bias" in family.requires
     traits |= {name for name in ("attention_bias", "mlp_bias") if has_bias or config.get(name)}
     traits |= {

@@ -28,11 +28,11 @@ _WRAPPERS = ("state_dict.", "model_state_dict.", "module.", "_orig_mod.", "app."
 _OTHER_CONFIG = f"is this the {CONFIG} of these weights?"
 _HINTS: Mapping[Kind, str] = {
     **dict.fromkeys(("missing", "shape", "layers", "experts", "config"), _OTHER_CONFIG),
-    "sisters": "copy the checkpoint again, or use an older one",
+    "sisters": "take this layer's weights from another copy of the model",
     "unexpected": UNUSED_WEIGHT_HINT,
     "dtype": "weights must be floating-point numbers: drop other tensors with --exclude",
-    "ties": "set tie_word_embeddings to true in config.json if the output layer shares the "
-    "embedding's weights",
+    "ties": "set tie_word_embeddings in config.json to true if the output layer shares the "
+    "embedding's weights, to false if it has its own",
     "quantization": "apply the scales with --dequantize bf16, or give the config.json of the "
     "quantized model",
 }

@@ -49,15 +49,15 @@ class EqualShards:
     group: str
 
     @property
-    def are_all(self) -> bool:
-        """Whether every rank holds that shard."""
+    def is_on_all_ranks(self) -> bool:
+        """Whether all ranks of the group hold the same shard."""
         return len(self.ranks) == self.n
 
     def __str__(self) -> str:
         numbers = ", ".join(map(str, self.ranks))
         ranks = (
             f"all {self.n} {self.group} ranks"
-            if self.are_all
+            if self.is_on_all_ranks
             else f"{self.group} ranks {numbers} of {self.n}"
         )
         return f"{ranks} hold the same values, but the rule of this tensor cuts axis {self.axis}"
@@ -104,13 +104,13 @@ def raise_if_equal_shards(
         raise UnsupportedError(
             f"{first}" + (f"; the same is true of {more} other tensors" if more else ""),
             key=first.name,
-            hint=build_hint(equal),
+            hint=suggest_rules(equal),
         )
 
 
-def build_hint(equal: Sequence[EqualShards]) -> str:
-    """Return the hint for tensors with equal shards, which are probably complete on every rank."""
-    names = [item.name for item in equal if item.are_all]
+def suggest_rules(equal: Sequence[EqualShards]) -> str:
+    """Return the hint for tensors with equal shards: the rules that decide what they are."""
+    names = [item.name for item in equal if item.is_on_all_ranks]
     if not names:
         return (
             "convert it with the software that wrote it (no rule describes a tensor that some "

@@ -57,7 +57,7 @@ from core.megatron.extras.common_state import (
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
 from core.megatron.extras.rank_numbers import check_rank_numbers
-from core.megatron.model.args import facts_of
+from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.checks import (
     TOWERS,
     check_complete,
@@ -68,6 +68,7 @@ from core.megatron.model.checks import (
 from core.megatron.model.cut import check_head_gates
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
+from core.megatron.model.pipeline_args import is_v_shaped
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows
@@ -109,8 +110,7 @@ def unshard_ranks(
     if rank_facts is None or not rank_facts.n_unopened:
         check_rank_numbers(ranks.values())
     check_head_gates(catalog.args, "megatron")
-    facts_by_args = facts_of(catalog.args, names=rules.model_of(local_names(ranks, rules)))
-    facts = with_v_shape(facts_by_args, ranks, rules)
+    facts = facts_of_ranks(catalog.args, ranks, rules)
 
     # Put the tensors of all ranks under global names. Lost extra states go before the rules are
     # settled and the optimizer is read, which both go through the model's tensors.
@@ -140,7 +140,7 @@ def unshard_ranks(
     notes = [*catalog.notes, *optimizer.notes, *true_shapes.notes]
     if model.outer:
         notes.append(f"the names begin with {model.outer!r}, which is left out")
-    if facts.pipeline != facts_by_args.pipeline:
+    if facts.pipeline.is_v_shaped and not is_v_shaped(fields_of(catalog.args)):
         notes.append(
             "the pipeline is V-shaped, as the places of the embedding and the output layer show; "
             "the arguments do not say it"
@@ -213,7 +213,23 @@ def ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
     return facts.ranks
 
 
-def local_names(ranks: Mapping[Coords, tuple[str, object]], rules: Rules) -> Iterator[str]:
+def facts_of_ranks(
+    args: object, ranks: Mapping[Coords, tuple[str, object]], rules: Rules
+) -> ModelFacts:
+    """Return what the arguments of a rank checkpoint and its names say about the model.
+
+    Args:
+        args: the training arguments.
+        ranks: coordinates → (directory, content of its file).
+
+    Raises:
+        UnsupportedError, CorruptError: as for ``facts_of``.
+    """
+    facts = facts_of(args, names=rules.model_of(_local_names(ranks, rules)))
+    return with_v_shape(facts, ranks, rules)
+
+
+def _local_names(ranks: Mapping[Coords, tuple[str, object]], rules: Rules) -> Iterator[str]:
     """Yield the local names in all chunks of every pipeline stage, from one rank of each."""
     stages = {dict(coords).get("pp"): file for coords, file in ranks.items()}
     for folder, root in stages.values():

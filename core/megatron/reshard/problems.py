@@ -31,14 +31,13 @@ from core.megatron.reshard.from_global import (
     prefix_of,
     without_prefix,
 )
-from core.megatron.reshard.from_ranks import global_shape_of, local_names, ranks_of, settle_rules
+from core.megatron.reshard.from_ranks import facts_of_ranks, global_shape_of, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
 from core.megatron.reshard.rank_model import (
     RankModel,
     RankPart,
     RankTensor,
     merge_ranks,
-    with_v_shape,
 )
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, walk
@@ -90,8 +89,7 @@ def _read_ranks(
 ) -> Understood:
     """Read the model of rank files, and report its problems."""
     ranks = ranks_of(catalog)
-    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks, rules)))
-    facts = with_v_shape(facts, ranks, rules)
+    facts = facts_of_ranks(catalog.args, ranks, rules)
     if sample is not None:
         facts, ranks = _sampled(facts, ranks, sample)
 
