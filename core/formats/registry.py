@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,31 +17,93 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 
-_BUILT_IN = (
-    *(
-        "megatron.format",
-        "dcp.torch_dist",
-        "dcp.format",
-        "ocdbt.format",
-        "zarr.format",
-        "zarr.format3",
-    ),
-    *(
-        "deepspeed.universal.format",
-        "deepspeed.format",
-        "safetensors.format",
-        "huggingface.bin_format",
-        "mcore.local",
-        "torch_sharded.format",
-        "nemo",
-        "flax.format",
-        "torch.format",
-    ),
-)
-"""Modules in this package, each with a ``FORMAT``.
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A built-in format before its module is imported.
 
-They are sniffed in this order: a format whose files also look like those of a more general one
-comes first.
+    Args:
+        names: the format's name and aliases.
+        module: module in this package that has it as ``FORMAT``.
+        in_directory: pattern of a name in the directory, that of a subdirectory ending with ``/``,
+            without which the directory is not in this format; "" for formats of single files.
+        as_file: the same for the name of a file that is the checkpoint; "" for directories only.
+    """
+
+    names: tuple[str, ...]
+    module: str
+    in_directory: str = ""
+    as_file: str = ""
+
+    def load(self) -> Format:
+        """Import the module and return its format."""
+        format: Format = import_module(f"core.formats.{self.module}").FORMAT
+        return format
+
+    def may_be_of(self, store: ReadStore) -> bool:
+        """Return whether the names in a store allow this format, which ``sniff`` then decides."""
+        if store.entry is not None:
+            name = store.entry.rpartition("/")[2]
+            return bool(self.as_file) and re.fullmatch(self.as_file, name, re.DOTALL) is not None
+        if not self.in_directory:
+            return False
+        matches = re.compile(self.in_directory, re.DOTALL).fullmatch
+        return any(map(matches, store.files())) or any(
+            matches(f"{name}/") for name in store.folders()
+        )
+
+
+BUILT_IN = (
+    BuiltIn(
+        ("megatron", "torch_ranks"),
+        "megatron.format",
+        r"model_(optim_)?rng\.pt|mp_rank_.*/",
+        r"model_(optim_)?rng\.pt",
+    ),
+    BuiltIn(
+        ("torch_dist",), "dcp.torch_dist", r"metadata\.json|\.metadata|(model|optimizer|extra)/"
+    ),
+    BuiltIn(
+        ("dcp", "torch_dcp", "fsdp_dtensor"),
+        "dcp.format",
+        r".*\.metadata(\.tmp)?|.*\.distcp|pytorch_model_fsdp_.*/|(model|optimizer|extra)/",
+    ),
+    BuiltIn(
+        ("orbax", "ocdbt"),
+        "ocdbt.format",
+        r"manifest\.ocdbt|_METADATA|_CHECKPOINT_METADATA|ocdbt\.process_.*/"
+        r"|(default|state|params)/",
+    ),
+    BuiltIn(("zarr",), "zarr.format", r"metadata\.json|\.zgroup|\.zarray|.*/"),
+    BuiltIn(("zarr3",), "zarr.format3", r"zarr\.json|.*/"),
+    BuiltIn(
+        ("deepspeed_universal", "ucp"), "deepspeed.universal.format", r"latest_universal|zero/"
+    ),
+    BuiltIn(("deepspeed",), "deepspeed.format", r".*(model|optim)_states\.pt"),
+    BuiltIn(
+        ("safetensors", "hf", "huggingface"),
+        "safetensors.format",
+        r".*\.safetensors(\.index\.json)?|model_index\.json|sharded/",
+        r".*",
+    ),
+    BuiltIn(
+        ("torch_bin",),
+        "huggingface.bin_format",
+        r".*\.bin(\.index\.json)?",
+        r".*\.bin\.index\.json",
+    ),
+    BuiltIn(("mcore_local",), "mcore.local", r"iter_.*_local\.pt|\d+/", r"iter_.*_local\.pt"),
+    BuiltIn(("torch_sharded",), "torch_sharded.format", r".*\d.*\.(pt|pth|bin|ckpt)", r".*"),
+    BuiltIn(("nemo",), "nemo", as_file=r".*\.nemo"),
+    BuiltIn(
+        ("flax", "msgpack"),
+        "flax.format",
+        r"flax_model\.msgpack(\.index\.json)?",
+        r".*\.msgpack|(.*_)?checkpoint_\d+",
+    ),
+    BuiltIn(("torch",), "torch.format", r"checkpoint\.pt", r".*"),
+)
+"""The built-in formats, in the order in which they are sniffed: a format whose files also look like
+those of a more general one comes first.
 """
 
 
@@ -59,7 +123,7 @@ def formats() -> list[Format]:
     Raises:
         UnsupportedError: two formats share a name.
     """
-    all_formats = [*_built_in(), *_plug_ins()]
+    all_formats = [*(row.load() for row in BUILT_IN), *_plug_ins()]
     names: set[str] = set()
     for format in all_formats:
         for name in (format.name, *format.aliases):
@@ -69,11 +133,6 @@ def formats() -> list[Format]:
                 )
             names.add(name)
     return all_formats
-
-
-def _built_in() -> Iterator[Format]:
-    for module in _BUILT_IN:
-        yield import_module(f"core.formats.{module}").FORMAT
 
 
 @cache
@@ -91,9 +150,12 @@ def format_called(name: str) -> Format:
     Raises:
         UsageError: no format has that name.
     """
-    all_formats = formats()
     canonical_name = name.lower().replace("-", "_")
-    for format in all_formats:
+    for row in BUILT_IN:
+        if canonical_name in row.names:
+            return row.load()
+    all_formats = formats()
+    for format in all_formats[len(BUILT_IN) :]:
         if canonical_name in (format.name, *format.aliases):
             return format
     # Suggest the format that the word stands for elsewhere, or the most similar name of those that
@@ -116,11 +178,11 @@ def sniffed(store: ReadStore) -> Format:
         UnsupportedError: no format recognises the store.
     """
     # The built-in formats are tried first, because finding the plug-ins takes 20 ms.
-    for format in _built_in():
-        if format.sniff(store):
+    for row in BUILT_IN:
+        if row.may_be_of(store) and (format := row.load()).sniff(store):
             return format
     all_formats = formats()
-    for format in all_formats[len(_BUILT_IN) :]:
+    for format in all_formats[len(BUILT_IN) :]:
         if format.sniff(store):
             return format
     raise UnsupportedError(
