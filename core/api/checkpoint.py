@@ -28,7 +28,10 @@ from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError, UsageError
 from core.files.remote_path import location_of
-from core.hf import is_hf, read_family, to_hf, to_megatron
+from core.hf.family import read_family
+from core.hf.names import is_hf
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.inspect.summary import parallel_sizes
 from core.megatron.model.args import fields_of
 from core.megatron.reshard.reshard import load_rules

@@ -105,7 +105,7 @@ def _named_like(side: Side, first: Side) -> Side:
 
     Both must be models of transformers, whose versions name some tensors differently.
     """
-    from core.hf import is_hf
+    from core.hf.names import is_hf
     from core.hf.tensors.spelling import name_like
 
     if not all(is_hf(each.catalog, config_of_source(each.source)) for each in (side, first)):
@@ -210,7 +210,8 @@ def _with_hf(
     Raises:
         CheckpointingException: Hugging Face's names cannot be mapped to Megatron's.
     """
-    from core.hf import is_hf, to_megatron
+    from core.hf.names import is_hf
+    from core.hf.to_megatron import to_megatron
 
     catalog = plain.catalog
     config = config_of(other.store) if CONFIG in carried_of(catalog) else None

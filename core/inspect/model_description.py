@@ -19,7 +19,7 @@ from core.megatron.optimizer.form import role_of
 from core.quantize.schemes import quantized_weights
 
 if TYPE_CHECKING:
-    from core.hf import Family
+    from core.hf.family import Family
 
 _IN_CONFIG: Mapping[str, tuple[str, ...]] = {
     "n_layers": ("num_hidden_layers", "num_layers", "n_layers", "n_layer"),

@@ -309,7 +309,7 @@ class _Unsharded:
 
 def _unshard(checkpoint: Checkpoint) -> _Unsharded:
     """Convert a checkpoint with Megatron's or Hugging Face's names to global per-layer form."""
-    from core.hf import is_hf
+    from core.hf.names import is_hf
     from core.megatron.reshard.reshard import load_rules, unshard
 
     catalog, store = checkpoint.catalog, checkpoint.store
@@ -340,7 +340,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
 def _unshard_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
     """Convert a model with Hugging Face's names to Megatron's global form, with scales applied."""
     from core.convert.apply_changes import apply_changes
-    from core.hf import to_megatron
+    from core.hf.to_megatron import to_megatron
 
     # Neither Megatron's global form nor Hugging Face's can hold the optimizer.
     catalog = without_optimizer(catalog).catalog

@@ -67,7 +67,9 @@ def form_like(
         UnsupportedError: the names of the two belong to different families.
         CheckpointingException: the other checkpoint is damaged or incomplete.
     """
-    from core.hf import is_hf, to_hf, to_megatron
+    from core.hf.names import is_hf
+    from core.hf.to_hf import to_hf
+    from core.hf.to_megatron import to_megatron
 
     catalog = loaded(other.catalog, other.store, load_object)
     rules = options.rules

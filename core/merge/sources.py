@@ -9,7 +9,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel
 from core.errors import UnsupportedError, in_checkpoint
 from core.files.source_store import JoinedStore, join_stores, joined_prefix
-from core.hf import is_hf
+from core.hf.names import is_hf
 from core.hf.tensors.spelling import name_like
 from core.hf.text_model import is_composite, text_model_of
 from core.hf.ties import (

@@ -33,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from fnmatch import fnmatch
 from multiprocessing import get_context
 from pathlib import Path
@@ -60,9 +60,17 @@ N_WITH_OPTIONS = 4
 """Number of checkpoints of each format that are tried with every one of ``CONTENT_OPTIONS``."""
 RESHARDED = ("megatron", "torch_dist", "zarr")
 """Formats whose checkpoints have a parallel layout."""
-SIZES = (("--tp-new", "1"), ("--tp-new", "2"), ("--tp-new", "1", "--pp-new", "2"), ("--ep-new", "2"))
+SIZES = (
+    ("--tp-new", "1"),
+    ("--tp-new", "2"),
+    ("--tp-new", "1", "--pp-new", "2"),
+    ("--ep-new", "2"),
+)
 MASKS = (
-    (re.compile(r'"(seconds|expected_seconds|read_rate|write_rate|free_bytes)": [^,}]+'), r'"\1": 0'),
+    (
+        re.compile(r'"(seconds|expected_seconds|read_rate|write_rate|free_bytes)": [^,}]+'),
+        r'"\1": 0',
+    ),
     (re.compile(r'"(created|modified|created_at|started)": "[^"]*"'), r'"\1": ""'),
     (re.compile(r"\b\d+(\.\d+)? (s|ms|min)\b"), "N s"),
     (re.compile(r"\b\d+(\.\d+)? [KMGT]?i?B/s\b"), "N B/s"),
@@ -219,10 +227,8 @@ def _compare(old_path: Path, new_path: Path, *, n_lines: int) -> int:
 def _as_lines(outcome: Outcome) -> list[str]:
     """Return an outcome as lines of text; JSON on stdout has a line per value."""
     stdout = str(outcome["stdout"])
-    try:
+    with suppress(ValueError):
         stdout = json.dumps(json.loads(stdout), indent=0, sort_keys=True)
-    except ValueError:
-        pass
     files = outcome["files"]
     assert isinstance(files, dict)
     return [

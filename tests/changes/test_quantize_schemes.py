@@ -18,7 +18,8 @@ from core.catalog.catalog import TensorMeta
 from core.changes.quantize import dequantize
 from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.hf import to_hf, to_megatron
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.quantize.schemes import quantized_weights, schemes
 from tests.changes.test_quantize import content, name_of, raw, stored
 

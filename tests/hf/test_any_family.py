@@ -20,7 +20,7 @@ from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
 from core.errors import MissingShardError
-from core.hf import model_types
+from core.hf.names import model_types
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
 from core.validate.run import validate

@@ -18,10 +18,11 @@ import torch
 from core.catalog.catalog import TensorMeta
 from core.convert.run import Job, run
 from core.errors import UnknownTensorError
-from core.hf import to_hf, to_megatron
 from core.hf.family import families
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from tests.hf.models import (
     COMMON,
     DEEPSEEK,

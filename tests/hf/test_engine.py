@@ -16,7 +16,8 @@ from core.files.store import LocalStore
 from core.formats.format import Format
 from core.formats.megatron import format as megatron
 from core.formats.safetensors import format as safetensors
-from core.hf import to_hf, to_megatron
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.manifest.of_copy import finish_files
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import shard, unshard

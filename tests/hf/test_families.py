@@ -16,9 +16,10 @@ from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.store import LocalStore
-from core.hf import to_hf, to_megatron
 from core.hf.detection import refused_types
 from core.hf.family import families, parse_family
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
     COMMON,

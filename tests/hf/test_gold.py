@@ -17,7 +17,9 @@ from core.errors import UnsupportedError
 from core.files.store import LocalStore
 from core.formats.huggingface import bin_format as bin_shards
 from core.formats.safetensors import format as safetensors
-from core.hf import is_hf, to_hf, to_megatron
+from core.hf.names import is_hf
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import shard, unshard
 from core.pickle.inert import make_namespace

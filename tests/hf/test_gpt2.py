@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import UnsupportedError
-from core.hf import to_hf, to_megatron
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.pickle.inert import make_namespace
 from tests.hf.models import arguments, assert_same, catalog_of, config_of, contents, saved, tensors
 from tests.hf.stepped import save_stepped

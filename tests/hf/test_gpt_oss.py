@@ -16,7 +16,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError
-from core.hf import to_hf, to_megatron
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.validate.run import validate
 from tests.hf.models import (
     assert_same,

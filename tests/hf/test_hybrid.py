@@ -13,7 +13,8 @@ import pytest
 from core.catalog.catalog import Catalog
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import LocalStore
-from core.hf import to_hf, to_megatron
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.pickle.inert import make_namespace
 from tests.hf.models import arguments, assert_same, catalog_of, config_of, contents, saved, tensors
 

@@ -15,8 +15,8 @@ import torch
 from core.api.verbs import diff, merge
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
-from core.hf import to_megatron
 from core.hf.family import read_family
+from core.hf.to_megatron import to_megatron
 from tests.hf.models import arguments, catalog_of, config_of, saved
 from tests.support.starship import write_starship
 

@@ -15,7 +15,8 @@ from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
 from core.formats.torch.format import load_object
-from core.hf import to_hf, to_megatron
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import shard, stack, unshard
 from core.opening.objects import loaded

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 
 from core.catalog.facets import MegatronModel
-from core.hf import to_megatron
 from core.hf.family import families
+from core.hf.to_megatron import to_megatron
 from tests.hf.models import (
     MODELS,
     arguments,

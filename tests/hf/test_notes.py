@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from core.hf import to_hf, to_megatron
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from tests.hf.models import LLAMA3, catalog_of, config_of, saved
 
 

@@ -21,7 +21,8 @@ from core.catalog.facets import HuggingFaceModel
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import UnsupportedError
-from core.hf import to_hf, to_megatron
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from tests.hf.models import (
     add_prediction,
     arguments,

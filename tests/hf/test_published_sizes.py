@@ -18,8 +18,9 @@ import torch
 
 from core.files.store import LocalStore
 from core.formats.safetensors import format as safetensors
-from core.hf import to_hf, to_megatron
 from core.hf.family import families
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from tests.hf.models import config_of, quietly
 
 _PUBLISHED: dict[str, dict[str, Any]] = json.loads(

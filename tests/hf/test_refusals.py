@@ -18,7 +18,9 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.hf import is_hf, to_hf, to_megatron
+from core.hf.names import is_hf
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from core.pickle.inert import make_namespace
 from tests.hf.models import DEEPSEEK, LLAMA3, YARN, arguments, catalog_of, config_of, saved
 

@@ -29,7 +29,7 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.hf import to_megatron
+from core.hf.to_megatron import to_megatron
 from core.hf.towers.models import composite_models
 from core.opening.open import open_checkpoint
 from tests.hf.composites import COMPOSITES, saved_composite

@@ -44,14 +44,10 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
         UsageError: the changes leave an incomplete model, or an option has no effect on such
             weights.
     """
-    from core.hf import (
-        OptimizerTarget,
-        check_model,
-        composite_types,
-        model_types,
-        to_megatron,
-        with_masters,
-    )
+    from core.hf.names import composite_types, model_types
+    from core.hf.optimizer.states import with_masters
+    from core.hf.proof.proof import check_model
+    from core.hf.to_megatron import OptimizerTarget, to_megatron
 
     job = request.job
     assert request.config is not None

@@ -68,8 +68,10 @@ def global_form(
         CheckpointingException: the source is damaged or incomplete, or an option contradicts the
             source or the destination.
     """
-    from core.hf import is_hf, read_family, text_model_of
     from core.hf.adapters.peft import is_peft
+    from core.hf.family import read_family
+    from core.hf.names import is_hf
+    from core.hf.text_model import text_model_of
     from core.hf.torchtitan.to_hf import from_torchtitan, is_torchtitan
 
     for checkpoint in (source, *others):

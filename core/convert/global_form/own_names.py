@@ -23,7 +23,7 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
         UsageError: the changes leave an incomplete model, or an optimizer that does not fit its
             parameters.
     """
-    from core.hf import check_model
+    from core.hf.proof.proof import check_model
 
     job, format, before = request.job, request.format, step.catalog
     result = apply_checked(before, job, request.config)

@@ -28,7 +28,7 @@ from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source
 
 if TYPE_CHECKING:
-    from core.hf import Family
+    from core.hf.family import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.convert.report.checkpoint_args import list_uncopied_options
-from core.hf import to_megatron
+from core.hf.to_megatron import to_megatron
 from core.megatron.model.args import fields_of
 from tests.hf.models import catalog_of, config_of, saved
 

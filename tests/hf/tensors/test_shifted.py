@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.hf import to_hf, to_megatron
 from core.hf.config_json.config import arguments_of
 from core.hf.family import families
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 from tests.hf.models import arguments, catalog_of, config_of, contents, saved, tensor_of
 
 _KEY = "model.layers.0.linear_attn.norm.weight"
