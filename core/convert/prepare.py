@@ -315,7 +315,7 @@ def _compare_copies(source: Checkpoint) -> Checkpoint:
             key, copy = different[0]
             note += (
                 f"{len(different):,} of {n:,} are not the rounded master weights, which are "
-                f"written: {key} in {copy.extent.file} differs (ckpt validate lists all)"
+                f"written: {key} in {copy.extent.file} differs (ckpt validate --headers lists all)"
             )
         elif n:
             note += "they are the rounded master weights, in a sample of each"

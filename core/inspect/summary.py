@@ -198,7 +198,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
         capabilities = capabilities_of(
             checkpoint,
             ModelTraits(
-                layout_refusal=unsharded.refusal,
+                layout_refusal=unsharded.why,
                 is_hf=unsharded.is_hf,
                 has_optimizer=optimizer is not None,
                 has_scales=unsharded.has_scales,
@@ -289,7 +289,7 @@ class _Unsharded:
 
     Args:
         catalog: the global form; None if there is none.
-        why: the reason if there is none.
+        why: the reason why there is no parallel layout to change; None if there is one.
         has_scales: weights have scales, which were applied.
         is_hf: the source has Hugging Face's names.
         config: parsed ``config.json`` of the source; None if there is none.
@@ -301,15 +301,11 @@ class _Unsharded:
     is_hf: bool = False
     config: Mapping[str, object] | None = None
 
-    @property
-    def refusal(self) -> str | None:
-        """The reason why there is no global form; None if there is one."""
-        return None if self.catalog is not None else self.why or "the layout is not known"
-
 
 def _unshard(checkpoint: Checkpoint) -> _Unsharded:
     """Convert a checkpoint with Megatron's or Hugging Face's names to global per-layer form."""
     from core.hf.names import is_hf
+    from core.megatron.extras.float8_weights import dequantize_rank_weights
     from core.megatron.reshard.reshard import load_rules, unshard
 
     catalog, store = checkpoint.catalog, checkpoint.store
@@ -334,7 +330,16 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
             unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None
         )
     except CheckpointingException as err:
-        return _Unsharded(None, err.sentence)
+        refusal = err.sentence
+    # Float8 weights of Transformer Engine have a layout once they are dequantized.
+    try:
+        dequantized = dequantize_rank_weights(catalog, "bfloat16")
+        if dequantized.n:
+            unshard(dequantized.catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True)
+            return _Unsharded(None, None, has_scales=True)
+    except CheckpointingException:
+        pass
+    return _Unsharded(None, refusal)
 
 
 def _unshard_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:

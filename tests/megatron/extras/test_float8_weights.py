@@ -150,3 +150,20 @@ def test_without_float8_weights_the_option_is_refused(golden: Path, tmp_path: Pa
     shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp1", tmp_path / "a")
     with pytest.raises(UsageError, match="no float8"):
         convert(tmp_path / "a", tmp_path / "b", dequantize="bf16", to="safetensors")
+
+
+def test_inspect_offers_what_dequantizing_makes_possible(golden: Path, tmp_path: Path) -> None:
+    from core.inspect.summary import summarize
+    from core.opening.open import open_checkpoint
+
+    quantize(golden, tmp_path / "a")
+    source = open_checkpoint(tmp_path / "a")
+    try:
+        capabilities = summarize(source).capabilities
+    finally:
+        source.store.close()
+
+    assert capabilities
+    for capability in capabilities:
+        assert capability.is_possible, capability
+        assert "--dequantize bf16" in str(capability.why)
