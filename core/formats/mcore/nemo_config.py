@@ -104,7 +104,10 @@ def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
     if embedding is not None:
         fields["params_dtype"] = Global("torch", catalog.tensors[embedding].dtype)
     note = f"the training arguments were taken from {MODEL_CONFIG} (NeMo 1)"
-    common = {"checkpoint_version": 3.0, "iteration": catalog.iteration or 1}
+    common: dict[object, object] = {
+        "checkpoint_version": 3.0,
+        "iteration": catalog.iteration or 1,
+    }
     return with_arguments(catalog, common, fields, note=note)
 
 
