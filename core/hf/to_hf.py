@@ -82,11 +82,10 @@ def to_hf(
         requested=family or model_type,
         origin=None if origin is None else origin.model_type,
     )
-    head = choose_value_head(
-        weights,
-        family if towers is None else replace(family, classifiers=()),
-        None if origin is None else origin.config,
-    )
+    classified = family
+    if towers is not None:  # no class of transformers has towers and such a head
+        classified = replace(family, model_type=towers.model.model_type, classifiers=())
+    head = choose_value_head(weights, classified, None if origin is None else origin.config)
 
     # Find the weight of every pair. Every weight must be used, so that none is lost silently.
     pairs = _pairs_by_name(family if head is None else head.add_to(family), model, weights)

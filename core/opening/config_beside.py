@@ -60,7 +60,7 @@ def with_description(catalog: Catalog, path: Path, *, iteration: int | None) -> 
             return catalog
     for folder in (path, *((path.parent,) if path.name == MODEL_WEIGHTS else ())):
         with closing(open_store(folder)) as store:
-            catalog = with_nemo_config(catalog, store)
+            catalog = with_nemo_config(catalog, store) if folder.is_dir() else catalog
         if catalog.args is not None:
             return catalog
     for folder in (*(path / name for name in _FOLDERS), path.parent / HUGGING_FACE):

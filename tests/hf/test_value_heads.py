@@ -20,6 +20,7 @@ from core.hf import to_hf, to_megatron
 from core.hf.family import families
 from core.hf.proof.comparison import find_differences
 from core.pickle.inert import make_namespace
+from tests.hf.composites import saved_composite
 from tests.hf.models import (
     MODELS,
     arguments,
@@ -157,6 +158,18 @@ def test_a_family_without_such_a_class_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no olmoe model with such a head") as caught:
         to_hf(middle)
     assert "--to safetensors" in (caught.value.hint or "")
+
+
+def test_a_head_beside_towers_keeps_megatron_s_names(tmp_path: Path) -> None:
+    folder = saved_composite("qwen2_5_vl", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"][:1].clone()
+    save_file(weights, folder / "model.safetensors")
+    _, source = catalog_of(folder)
+    middle = to_megatron(source, config_of(folder))
+    assert middle.tensors["output_layer.weight"].shape[0] == 1
+    with pytest.raises(UnsupportedError, match="no qwen2_5_vl model with such a head"):
+        to_hf(middle)
 
 
 def test_a_bias_is_whole_on_every_rank_and_comes_back(tmp_path: Path) -> None:
