@@ -25,6 +25,7 @@ States of an optimizer follow their parameters (``core.hf.optimizer``).
 The vision and audio towers of some composite models stay beside the text model
 (``core.hf.towers``); of the others the text model alone is converted (``core.hf.text_model``).
 
-Not supported: quantized weights (they are dequantized first), models with another head than the
-language model's.
+A critic or reward model has a value head in place of its output layer (``core.hf.value_head``).
+
+Not supported: quantized weights (they are dequantized first), other heads than these two.
 """

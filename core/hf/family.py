@@ -25,6 +25,7 @@ _FIELDS = frozenset(
             "model_type",
             "aliases",
             "architecture",
+            "classifiers",
             "body",
             "layers",
             "inner",
@@ -147,6 +148,7 @@ class Family:
     model_type: str
     aliases: tuple[str, ...]
     architecture: str
+    classifiers: tuple[str, ...]
     bodies: tuple[str, ...]
     layers: str
     inner: int | None
@@ -309,6 +311,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         model_type=table["model_type"],
         aliases=tuple(table.get("aliases", ())),
         architecture=table["architecture"],
+        classifiers=tuple(table.get("classifiers", ())),
         bodies=_texts(table.get("body", "model.")),
         layers=table.get("layers", "layers."),
         inner=table.get("inner"),

@@ -9,6 +9,7 @@ destinations, DeepSpeed's, the optimizer gets the same names (``core.hf.optimize
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.facets import HuggingFaceModel, MegatronModel
@@ -24,15 +25,16 @@ from core.hf.name_tables import Pair, pairs_of
 from core.hf.notes import list_model_notes
 from core.hf.optimizer.to_named import hf_states
 from core.hf.tensors.hf_tensor import hf_tensors, weights_in
+from core.hf.ties import TIE
 from core.hf.towers.to_hf import separate_towers
 from core.hf.traits import Model, model_of
+from core.hf.value_head import ValueHead, choose_value_head
 from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
 from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
 
 _EXTRA = "_extra_state"
 _EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
 
 
 def to_hf(
@@ -71,13 +73,6 @@ def to_hf(
     if towers is not None:
         catalog, fields, origin = towers.text, towers.fields, towers.origin
     weights = weights_in(catalog)
-    if _OUTPUT in weights and weights[_OUTPUT].shape[:1] == (1,):
-        raise UnsupportedError(
-            "the model is a critic or reward model: its output layer of one row is a value head, "
-            "and only language models can get Hugging Face's names",
-            key=_OUTPUT,
-            hint="keep Megatron's names: --to safetensors, dcp or torch",
-        )
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
@@ -87,9 +82,13 @@ def to_hf(
         requested=family or model_type,
         origin=None if origin is None else origin.model_type,
     )
+    classified = family
+    if towers is not None:  # no class of transformers has towers and such a head
+        classified = replace(family, model_type=towers.model.model_type, classifiers=())
+    head = choose_value_head(weights, classified, None if origin is None else origin.config)
 
     # Find the weight of every pair. Every weight must be used, so that none is lost silently.
-    pairs = _pairs_by_name(family, model, weights)
+    pairs = _pairs_by_name(family if head is None else head.add_to(family), model, weights)
     tensors = hf_tensors(catalog, pairs)
     unused = [key for key in weights if key not in pairs]
     if unused:
@@ -112,8 +111,10 @@ def to_hf(
     notes = [*catalog.notes, *list_model_notes(family, fields)]
     if has_config:
         values = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
+        if head is not None:
+            notes.append(f"the value head is {head.weight} of a {head.architecture}")
         documents[CONFIG], note = _config_document(
-            origin, values, fields=fields, family=family, model=model
+            origin, values, fields=fields, family=family, model=model, head=head
         )
         notes.append(note)
 
@@ -155,7 +156,8 @@ def weights_of(catalog: Catalog) -> Mapping[str, Pair]:
         requested=None,
         origin=None if origin is None else origin.model_type,
     )
-    return _pairs_by_name(family, model, weights)
+    head = choose_value_head(weights, family, None if origin is None else origin.config)
+    return _pairs_by_name(family if head is None else head.add_to(family), model, weights)
 
 
 def _pairs_by_name(
@@ -182,17 +184,22 @@ def _config_document(
     fields: Mapping[str, object],
     family: Family,
     model: Model,
+    head: ValueHead | None,
 ) -> tuple[bytes, str]:
     """Return the content of ``config.json``, and a note on where it comes from."""
     if origin is None:
-        return document(config), f"{CONFIG} was created from the training arguments"
+        values = config if head is None else head.edit_config(config)
+        return document(values), f"{CONFIG} was created from the training arguments"
     restored = restore(origin, config, fields=fields, family=family, model=model)
-    if restored is None:
-        return origin.text, f"{CONFIG} is the one that the model was converted from"
-    return document(restored), (
-        f"{CONFIG} is the one that the model was converted from, "
-        "with the values that the training arguments have changed"
-    )
+    values = origin.config if restored is None else restored
+    if head is not None:
+        tie = {name: origin.config[name] for name in (TIE,) if name in origin.config}
+        values = head.edit_config({**values, **tie})
+    note = f"{CONFIG} is the one that the model was converted from"
+    if values == origin.config:
+        return origin.text, note
+    changes = "that the training arguments have changed" if restored else "of a value head"
+    return document(values), f"{note}, with the values {changes}"
 
 
 def _true_vocab_size(catalog: Catalog) -> int:

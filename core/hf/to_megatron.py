@@ -49,6 +49,8 @@ from core.hf.text_model import is_composite
 from core.hf.ties import with_embedding
 from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import Model, model_of
+from core.hf.value_head import NOTE as HEAD_NOTE
+from core.hf.value_head import find_value_head
 from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT, count_of
 from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.extras.engine_states import states_of_rank_files
@@ -133,6 +135,10 @@ def to_megatron(
     if family is None:
         family, note = detect_family(catalog.tensors, config)
 
+    head = find_value_head(catalog.tensors, family)
+    if head is not None:
+        family = head.add_to(family)
+
     # A model without an optimizer begins training, one with it goes on.
     has_states = optimizer is not None and bool(states_by_name(catalog))
     iteration = (catalog.iteration or _ITERATION) if has_states else _ITERATION
@@ -153,6 +159,8 @@ def to_megatron(
         iteration=iteration,
         n_mtp=n_mtp,
     )
+    if head is not None:
+        fields["untie_embeddings_and_output_weights"] = True
     n_rows = fields["vocab_size"]
     assert isinstance(n_rows, int)
     model = model_of(fields, n_rows=n_rows, n_tensors=len(catalog.tensors))
@@ -164,7 +172,9 @@ def to_megatron(
         key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
     }
     used = {key for tensor in tensors.values() for key in tensor.used} | ignored
-    objects, order = _extra_states(tensors, is_local=model.is_local)
+    objects, order = _extra_states(
+        tensors, is_local=model.is_local, has_value_head=head is not None
+    )
 
     # Convert the optimizer's states in the same way.
     states, restored = NO_STATES, None
@@ -217,6 +227,7 @@ def to_megatron(
             family, model, is_composite=separated is not None, requested=transformer_impl
         ),
         *(() if note is None else (note,)),
+        *(() if head is None else (HEAD_NOTE,)),
         *(() if restored is None else restored.notes),
     ]
 
@@ -419,11 +430,11 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
 
 
 def _extra_states(
-    tensors: Mapping[str, GlobalTensor], *, is_local: bool
+    tensors: Mapping[str, GlobalTensor], *, is_local: bool, has_value_head: bool
 ) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
     """Return the extra states of modules, which are empty, and the order of entries in a rank file.
 
-    Those of the local implementation are those of its linear modules.
+    Those of the local implementation are those of its linear modules. A value head has none.
     """
     objects: dict[str, StoredObject] = {}
     order: dict[str, None] = {}
@@ -433,7 +444,9 @@ def _extra_states(
             continue  # added below, before the weight of its module
         order |= {norm: None for each in _FUSED_NORM if (norm := f"{module}.{each}") in tensors}
         order[name] = None
-        if is_local:
+        if has_value_head and module == "output_layer":
+            states = []  # a module of torch's own
+        elif is_local:
             states = [f"{module}.{EXTRA_STATE}"] if _LINEAR.search(name) else []
         else:
             states = list(states_of_rank_files([name]))
@@ -444,7 +457,7 @@ def _extra_states(
                 order[bias] = None
             objects[state] = StoredObject(state)
             order[state] = None
-    if is_local:
+    if is_local and not has_value_head:
         state = f"output_layer.{EXTRA_STATE}"  # exists even if the weight is the embedding's
         objects.setdefault(state, StoredObject(state))
         order[state] = None

@@ -10,6 +10,8 @@
     global_step_10/policy/huggingface/
     model--…-last/weights/                      NeMo 2: torch_dist
     model--…-last/context/model.yaml
+    gpt/model_weights/                          NeMo 1, unpacked: torch_dist or zarr
+    gpt/model_config.yaml
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object
 from core.files.source_store import open_store
 from core.formats.huggingface.files import CONFIG, config_document_of
+from core.formats.mcore.nemo_config import MODEL_WEIGHTS, with_nemo_config
 from core.formats.mcore.nemo_context import WEIGHTS, with_nemo_context
 from core.formats.mcore.run_config import with_arguments
 from core.megatron.reshard.from_global import has_megatron_names
@@ -53,6 +56,11 @@ def with_description(catalog: Catalog, path: Path, *, iteration: int | None) -> 
     if catalog.common is not None and path.name == WEIGHTS:
         with closing(open_store(path.parent)) as above:
             catalog = with_nemo_context(catalog, above)
+        if catalog.args is not None:
+            return catalog
+    for folder in (path, *((path.parent,) if path.name == MODEL_WEIGHTS else ())):
+        with closing(open_store(folder)) as store:
+            catalog = with_nemo_config(catalog, store) if folder.is_dir() else catalog
         if catalog.args is not None:
             return catalog
     for folder in (*(path / name for name in _FOLDERS), path.parent / HUGGING_FACE):

@@ -14,7 +14,8 @@ which contains iterations:
  Orbax                    ``10/``
 =======================  ==================
 
-NeMo 2 saves into the directory ``weights`` below the one that it names after the step. Frameworks
+NeMo 2 saves into the directory ``weights`` below the one that it names after the step, NeMo 1's
+archives have ``model_weights`` beside ``model_config.yaml``. Frameworks
 of reinforcement learning (verl, SkyRL, RLinf) save a directory for each model, such as ``actor``
 and ``critic``; verl's torch_dist checkpoint is in ``dist_ckpt`` below it, in newer versions in
 ``{model,optimizer,extra}/dist_ckpt``. If there is one model only, it is opened.
@@ -60,6 +61,7 @@ from core.formats.dcp.folders import DIST_CKPT
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
 from core.formats.huggingface.files import list_folder_files, with_files
+from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
@@ -519,6 +521,8 @@ def _inner_folder(store: SourceStore) -> str | None:
         return None
     if has_weights_below(store):
         return WEIGHTS
+    if store.exists(MODEL_CONFIG) and store.files(MODEL_WEIGHTS):
+        return MODEL_WEIGHTS
     folders = store.folders()
     if DIST_CKPT in folders and store.files(DIST_CKPT):
         return DIST_CKPT

@@ -512,15 +512,24 @@ MOE = tuple(
 DENSE = tuple(name for name in MODELS if name not in MOE)
 
 
-def built(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model with random weights, biases and norms that are not their usual zeros and ones."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def built(
+    name: str, dtype: torch.dtype = torch.bfloat16, *, kind: str = "ForCausalLM", **changes: Any
+) -> Any:
+    """A model with random weights, biases and norms that are not their usual zeros and ones.
 
-    model_type, changes = MODELS[name]
-    values = {name: value for name, value in {**COMMON, **changes}.items() if value is not ...}
-    config = AutoConfig.for_model(model_type, **values)
+    Args:
+        kind: end of the auto class that builds it.
+        changes: other values of its configuration.
+    """
+    import transformers
+
+    model_type, differing = MODELS[name]
+    values = {**COMMON, **differing, **changes}
+    config = transformers.AutoConfig.for_model(
+        model_type, **{name: value for name, value in values.items() if value is not ...}
+    )
     torch.manual_seed(sum(name.encode()))
-    model = AutoModelForCausalLM.from_config(config)
+    model = getattr(transformers, f"AutoModel{kind}").from_config(config)
     for key, value in model.state_dict().items():
         if value.is_floating_point():
             value.copy_(torch.randn(value.shape) * 0.2 + (0.5 if value.ndim == 1 else 0))
@@ -580,16 +589,15 @@ def _models_dir() -> TemporaryDirectory[str]:
     return TemporaryDirectory()
 
 
-def loaded_model(folder: Path) -> Any:
-    """What ``AutoModelForCausalLM`` makes of a directory; every tensor is there, and none is left
-    over.
-    """
-    from transformers import AutoModelForCausalLM
+def loaded_model(folder: Path, kind: str = "ForCausalLM") -> Any:
+    """What an auto class makes of a directory; every tensor is there, and none is left over."""
+    import transformers
 
     quietly()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        auto_class = getattr(transformers, f"AutoModel{kind}")
+        model, info = auto_class.from_pretrained(folder, output_loading_info=True)
     assert not any(
         info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
     ), info

@@ -23,7 +23,7 @@ from core.hf.family import Family, families
 from core.hf.values import count_of
 from tests.hf.models import COMMON, MODELS, quietly
 
-_OF_NO_CLASS = {"bailing_moe_v2", "mimo", "nemotron-nas"}
+_OF_NO_CLASS = {"bailing_moe_v2", "mimo", "nemotron-nas", "sarvam_mla", "sarvam_moe"}
 """Families that transformers 5.23.0 does not have: their code is published with the weights."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 

@@ -21,12 +21,17 @@ from core.catalog.facets import HuggingFaceModel
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import UnsupportedError
+from core.hf.config_json.origin import ARGUMENT
+from core.hf.proof.comparison import find_differences
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
+from core.pickle.inert import make_namespace
 from tests.hf.models import (
+    YARN,
     add_prediction,
     arguments,
     assert_same,
+    built,
     catalog_of,
     config_of,
     contents,
@@ -179,14 +184,83 @@ def test_ling_becomes_the_megatron_model_that_the_same_glm_becomes(
     assert_same(contents(back, store), tensors(ling))
 
 
-def test_sarvam_has_the_names_and_the_configuration_of_ling(ling: Path) -> None:
+@pytest.mark.parametrize("version", [4, 5])
+def test_sarvam_has_the_names_and_the_configuration_of_ling(ling: Path, version: int) -> None:
     store, source = catalog_of(ling)
-    config = config_of(ling) | {"model_type": "sarvam_moe"}
+    config = config_of(ling) | {
+        "model_type": "sarvam_moe",
+        "architectures": ["SarvamMoEForCausalLM"],
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    theirs = to_megatron(source, {**config, "model_type": "bailing_moe_v2"})
+    if version == 5:  # rotary settings are one entry, and defaults may be left out
+        theta, factor = config.pop("rope_theta"), config.pop("partial_rotary_factor")
+        config["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": theta,
+            "partial_rotary_factor": factor,
+        }
+        for name in ("n_group", "topk_group", "num_key_value_heads"):
+            del config[name]
+    assert not find_differences(source.tensors, config)
     ours = to_megatron(source, config)
-    assert_same(contents(ours, store), contents(to_megatron(source, config_of(ling)), store))
+    assert_same(contents(ours, store), contents(theirs, store))
+    assert arguments(ours) | {ARGUMENT: ""} == arguments(theirs) | {ARGUMENT: ""}
     back = to_hf(ours)
-    assert json.loads(back.documents["config.json"])["model_type"] == "sarvam_moe"
+    stated = json.loads(back.documents["config.json"])
+    assert (stated["model_type"], stated["architectures"]) == (
+        "sarvam_moe",
+        ["SarvamMoEForCausalLM"],
+    )
     assert_same(contents(back, store), tensors(ling))
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_sarvam_of_latent_attention_becomes_the_megatron_model_of_the_same_deepseek(
+    tmp_path: Path, version: int
+) -> None:
+    folder = tmp_path / "model"
+    changes = {
+        "q_lora_rank": None,
+        "n_shared_experts": 1,
+        "rope_parameters": {**YARN, "rope_theta": 10000.0},
+    }
+    built("deepseek_v3", **changes).save_pretrained(folder)
+    store, source = catalog_of(folder)
+    deepseek = config_of(folder)
+    theirs = to_megatron(source, deepseek)
+
+    # Names and values of the published file, and what transformers 5 makes of them.
+    config = deepseek | {
+        "model_type": "sarvam_mla",
+        "architectures": ["SarvamMLAForCausalLM"],
+        "num_experts": deepseek["n_routed_experts"],
+        "num_shared_experts": deepseek["n_shared_experts"],
+        "q_head_dim": deepseek["qk_nope_head_dim"] + deepseek["qk_rope_head_dim"],
+        "head_dim": deepseek["kv_lora_rank"] + deepseek["qk_rope_head_dim"],
+    }
+    for name in ("n_routed_experts", "n_shared_experts", "q_lora_rank"):
+        del config[name]
+    if version == 4:
+        yarn = {name: value for name, value in YARN.items() if name != "rope_type"}
+        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+        config["rope_scaling"] = {**yarn, "type": "deepseek_yarn"}
+    else:
+        config["rope_parameters"]["rope_type"] = "deepseek_yarn"
+    assert not find_differences(source.tensors, config)
+    ours = to_megatron(source, config)
+    assert_same(contents(ours, store), contents(theirs, store))
+    assert arguments(ours) | {ARGUMENT: ""} == arguments(theirs) | {ARGUMENT: ""}
+
+    # Arguments alone are a configuration of the same model.
+    fields = {**arguments(ours), ARGUMENT: None}
+    back = to_hf(replace(ours, args=make_namespace(fields)), model_type="sarvam_mla")
+    stated = json.loads(back.documents["config.json"])
+    assert (stated["num_experts"], stated["num_shared_experts"]) == (4, 1)
+    assert_same(contents(back, store), tensors(folder))
+    again = to_megatron(back, stated)
+    assert arguments(again) | {ARGUMENT: ""} == arguments(ours) | {ARGUMENT: ""}
 
 
 def test_ling_comes_back_from_files_of_several_ranks(ling: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 _SAME_NAMES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Type that transformers 5.23.0 does not have → one of the same names."""
 _UNUSUAL = {
-    *("bailing_moe_v2", "mimo", "nemotron-nas", "step3p5"),
+    *("bailing_moe_v2", "mimo", "nemotron-nas", "sarvam_mla", "sarvam_moe", "step3p5"),
     *("deepseek_v2", "dots1", "gpt_neox", "ministral", "nemotron"),
 }
 """Families without a class that builds a language model, and those whose class has defaults that

@@ -23,6 +23,7 @@ from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
 from core.validate.run import validate
+from tests.hf.models import loaded_model
 from tests.support.archives import unpacked
 from tests.support.rank_files import assert_same_bits, load_rank_file
 
@@ -208,9 +209,15 @@ def test_a_value_head_is_complete_on_every_rank(runs: Path) -> None:
     head = stored_tensors(runs / CRITIC / "dist_ckpt")["output_layer.weight"]
     assert head.shape == (1, 8)
 
-    with pytest.raises(UnsupportedError, match="value head") as caught:
-        core.convert(source, runs / "hf", to="hf")
-    assert "--to safetensors" in (caught.value.hint or "")
+    # transformers has it as a classifier with one label.
+    core.convert(source, runs / "hf", to="hf")
+    expected = hugging_face(stored_tensors(runs / CRITIC / "dist_ckpt"))
+    expected["score.weight"] = expected.pop("lm_head.weight")
+    assert_equal(load_file(runs / "hf/model.safetensors"), expected)
+    config = json.loads((runs / "hf/config.json").read_text())
+    assert len(config["id2label"]) == 1
+    model = loaded_model(runs / "hf", config["architectures"][0].removeprefix("Qwen2"))
+    assert_same_bits(model.score.weight.detach(), head, "score.weight")
 
     # In rank files each TP rank has it, and they are joined to one again.
     topology = TopologyChange(tp=2, pp=1)

@@ -63,7 +63,7 @@ _CKPT_FORMATS = {
     "dcp": "fsdp_dtensor",  # of Megatron's own kinds of DCP, only this one is written
 }
 """Format → value of Megatron's ``--ckpt-format``."""
-_CAUSAL = "ForCausalLM"
+_KINDS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
 _NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")
 _WINDOWS_PATH = Global("pathlib", "WindowsPath")
 
@@ -168,9 +168,9 @@ def _safetensors_call(result: WrittenResult) -> str:
         composite = composite_models().get(str(result.config.get("model_type")))
         if composite is not None:
             return f"{composite.architecture}.from_pretrained({_quoted(dst)})"
-        is_causal = isinstance(names, list) and any(str(name).endswith(_CAUSAL) for name in names)
-        auto_class = f"AutoModel{_CAUSAL}" if is_causal else "AutoModel"
-        return f"{auto_class}.from_pretrained({_quoted(dst)})"
+        stated = [str(name) for name in names] if isinstance(names, list) else []
+        kind = next((kind for kind in _KINDS for name in stated if name.endswith(kind)), "")
+        return f"AutoModel{kind}.from_pretrained({_quoted(dst)})"
     if len(paths) == 1:
         return f"load_file({_quoted(dst / paths[0])})"
     facts = result.target.facet(WeightFileFacts)

@@ -89,6 +89,7 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     parameters = _shared_parameters(config, family)
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
     parameters.pop("type", None)
+    kind = "yarn" if kind == "deepseek_yarn" else kind  # as Sarvam calls it
     if "rotary_pct" in family.rope:
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
         config = {**{name: config.get(old) for name, old in names.items()}, **config}

@@ -109,31 +109,51 @@ def describe_model(config: Mapping[str, object]) -> Described | None:
     stem = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     if architecture is None or architecture == f"{stem}Model":
         return Described(family, has_head=False)
-    head = next((head for name, head in _HEADS.items() if architecture == stem + name), None)
+    head = next(
+        (
+            head
+            for name, head in _HEADS.items()
+            if architecture == stem + name
+            or (architecture in family.classifiers and architecture.endswith(name))
+        ),
+        None,
+    )
     if head is not None and family.body != BODY:
         # Models from before transformers 4.40 call the head of a tagger otherwise.
         old = "classifier." if architecture == f"{stem}ForTokenClassification" else "score."
         head = {name.replace("score.", old): shape for name, shape in head.items()}
+    elif head is not None and config.get("token_classification_bias") is False:
+        head = {name: shape for name, shape in head.items() if name != "score.bias"}
     if head is not None:
         return Described(family, has_head=False, head=head)
     return Described(family, has_head=True) if architecture == family.architecture else None
 
 
+def count_labels(config: Mapping[str, object]) -> int:
+    """Return the number of labels of a classifier.
+
+    transformers assumes two if the configuration names none.
+
+    Raises:
+        CorruptError: it is not a positive number.
+    """
+    names = config.get("id2label")
+    if isinstance(names, Mapping) and names:
+        return len(names)
+    return count_of(config, "num_labels", default=2)
+
+
 def expected_head(config: Mapping[str, object], model: Described) -> tuple[Expected, ...]:
     """Return the tensors of a head other than the language model's.
-
-    transformers assumes two labels if the configuration names none.
 
     Raises:
         CorruptError: the configuration lacks a size.
     """
-    names = config.get("id2label")
-    n_labels = (
-        len(names)
-        if isinstance(names, Mapping) and names
-        else count_of(config, "num_labels", default=2)
-    )
-    sizes = {"labels": n_labels, "ends": 2, "hidden_size": count_of(config, "hidden_size")}
+    sizes = {
+        "labels": count_labels(config),
+        "ends": 2,
+        "hidden_size": count_of(config, "hidden_size"),
+    }
     return tuple(
         Expected((name,), tuple(sizes[size] for size in shape))
         for name, shape in model.head.items()

@@ -224,16 +224,24 @@ def _attention_of(fields: Mapping[str, object]) -> _AttentionSizes:
     return _AttentionSizes(n_heads, n_groups or n_heads, head_dim, hidden_size, is_mla)
 
 
+def is_multi_query(fields: Mapping[str, object]) -> bool:
+    """Return whether heads share keys by the arguments of GLM's fork (``placement.qkv_order``)."""
+    return bool(fields.get("multi_query_attention")) and "multi_query_group_num" in fields
+
+
 def _n_groups(fields: Mapping[str, object]) -> int | None:
     """Return the number of heads of keys and values; None if each head has its own.
 
     Source: epfLLM/Megatron-LLM 0b9fc0e5 and bigcode-project/Megatron-LM 182df0c0
-    ``megatron/model/transformer.py`` for the arguments of forks.
+    ``megatron/model/transformer.py`` for the arguments of forks; ``configuration_chatglm.py``
+    (THUDM/chatglm2-6b) for those of GLM's.
     """
     if fields.get("group_query_attention"):
         return size_in(fields, "num_query_groups")
     if fields.get("use_multiquery_attn"):
         return size_in(fields, "num_attention_heads_kv")
+    if is_multi_query(fields):
+        return size_in(fields, "multi_query_group_num")
     return 1 if fields.get("attention_head_type") == "multiquery" else None
 
 

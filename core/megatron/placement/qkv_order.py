@@ -1,4 +1,6 @@
-"""Order of the rows of query, key and value in checkpoints before ``checkpoint_version`` 2.0.
+"""Orders of the rows of query, key and value that are not today's.
+
+Those of checkpoints before ``checkpoint_version`` 2.0:
 
 For a rank's fused weight (and bias) of n heads with c channels each, whose parts are query, key and
 value, or key and value in attention to an encoder::
@@ -8,11 +10,17 @@ value, or key and value in attention to an encoder::
     1.0            [head, channel, part]  (head * c + channel) * parts + part
     2.0 and later  [head, part, channel]  (head * parts + part) * c + channel
 
-This is the order of a rank's rows, so a tensor is put in order shard by shard, before the shards
+In GLM's fork (``multi_query_attention``, ``multi_query_group_num``), a rank's fused weight has all
+of its queries, then its keys, then its values; today's order is by group, whose queries are
+followed by its key and its value. Without shared keys, it has today's order.
+
+These are orders of a rank's rows, so a tensor is put in order shard by shard, before the shards
 are joined. Only metadata changes: every part of every head becomes a fragment of its own, strided
 for version 1.0.
 
-Source: Megatron-LM 00caa53a ``training/checkpointing.py`` ``fix_query_key_value_ordering``.
+Source: Megatron-LM 00caa53a ``training/checkpointing.py`` ``fix_query_key_value_ordering``. The
+fork is not published: its order is that of ``modeling_chatglm.py`` (THUDM/chatglm2-6b
+``SelfAttention.forward``), which kept its names for the heads and groups of one partition.
 """
 
 from __future__ import annotations
@@ -34,17 +42,19 @@ _FUSED = re.compile(r"\.(query_)?key_value\.(weight|bias)$")
 
 @dataclass(frozen=True, slots=True)
 class OldRows:
-    """The old order of the rows of a rank's tensor.
+    """Another order of the rows of a rank's tensor.
 
     Args:
-        n_parts: 3, or 2 without queries.
-        n_heads: number of heads on the rank.
+        n_parts: number of parts of a group: its queries (none in attention to an encoder), its key
+            and its value.
+        n_groups: number of groups on the rank; of heads, if these share no keys.
         channels: number of channels of one head.
-        has_parts_last: True for the order of version 1.0, False for that of version 0.
+        has_parts_last: True for the order of version 1.0; False for that of version 0 and GLM's,
+            all queries, all keys, all values.
     """
 
     n_parts: int
-    n_heads: int
+    n_groups: int
     channels: int
     has_parts_last: bool
 
@@ -58,7 +68,7 @@ class OldRows:
         assert array is not None
         at, box = fragment.at, fragment.box
 
-        # In today's order, the channels of one part of a head are consecutive rows: a block.
+        # In today's order, the channels of one part of a group are consecutive rows: a block.
         first_row, stop_row = at[0], at[0] + box.shape[0]
         for block in range(first_row // self.channels, -(-stop_row // self.channels)):
             start = max(block * self.channels, first_row)
@@ -68,14 +78,18 @@ class OldRows:
                 (stop - start, *box.shape[1:]),
             )
 
-            # Find the block in the old order: strided (version 1.0) or consecutive (version 0).
-            head, part = divmod(block, self.n_parts)
+            # Find the block in the other order: strided (version 1.0) or consecutive.
+            group, part = divmod(block, self.n_parts)
             channel = start - block * self.channels
             if self.has_parts_last:
-                view = self._view(array, head, part)
+                view = self._view(array, group, part)
                 yield replace(fragment, box=inside, array=view, at=(channel, *at[1:]))
             else:
-                row = (part * self.n_heads + head) * self.channels + channel
+                n_queries = self.n_parts - 2
+                place = part * self.n_groups + group
+                if part < n_queries:
+                    place = group * n_queries + part
+                row = place * self.channels + channel
                 yield replace(fragment, box=inside, at=(row, *at[1:]))
 
     def _view(self, array: StoredArray, head: int, part: int) -> StoredArray:
@@ -95,6 +109,36 @@ class OldRows:
                 crc=None,
             ),
         )
+
+
+def rows_by_part(name: str, n_rows: int, facts: ModelFacts) -> OldRows | None:
+    """Return the order of a fused tensor's rows on a rank of GLM's fork; None for today's order.
+
+    Args: see ``old_rows``.
+
+    Raises:
+        UnsupportedError: several ranks hold the same key, or the size of a head is unknown.
+        CorruptError: the number of rows contradicts the numbers in the arguments.
+    """
+    match = _FUSED.search(name)
+    if match is None or match[1] is None:
+        return None
+    tp, n_queries = facts.topology.tp, facts.n_heads // facts.n_groups
+    if facts.head_dim is None or facts.n_groups % tp:
+        raise UnsupportedError(
+            f"multi_query_group_num {facts.n_groups} with TP {tp}: ranks hold copies of keys",
+            key=name,
+            hint="save the checkpoint at a TP size that divides multi_query_group_num",
+        )
+    n_groups = facts.n_groups // tp
+    rows = OldRows(n_queries + 2, n_groups, facts.head_dim, has_parts_last=False)
+    if n_rows != rows.n_parts * n_groups * facts.head_dim:
+        raise CorruptError(
+            f"{n_groups} groups of {n_queries} queries need "
+            f"{rows.n_parts * n_groups * facts.head_dim} rows on a rank, but there are {n_rows}",
+            key=name,
+        )
+    return rows
 
 
 def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRows | None:

@@ -57,7 +57,7 @@ from core.megatron.extras.common_state import (
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
 from core.megatron.extras.rank_numbers import check_rank_numbers
-from core.megatron.model.args import facts_of, fields_of
+from core.megatron.model.args import facts_of, fields_of, is_multi_query, replaced
 from core.megatron.model.checks import (
     TOWERS,
     check_complete,
@@ -71,7 +71,7 @@ from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.pipeline_args import is_v_shaped
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
-from core.megatron.placement.qkv_order import CURRENT, old_rows
+from core.megatron.placement.qkv_order import CURRENT, old_rows, rows_by_part
 from core.megatron.reshard.equal_shards import raise_if_equal_shards
 from core.megatron.reshard.rank_model import (
     RankModel,
@@ -161,6 +161,28 @@ def unshard_ranks(
             f"{CURRENT}, not {version}"
         )
 
+    args = catalog.args
+    if facts.kind.is_legacy and is_multi_query(fields_of(args)):
+        for key, tensor in tensors.items():
+            shape = tensor.parts[0].array.shape
+            tensor.old_rows = rows_by_part(
+                param_of(key), shape[0] if shape else 0, true_shapes.facts
+            )
+        args = replaced(
+            args,
+            {},
+            added={
+                "multi_query_attention": False,
+                "group_query_attention": True,
+                "num_query_groups": facts.n_groups,
+            },
+        )
+        common = {**common, "args": args}
+        notes.append(
+            "rows of query, key and value are now in Megatron's order, by group "
+            "(--group-query-attention), not in that of multi_query_attention"
+        )
+
     # Keep the tensors to which objects refer, and those of the optimizer that are not states.
     objects = extras.objects | {
         name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()
@@ -196,6 +218,7 @@ def unshard_ranks(
         fragments_of=fragments.fragments_of,
         skeleton=None,
         iteration=iteration_of(common),
+        args=args,
         common=common,
         optimizer=optimizer.optimizer,
         aliases={},

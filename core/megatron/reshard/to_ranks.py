@@ -66,7 +66,7 @@ from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.placement.homes import Home, Homes, by_chunk, by_rank, homes_at, tied_of
 from core.megatron.reshard.rank_optimizer import optimizer_files
 from core.megatron.rules.experts import OPTION
-from core.megatron.rules.rules import GPT, Rules
+from core.megatron.rules.rules import GPT, Rules, has_value_head
 from core.pickle.inert import TensorLeaf, ValueCounter
 
 
@@ -325,7 +325,7 @@ class _ShardPlan:
         """Return the extra states by global name.
 
         torch_dist has none of a GPT model's output layer. Rank files of a model whose other modules
-        have an empty one have it.
+        have an empty one have it, unless a value head is in its place.
         """
         states = {
             key: item.value
@@ -337,6 +337,7 @@ class _ShardPlan:
             self.facts.kind is GPT
             and not is_of_rank_files
             and any(value is None for value in states.values())
+            and not has_value_head(self.model.tensors)
         ):
             states.setdefault("output_layer._extra_state", None)
         return states

@@ -10,13 +10,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from core.arrays.box import Shape
 from core.arrays.fast_value import value
 from core.errors import UnknownTensorError, UnsupportedError
 from core.megatron.rules.experts import Expert, ExpertForm, expert_form, expert_of
 from core.megatron.rules.sizes import PartSize, ShapeSize
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import TensorMeta
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -88,10 +91,11 @@ class Rule:
     def for_shape(self, shape: Shape) -> Rule:
         """Return the rule of a parameter with a shape, global or that of one rank.
 
-        An output layer of one row is the value head of a critic or a reward model: no rank has a
-        part of a vocabulary, but the complete row.
+        An output layer of one row, or its bias of one element, is the value head of a critic or a
+        reward model: no rank has a part of a vocabulary, but the complete row.
         """
-        if self.kind == "vocab" and self.tied is not None and shape[:1] == (1,):
+        is_of_output = self.tied is not None or len(shape) == 1
+        if self.kind == "vocab" and is_of_output and shape[:1] == (1,):
             return replace(self, kind="replicate", axis=None, tied=None)
         return self
 
@@ -125,6 +129,11 @@ GPT = ModelKind(
     "output_layer.weight",
 )
 """The default kind."""
+
+
+def has_value_head(tensors: Mapping[str, TensorMeta]) -> bool:
+    """Return whether a GPT model's output layer has one row, as a critic or reward model has it."""
+    return GPT.output in tensors and tensors[GPT.output].shape[:1] == (1,)
 
 
 @dataclass(frozen=True, slots=True)

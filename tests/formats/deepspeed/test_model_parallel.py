@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -336,13 +337,23 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("hidden_size", [None, 4])
+@pytest.mark.parametrize("stated", [None, "arguments", "config.json", "../config.json", "text"])
 def test_neighbours_and_the_hidden_size_decide_before_the_values(
-    tmp_path: Path, hidden_size: int | None
+    tmp_path: Path, stated: str | None
 ) -> None:
     """Biases start as zeros, so that those of a column-parallel layer are equal as well."""
     different = {"column.weight", "row.weight"}
-    store = two_tensor_ranks(tmp_path, SHARDS, different, hidden_size=hidden_size)
+    folder = tmp_path / "checkpoint-2/global_step2"
+    folder.mkdir(parents=True)
+    store = two_tensor_ranks(
+        folder, SHARDS, different, hidden_size=4 if stated == "arguments" else None
+    )
+    if stated not in (None, "arguments"):
+        config: dict[str, object] = {"hidden_size": 4}
+        if stated == "text":  # of a composite model, which states that of a tower as well
+            config = {"hidden_size": 6, "text_config": config}
+        name = "config.json" if stated == "text" else stated
+        (folder / str(name)).write_text(json.dumps(config))
     shapes = {key: meta.shape for key, meta in deepspeed.read(store).tensors.items()}
     assert {name: shapes[name] for name in SHARDS} == {
         "column.weight": (12, 4),
@@ -351,7 +362,7 @@ def test_neighbours_and_the_hidden_size_decide_before_the_values(
         "row.bias": (4,),
         "norm.weight": (4,),
         "router": (5, 4),
-        "heads": (2,) if hidden_size is None else (4,),
+        "heads": (2,) if stated is None else (4,),
     }
 
 

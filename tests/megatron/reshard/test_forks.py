@@ -206,6 +206,52 @@ def test_groups_of_a_fork_s_own_argument(tmp_path: Path, source_tp: int, tp: int
     assert_shards(reshard(source, tmp_path / "b", tp), tensors)
 
 
+def by_part(tensor: torch.Tensor, groups: int, tp: int) -> torch.Tensor:
+    """Return rows by group as GLM's fork has them: on each rank all queries, keys, values."""
+    ranks = tensor.view(tp, groups // tp, HEADS // groups + 2, HEAD, -1)
+    parts = (ranks[:, :, :-2], ranks[:, :, -2:-1], ranks[:, :, -1:])
+    rows = torch.cat([part.reshape(tp, -1, *ranks.shape[4:]) for part in parts], 1)
+    return rows.reshape(tensor.shape)
+
+
+@pytest.mark.parametrize(
+    ("groups", "source_tp", "tp"), [(2, 1, 2), (2, 2, 1), (2, 2, 4), (1, 1, 2), (4, 4, 2)]
+)
+def test_glm_s_queries_keys_and_values_get_the_order_of_groups(
+    tmp_path: Path, groups: int, source_tp: int, tp: int
+) -> None:
+    tensors = complete(groups=groups)
+    stored = {
+        name: by_part(tensor, groups, source_tp) if "query_key_value" in name else tensor
+        for name, tensor in tensors.items()
+    }
+    arguments = {"multi_query_attention": True, "multi_query_group_num": groups}
+    source = save(tmp_path / "a", stored, source_tp, **arguments)
+    assert not codes(source)
+    assert_shards(reshard(source, tmp_path / "b", tp), tensors)
+
+    # The result is Megatron's: its arguments no longer say that the rows have another order.
+    (file, *_) = sorted((tmp_path / "b").glob(f"*/*/{MODEL_FILE}"))
+    args = torch.load(file, weights_only=False)["args"]
+    assert (args.group_query_attention, args.num_query_groups) == (True, groups)
+    assert not args.multi_query_attention
+    assert_shards(reshard(tmp_path / "b", tmp_path / "c", source_tp), tensors)
+
+
+def test_glm_s_heads_that_share_no_keys_have_megatron_s_order(tmp_path: Path) -> None:
+    tensors = complete()
+    arguments = {"multi_query_attention": False, "multi_query_group_num": 2}
+    source = save(tmp_path / "a", tensors, **arguments)
+    assert_shards(reshard(source, tmp_path / "b", 1), tensors)
+
+
+def test_copies_of_glm_s_keys_on_several_ranks_are_refused(tmp_path: Path) -> None:
+    arguments = {"multi_query_attention": True, "multi_query_group_num": 1}
+    source = save(tmp_path / "a", complete(groups=1), 2, **arguments)
+    with pytest.raises(UnsupportedError, match="ranks hold copies of keys"):
+        reshard(source, tmp_path / "b", 1)
+
+
 WHOLE = [
     "query_key_value",
     "dense.weight",

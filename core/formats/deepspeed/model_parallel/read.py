@@ -238,7 +238,7 @@ def _join_modules(
     head = models[0]
     weights: dict[str, UnkeyedTensor] = {}
     plans: dict[str, JoinPlan] = {}
-    hidden_size = read_hidden_size(head)
+    hidden_size = read_hidden_size(head, store)
     for name in sorted(head.module, key=lambda name: name.endswith(".bias")):
         shards = []
         for model in models:
@@ -390,7 +390,7 @@ def _plan_stage(
                 key=name,
             )
     plans: dict[str, JoinPlan] = {}
-    hidden_size = read_hidden_size(head.model)
+    hidden_size = read_hidden_size(head.model, store)
     names = [name for name in head.weights if name not in head.model.buffers]
     # The biases of layers follow their weights.
     for name in sorted(names, key=lambda name: name.endswith(".bias")):
@@ -537,7 +537,7 @@ def _untrained(
     }
     untrained = {}
     plans = dict(plans)
-    hidden_size = read_hidden_size(model)
+    hidden_size = read_hidden_size(model, store)
     for layer, by_rank in sorted(layers.items()):
         files = [read_state_file(store, by_rank[tp_rank]) for tp_rank in range(len(by_rank))]
         # The biases of layers follow their weights.

@@ -5,18 +5,23 @@ nothing of norms and of biases of row-parallel layers. Joined like column-parall
 they would be as many times too long as there are ranks. In this order, the first that applies:
 
 1. the bias of a layer is cut if the rows of its weight are, and else whole;
-2. a vector whose shards add up to the model's hidden size is cut;
+2. a vector whose shards add up to the model's hidden size (of the arguments, or else of
+   ``config.json``) is cut;
 3. what is the same on all ranks is whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
+from core.errors import CheckpointingException
+from core.files.source_store import open_store
 from core.formats.deepspeed.model_parallel.join import are_equal
 from core.formats.deepspeed.runs import UnkeyedTensor
 from core.formats.deepspeed.state_file import mapping_or_empty
+from core.formats.huggingface.files import config_of
 from core.pickle.inert import attributes
 
 if TYPE_CHECKING:
@@ -29,11 +34,36 @@ _FIRST_BYTES, _MOST_BYTES = 1 << 12, 1 << 24
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 
-def read_hidden_size(model: ModelStates) -> int | None:
-    """Return the hidden size in the training arguments of a model file, None without it."""
+def read_hidden_size(model: ModelStates, store: ReadStore) -> int | None:
+    """Return the hidden size of a model, or None if nothing states it.
+
+    It is in the training arguments of a model file; or else in a ``config.json`` of the directory,
+    or of that above, where transformers' Trainer saves it.
+    """
     args = model.other_entries.get("args")
     size = (attributes(args) or mapping_or_empty(args)).get("hidden_size")
-    return size if type(size) is int else None
+    if type(size) is int:
+        return size
+    size = _stated_size(store)
+    root = getattr(store, "root", None)
+    if size is None and root is not None:
+        with closing(open_store(root.parent)) as above:
+            size = _stated_size(above)
+    return size
+
+
+def _stated_size(store: ReadStore) -> int | None:
+    """Return the hidden size in ``config.json``; None without one that can be read."""
+    try:
+        config = config_of(store) or {}
+    except CheckpointingException:
+        return None
+    text = config.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, config):
+        for name in ("hidden_size", "n_embd"):
+            if type(size := part.get(name)) is int:
+                return size
+    return None
 
 
 def is_whole(

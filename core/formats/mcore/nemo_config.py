@@ -1,0 +1,152 @@
+"""``model_config.yaml``, from which NeMo 1 takes what Megatron-LM's arguments say.
+
+On disk, as NeMo 1 writes a model of Megatron-core in a ``.nemo`` archive, here unpacked::
+
+    gpt/
+    ├── model_config.yaml    the section ``model`` of the run's configuration, resolved
+    ├── model_weights/       torch_dist or zarr; keys begin with ``model.``
+    └── 1f3a…_tokenizer.model …
+
+    mcore_gpt: true
+    encoder_seq_length: 4096
+    num_layers: 32
+    activation: fast-swiglu
+    normalization: rmsnorm
+    bias: false
+    …
+
+Fields become those of Megatron-core's ``TransformerConfig``, as NeMo makes them, and then
+arguments (``run_config``). Nothing that the file names is imported or called.
+
+Versions: NeMo 1.21 to 2.0 with ``mcore_gpt: true``.
+
+Not supported: models of NeMo's own layers (``mcore_gpt: false``), which are not stored as
+torch_dist.
+
+Source: NeMo 2.0 ``collections/nlp/models/language_modeling/{megatron_base_model,
+megatron_gpt_model}.py`` (``build_transformer_config``, ``model_provider_func``,
+``sharded_state_dict``), ``examples/nlp/language_modeling/conf/megatron_llama_config.yaml``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog
+from core.errors import CorruptError, UnsupportedError
+from core.formats.mcore.run_config import arguments_of, read_yaml, with_arguments
+from core.megatron.extras.saved_sizes import read_saved_sizes
+from core.pickle.inert import Global
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+MODEL_WEIGHTS = "model_weights"
+"""Directory of the torch_dist or zarr checkpoint."""
+MODEL_CONFIG = "model_config.yaml"
+_RENAMED: Mapping[str, str] = {
+    "encoder_seq_length": "seq_length",
+    "bias": "add_bias_linear",
+    "qkv_bias": "add_qkv_bias",
+    "rotary_percentage": "rotary_percent",
+    "scale_positional_embedding": "rope_scaling",
+}
+"""Field of the file → field of Megatron-core's model, where the names differ."""
+_DEFAULTS: Mapping[str, object] = {
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "bias_activation_fusion": True,
+    "layernorm_epsilon": 1e-5,
+    "make_vocab_size_divisible_by": 128,
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000,
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "share_embeddings_and_output_weights": True,
+}
+"""What NeMo takes for fields that the file leaves out."""
+_NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}
+_ACTIVATIONS = {
+    "gelu": "torch.nn.functional.gelu",
+    "geglu": "torch.nn.functional.gelu",
+    "reglu": "torch.nn.functional.relu",
+    "squared-relu": "megatron.core.activations.squared_relu",
+    "swiglu": "torch.nn.functional.silu",
+}
+_PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
+    """Take the training arguments from ``model_config.yaml``, if there is one and no others.
+
+    A file that cannot be used is noted: the tensors do not depend on it.
+
+    Args:
+        catalog: the checkpoint in ``model_weights``.
+        store: the directory of the file.
+    """
+    if catalog.args is not None or not store.exists(MODEL_CONFIG):
+        return catalog
+    try:
+        fields = arguments_of(_read_model(store))
+    except (CorruptError, UnsupportedError) as err:
+        note = f"no training arguments: {MODEL_CONFIG} cannot be used: {err.message}"
+        return replace(catalog, notes=(*catalog.notes, note))
+    fields |= read_saved_sizes(catalog)
+    embedding = next((key for key in catalog.tensors if key.endswith(_EMBEDDING)), None)
+    if embedding is not None:
+        fields["params_dtype"] = Global("torch", catalog.tensors[embedding].dtype)
+    note = f"the training arguments were taken from {MODEL_CONFIG} (NeMo 1)"
+    common: dict[object, object] = {
+        "checkpoint_version": 3.0,
+        "iteration": catalog.iteration or 1,
+    }
+    return with_arguments(catalog, common, fields, note=note)
+
+
+def _read_model(store: ReadStore) -> dict[str, object]:
+    """Return the fields of Megatron-core's model that the file stands for.
+
+    Raises:
+        CorruptError: the file is not YAML, or not that of a model.
+        UnsupportedError: the model is not one of Megatron-core.
+    """
+    content = {str(name): value for name, value in read_yaml(store, MODEL_CONFIG).items()}
+    # What refers to another field, or is missing (???), is no value.
+    stated = {
+        _RENAMED.get(name, name): value
+        for name, value in content.items()
+        if not (isinstance(value, str) and ("${" in value or value == "???"))
+    }
+    sizes = [stated.get(name) for name in ("num_layers", "hidden_size", "num_attention_heads")]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise CorruptError("it has no sizes of a language model", file=MODEL_CONFIG)
+    if stated.get("mcore_gpt") is False:
+        raise UnsupportedError("mcore_gpt is false: a model of NeMo's own layers")
+    model = {**_DEFAULTS, **stated}
+    _, hidden, heads = sizes
+    assert isinstance(hidden, int) and isinstance(heads, int)
+    defaults = {"ffn_hidden_size": 4 * hidden, "kv_channels": hidden // heads}
+    model |= {name: size for name, size in defaults.items() if model.get(name) is None}
+    for name in _PARALLEL_SIZES:
+        model.setdefault(name, 1)
+
+    norm = str(stated.get("normalization", "layernorm")).lower()
+    if norm == "layernorm1p":
+        model["layernorm_zero_centered_gamma"] = True
+    model["normalization"] = _NORMS.get(norm, norm)
+    activation = str(stated.get("activation", "gelu")).removeprefix("fast-")
+    model["gated_linear_unit"] = activation.endswith("glu")
+    # The GELU by tanh takes precedence over the function of any activation.
+    function = None if stated.get("openai_gelu") is True else _ACTIVATIONS.get(activation)
+    model["activation_func"] = {"_target_": function}
+    has_engine = stated.get("transformer_engine") is True
+    model["transformer_impl"] = "transformer_engine" if has_engine else "local"
+    return model
