@@ -20,6 +20,7 @@ from core.errors import (
     UnsafeError,
 )
 from core.files.source_store import SourceStore
+from core.formats.torch.format import FORMAT as TORCH
 from core.opening.code_in_pickles import raise_if_code
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.pickle.reader import gc_paused, noting_uses
@@ -75,10 +76,16 @@ def _salvage(
     format, store = location.format, location.store
     problems: list[CheckpointingException] = []
     catalog: Catalog | None = None
-    with noting_uses() as uses, gc_paused(), suppress(CheckpointingException):
-        if format is not None and format.salvage is not None:
-            catalog = format.salvage(store, problems.append)
-            problems += _absent_files(store, catalog, {problem.file for problem in problems})
+    # A rank's file that its format cannot read alone is at least a file of torch.save.
+    candidates = (format, TORCH) if store.entry is not None else (format,)
+    with noting_uses() as uses, gc_paused():
+        for format in candidates:
+            if format is not None and format.salvage is not None:
+                with suppress(CheckpointingException):
+                    catalog = format.salvage(store, problems.append)
+                    reported = {problem.file for problem in problems}
+                    problems += _absent_files(store, catalog, reported)
+                    break
     try:
         raise_if_code(store, failure, uses=uses)
     except UnsafeError as err:
