@@ -76,16 +76,20 @@ def _salvage(
     format, store = location.format, location.store
     problems: list[CheckpointingException] = []
     catalog: Catalog | None = None
-    # A rank's file that its format cannot read alone is at least a file of torch.save.
+    # An unreadable optimizer leaves the weights; and a rank's file that its format cannot read
+    # alone is at least a file of torch.save.
     candidates = (format, TORCH) if store.entry is not None else (format,)
     with noting_uses() as uses, gc_paused():
-        for format in candidates:
-            if format is not None and format.salvage is not None:
+        for candidate in filter(None, candidates):
+            if catalog is None and candidate.salvage is not None:
                 with suppress(CheckpointingException):
-                    catalog = format.salvage(store, problems.append)
-                    reported = {problem.file for problem in problems}
-                    problems += _absent_files(store, catalog, reported)
-                    break
+                    catalog, format = candidate.salvage(store, problems.append), candidate
+            if catalog is None and candidate.read_weights is not None:
+                with suppress(CheckpointingException):
+                    catalog = candidate.read_weights(store)
+        if catalog is not None:
+            with suppress(CheckpointingException):
+                problems += _absent_files(store, catalog, {problem.file for problem in problems})
     try:
         raise_if_code(store, failure, uses=uses)
     except UnsafeError as err:
