@@ -31,7 +31,6 @@ from core.checks.subject import Subject
 from core.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Fragment
     from core.catalog.stored import StoredArray
     from core.files.store import ReadStore
 
@@ -66,7 +65,11 @@ def check_unwritten(subject: Subject) -> Iterator[Finding]:
             fragments = [item for item in catalog.fragments(key) if item.array is not None]
         except CheckpointingException:
             continue  # reported by ``check_extents``
-        chunks = [item for item in fragments if _is_zero_chunk(item, zeros, subject.store)]
+        zero_chunks = {
+            array.extent.file
+            for array in (fragment.array for fragment in fragments)
+            if array is not None and _is_zero_chunk(array, zeros, subject.store)
+        }
         for fragment in fragments:
             array = fragment.array
             assert array is not None
@@ -74,7 +77,7 @@ def check_unwritten(subject: Subject) -> Iterator[Finding]:
             n_bytes, n_lost = _measure_loss(array, subject.files.get(file, 0), holes.get(file, ()))
             if n_lost:
                 message = f"{n_lost} of {n_bytes} bytes are in holes of the file, which are zeros"
-            elif fragment in chunks and len(chunks) < len(fragments):
+            elif file in zero_chunks and len(zero_chunks) < len(fragments):
                 message = "the chunk is zeros, in a sample; other chunks of this weight are not"
             else:
                 continue
@@ -99,14 +102,13 @@ def _files_beginning_with_zeros(subject: Subject) -> set[str]:
     }
 
 
-def _is_zero_chunk(fragment: Fragment, files: Container[str], store: ReadStore) -> bool:
-    """Return whether a fragment is a file of its own, without a header, and a sample is zeros.
+def _is_zero_chunk(array: StoredArray, files: Container[str], store: ReadStore) -> bool:
+    """Return whether an array is a file of its own, without a header, and a sample is zeros.
 
     Args:
         files: the files that begin with zeros.
     """
-    array = fragment.array
-    if array is None or array.extent.file not in files or array.extent.offset:
+    if array.extent.file not in files or array.extent.offset:
         return False
     encoding = array.extent.encoding
     if encoding is not None and encoding.name not in WITHOUT_HEADER:

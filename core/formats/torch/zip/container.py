@@ -642,7 +642,7 @@ def _stated_position(tail: bytes, at: int) -> int:
         at: position of the end record in ``tail``.
     """
     locator = tail[max(0, at - LOCATOR64.size) : at]
-    if locator.startswith(b"PK\x06\x07"):
+    if len(locator) == LOCATOR64.size and locator.startswith(b"PK\x06\x07"):
         return int(LOCATOR64.unpack(locator)[2]) + END64.size + LOCATOR64.size
     n_bytes, offset = END.unpack_from(tail, at)[5:7]
     return int(n_bytes + offset)

@@ -36,6 +36,8 @@ _DESCRIPTOR_MARK = b"PK\x07\x08"
 _WINDOW_BYTES = 1 << 20
 _MAX_SEARCHED_BYTES = 1 << 30
 """Maximum length of a record of unknown length, such as the pickle."""
+_MAX_MARKS = 1000
+"""Maximum number of places that look like a descriptor in such a record."""
 
 
 def read_local_headers(
@@ -73,7 +75,8 @@ def read_local_headers(
             if descriptor is None:
                 return
             crc, stored, size, at = descriptor
-        yield name, Record(data, size, crc, stored if method == DEFLATED else None)
+        is_packed = method == DEFLATED
+        yield name, Record(data, size if is_packed else stored, crc, stored if is_packed else None)
 
 
 def _find_descriptor(
@@ -90,21 +93,24 @@ def _find_descriptor(
         None if the file has no descriptor with the length of the data before it.
     """
     at = data if n_bytes is None else data + n_bytes
-    last = min(stop, data + _MAX_SEARCHED_BYTES) if n_bytes is None else at + 1
+    last = min(stop, data + _MAX_SEARCHED_BYTES if n_bytes is None else at + 1)
+    longest = _DESCRIPTORS[-1].size
+    n_marks = 0
     while at < last:
-        window = store.read(file, at, min(_WINDOW_BYTES, stop - at)) if at < stop else b""
+        # Windows overlap, so that a descriptor at the end of one is complete in the next.
+        window = store.read(file, at, min(min(_WINDOW_BYTES, last - at) + longest, stop - at))
         position = window.find(_DESCRIPTOR_MARK)
-        while position >= 0 and at + position < last:
+        while 0 <= position < min(_WINDOW_BYTES, last - at) and n_marks < _MAX_MARKS:
             for form in _DESCRIPTORS:
-                end = at + position + form.size
-                if end > stop:
+                if position + form.size > len(window):
                     continue
-                _, crc, stored, size = form.unpack(store.read(file, at + position, form.size))
+                _, crc, stored, size = form.unpack_from(window, position)
+                end = at + position + form.size
                 if stored == at + position - data and _begins_record(store, file, end, stop):
                     return crc, stored, size, end
+            n_marks += 1
             position = window.find(_DESCRIPTOR_MARK, position + 1)
-        # A mark may lie across two windows.
-        at += max(1, len(window) - len(_DESCRIPTOR_MARK) + 1)
+        at += _WINDOW_BYTES
     return None
 
 
