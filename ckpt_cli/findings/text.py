@@ -31,8 +31,8 @@ _COMMAND = re.compile(r"^(?=\s*::)|(?<=##)(?=\[)")
 
 A checkpoint must not inject a command by a name that it contains."""
 _UNREAD = {
-    Level.METADATA: "container headers (--headers); checksums, NaN, replicas (--deep)",
-    Level.HEADERS: "checksums, NaN, replicas (--deep)",
+    Level.METADATA: "container headers (--headers); checksums, NaN, zeros, replicas (--deep)",
+    Level.HEADERS: "checksums, NaN, zeros, replicas (--deep)",
 }
 """Level → what it does not check, and the option that does."""
 

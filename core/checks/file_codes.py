@@ -64,6 +64,12 @@ MALFORMED = Code(
     "compare the checksum of this file with the original: copy it again if"
     " they differ, else save it again",
 )
+TRAILING = Code(
+    "CK112",
+    Severity.WARNING,
+    "bytes follow the end of a torch file",
+    "torch ignores them; if the original is shorter, copy the file again: a copy appended them",
+)
 
 ZIP_DIRECTORY = Code(
     "CK120",

@@ -23,7 +23,7 @@ _MODULES = (
     ),
     "metadata.hf_model",
     *("metadata.unsafe", "content.other_files"),
-    "containers.extents",
+    *("containers.extents", "content.unwritten"),
     *(
         "metadata.geometry",
         "containers.items",

@@ -230,6 +230,11 @@ class Prepared:
         }
 
 
+def _is_to_hf(job: Job) -> bool:
+    """Return whether the result has Hugging Face's names."""
+    return (job.names or job.to or "").lower().startswith(HF_ALIASES)
+
+
 @contextmanager
 def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepared]:
     """Open the source, prepare the job, and close the source after the block.
@@ -253,7 +258,10 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         iteration=job.iteration,
         missing_chunks=job.missing_chunks,
         drop_missing=job.drop_missing,
-        needs_optimizer=job.optim != "drop",
+        needs_optimizer=not (
+            job.optim == "drop" or job.merge is not None or (job.optim is None and _is_to_hf(job))
+        ),
+        needs_masters=job.optim != "drop",
         on_open=count_steps(progress, Phase.PLANNING, unit="files"),
     )
     others: list[Checkpoint] = []
@@ -574,7 +582,7 @@ def _written_model(job: Job, form: GlobalForm, source: Checkpoint) -> Mapping[st
     """
     config = config_beside(form.catalog, config_of_source(source))
     # Hugging Face's names were checked against the configuration if the job requests them.
-    is_checked = (job.names or job.to or "").lower().startswith(HF_ALIASES)
+    is_checked = _is_to_hf(job)
     is_changed = bool(
         job.include or job.exclude or form.renamed or job.add_prefix or job.stacking is not None
     )

@@ -143,6 +143,10 @@ class RemoteStore(ReadStore):
         """Return the size of an object: stores have no holes."""
         return self._known(name).size
 
+    def holes(self, name: str) -> list[tuple[int, int]]:
+        """Return []: stores have no holes."""
+        return []
+
     def e_tag(self, name: str) -> str | None:
         """Return the strong ETag of an object, for ``If-Match``; None if there is none."""
         tag = self._known(name).e_tag

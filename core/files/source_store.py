@@ -145,6 +145,11 @@ class JoinedStore(ReadStore):
         store, name, _ = self._find(name)
         return store.disk_bytes(name)
 
+    def holes(self, name: str) -> list[tuple[int, int]]:
+        """Return the ranges of a file that were never written."""
+        store, name, _ = self._find(name)
+        return store.holes(name)
+
     def is_cached(self, name: str, offset: int) -> bool:
         """Return whether a byte of a file is in memory."""
         store, name, _ = self._find(name)

@@ -44,6 +44,7 @@ MAX_LINKED_FOLDERS = 10_000
 MAX_IO_BYTES = 2**30
 """Maximum number of bytes to read or write in one call; macOS refuses 2 GiB and more."""
 _IOV_MAX = 1024
+_MOST_HOLES = 4096
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -473,6 +474,30 @@ class LocalStore(ReadStore):
         """
         # st_blocks counts units of 512 bytes, whatever the block size of the file system.
         return os.stat(self.path(name)).st_blocks << 9
+
+    def holes(self, name: str) -> list[tuple[int, int]]:
+        """Return the ranges of a file that were never written, at most ``_MOST_HOLES``.
+
+        They read as zeros. A file system that does not record holes has none.
+
+        Raises:
+            MissingShardError, UnsafeError, StorageError: as for ``size``.
+        """
+        size, holes, stop = self.size(name), list[tuple[int, int]](), 0
+        with self._file(name) as fd:
+            while stop < size and len(holes) < _MOST_HOLES:
+                try:
+                    start = os.lseek(fd, stop, os.SEEK_HOLE)
+                except OSError:
+                    break  # the file system does not say
+                if start >= size:
+                    break
+                try:
+                    stop = os.lseek(fd, start, os.SEEK_DATA)
+                except OSError:
+                    stop = size  # no data to the end
+                holes.append((start, stop))
+        return holes
 
     def is_cached(self, name: str, offset: int) -> bool:
         """Return whether a byte of a file is in memory; False where the system does not tell.

@@ -35,6 +35,8 @@ class Format:
             no faster for the format.
         read_weights: like ``read``, without the optimizer, from files that hold the weights beside
             it; None if no other files do.
+        has_masters_in_optimizer: ``read`` takes the weights from the optimizer's files, where they
+            are more precise than those of ``read_weights``.
         lay_out: returns descriptions of the files to write for a target catalog; pure. None if the
             format is read-only.
         aliases: other names that can be passed to ``--to``.
@@ -108,6 +110,7 @@ class Format:
     cut_experts: CutExperts | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
     read_weights: Callable[[ReadStore], Catalog] | None = None
+    has_masters_in_optimizer: bool = False
     notes_of: Callable[[TargetCatalog], Sequence[str]] | None = None
     check: Callable[[TargetCatalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None

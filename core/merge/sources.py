@@ -53,6 +53,7 @@ def open_others(
                 others.append(
                     open_checkpoint(
                         path,
+                        needs_optimizer=False,
                         missing_chunks=missing_chunks,
                         drop_missing=drop_missing,
                         on_open=on_open,

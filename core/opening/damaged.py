@@ -20,6 +20,7 @@ from core.errors import (
     UnsafeError,
 )
 from core.files.source_store import SourceStore
+from core.formats.torch.format import FORMAT as TORCH
 from core.opening.code_in_pickles import raise_if_code
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.pickle.reader import gc_paused, noting_uses
@@ -75,10 +76,20 @@ def _salvage(
     format, store = location.format, location.store
     problems: list[CheckpointingException] = []
     catalog: Catalog | None = None
-    with noting_uses() as uses, gc_paused(), suppress(CheckpointingException):
-        if format is not None and format.salvage is not None:
-            catalog = format.salvage(store, problems.append)
-            problems += _absent_files(store, catalog, {problem.file for problem in problems})
+    # An unreadable optimizer leaves the weights; and a rank's file that its format cannot read
+    # alone is at least a file of torch.save.
+    candidates = (format, TORCH) if store.entry is not None else (format,)
+    with noting_uses() as uses, gc_paused():
+        for candidate in filter(None, candidates):
+            if catalog is None and candidate.salvage is not None:
+                with suppress(CheckpointingException):
+                    catalog, format = candidate.salvage(store, problems.append), candidate
+            if catalog is None and candidate.read_weights is not None:
+                with suppress(CheckpointingException):
+                    catalog = candidate.read_weights(store)
+        if catalog is not None:
+            with suppress(CheckpointingException):
+                problems += _absent_files(store, catalog, {problem.file for problem in problems})
     try:
         raise_if_code(store, failure, uses=uses)
     except UnsafeError as err:

@@ -150,6 +150,7 @@ def open_checkpoint(
     iteration: int | None = None,
     samples: bool = False,
     needs_optimizer: bool = True,
+    needs_masters: bool = True,
     missing_chunks: str = FILL,
     drop_missing: bool = False,
     on_open: Callable[[int], None] | None = None,
@@ -163,6 +164,7 @@ def open_checkpoint(
             then good for inspecting, not for converting.
         needs_optimizer: raise if the optimizer cannot be read; False to read the weights from other
             files then, with a note, if the format has such files.
+        needs_masters: raise also if only the optimizer's files have the weights in full precision.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
         drop_missing: leave out entries that an index lists without data; a note names them.
         on_open: becomes that of the store (``core.files.store.SourceStore``); the caller resets it
@@ -189,7 +191,10 @@ def open_checkpoint(
                 raise location.failure
             assert format is not None, "nothing failed, so a format was recognised"
             read = format.sample if samples and format.sample is not None else format.read
-            catalog = read(store) if needs_optimizer else _read_despite_optimizer(store, format)
+            if needs_optimizer or (needs_masters and format.has_masters_in_optimizer):
+                catalog = read(store)
+            else:
+                catalog = _read_despite_optimizer(store, format)
             for folder in format.side_folders if store.entry is None else ():
                 catalog = with_files(catalog, list_folder_files(store, folder))
             catalog = with_description(catalog, location.path, iteration=location.iteration)
@@ -249,7 +254,7 @@ def _read_despite_optimizer(store: SourceStore, format: Format) -> Catalog:
         place = "" if err.file is None else f"{err.file}: "
         note = (
             f"the optimizer cannot be read ({place}{err.message}); the weights are those of the "
-            "model's own files, in their precision"
+            "other files, in their precision"
         )
         return replace(catalog, notes=(*catalog.notes, note))
 

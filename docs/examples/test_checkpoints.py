@@ -27,7 +27,7 @@ def assert_whole(path: str | Path, *, level: Level = Level.HEADERS) -> None:
     """Fails with everything that is wrong with the checkpoint at ``path``.
 
     Args:
-        level: ``Level.DEEP`` reads every byte: checksums, NaN, replicas.
+        level: ``Level.DEEP`` reads every byte: checksums, NaN, zeros, replicas.
     """
     found = validate(Path(path), level=level)
     errors = [finding for finding in found.findings if finding.severity == Severity.ERROR]

@@ -257,6 +257,13 @@ TABLE = (
     row(TORCH, "zeros", "", b.zeroed, ("CK108", "model_zip.pt")),
     row(
         TORCH,
+        "zeros behind it",
+        "",
+        lambda p: _bytes(p, lambda d: d.extend(bytes(512))),
+        ("CK112", "model_zip.pt"),
+    ),
+    row(
+        TORCH,
         "another number of entries",
         "",
         lambda p: _bytes(p, lambda d: d.__setitem__(-12, d[-12] ^ 1)),

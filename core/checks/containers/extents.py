@@ -22,7 +22,7 @@ CODES = ()
 
 _HEADER_BYTES = 8
 """Minimum length of the zeros that are reported; the shortest header, of safetensors, has 8."""
-_WITHOUT_HEADER = ("big-endian", "fill value")
+WITHOUT_HEADER = ("big-endian", "fill value")
 """Encodings of zarr chunks that are not compressed."""
 _ZEROS_HINT = (
     "the bytes were lost in a copy, or never reached the disk: copy the file again from where it"
@@ -97,7 +97,7 @@ def check_beginnings(subject: Subject) -> Iterator[Finding]:
             and array.extent.file in zeros
             and array.extent.offset == 0
             and array.extent.encoding is not None
-            and array.extent.encoding.name not in _WITHOUT_HEADER
+            and array.extent.encoding.name not in WITHOUT_HEADER
         }
     for name in sorted(headed):
         if subject.is_covered_by_finding(name):

@@ -1,4 +1,4 @@
-"""CK103, CK111, CK120–CK129: check each file written by ``torch.save``.
+"""CK103, CK111, CK112, CK120–CK129: check each file written by ``torch.save``.
 
 The lowest level opens one file of each group with similar names and equal sizes, and every file
 that does not begin and end like a zip; higher levels open every file: its zip directory, the local
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from core.checks.check import Check
-from core.checks.file_codes import MALFORMED, NOT_ITS_KIND, ZIP_DESCRIPTOR
+from core.checks.file_codes import MALFORMED, NOT_ITS_KIND, TRAILING, ZIP_DESCRIPTOR
 from core.checks.finding import Finding
 from core.checks.level import Level
 from core.checks.problems import collect_problems, finding_of, findings_of
@@ -111,6 +111,15 @@ def _check_torch_file(subject: Subject, name: str) -> Iterator[Finding]:
     if kind == "zip":
         problems = collect_problems(check_zip)
         yield from findings_of(problems, default=MALFORMED, file=name)
+    for archive in archives:
+        if archive.n_trailing:
+            yield TRAILING.finding(
+                "bytes follow the end of the zip",
+                file=name,
+                span=(size - archive.n_trailing, size),
+                expected=f"{size - archive.n_trailing} bytes",
+                found=f"{size} bytes",
+            )
     # Parse the pickle of an intact container, unless that was done to read the metadata.
     if not problems and (subject.catalog is None or kind == "legacy"):
         yield from findings_of(

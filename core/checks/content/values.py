@@ -293,6 +293,16 @@ def _only_value(tensor: _Tensor) -> int | None:
     return distinct.pop() if len(distinct) == 1 else None
 
 
+def is_zero_unusual(meta: TensorMeta) -> bool:
+    """Return whether a tensor is a matrix of numbers that training leaves no zeros in."""
+    key = meta.key.rpartition(":")[2]  # without the rank directory
+    return (
+        meta.dtype in KINDS
+        and _is_matrix(meta.shape)
+        and not any(pattern.search(key) for pattern in (_STATE, _BEGINS_AS_ZEROS, _MASK))
+    )
+
+
 def _is_matrix(shape: Sequence[int]) -> bool:
     """Return whether at least two axes have more than one element."""
     return sum(n > 1 for n in shape) >= 2

@@ -18,7 +18,11 @@ from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnknownTensorError, UnsupportedError
 from core.megatron.model.args import fields_of, size_in
 from core.megatron.model.vocabulary import explains
-from core.megatron.reshard.equal_shards import find_equal_shards, suggest_rules
+from core.megatron.reshard.equal_shards import (
+    find_equal_shards,
+    one_of_each_kind,
+    suggest_rules,
+)
 from core.megatron.reshard.problems import Understood
 
 _MIXED = (
@@ -64,7 +68,6 @@ WHOLE = Code(
     Severity.ERROR,
     "ranks hold the same values of a tensor that is cut",
     "if every rank holds the complete tensor, say so with --rules FILE",
-    Level.HEADERS,
 )
 ARGS = Code("CK318", Severity.ERROR, "invalid training arguments", "use an older checkpoint")
 NOT_HANDLED = Code(
@@ -188,11 +191,17 @@ def _vocabulary_tensors(subject: Subject, model: Understood) -> Iterator[tuple[s
 
 
 def check_equal_shards(subject: Subject) -> Iterator[Finding]:
-    """Report tensors that are the same on several ranks although their rule cuts them (CK317)."""
-    model = subject.model.understood
-    if model is None or subject.model.is_sample:
+    """Report tensors that are the same on several ranks although their rule cuts them (CK317).
+
+    At the lowest level, one tensor of each kind is compared.
+    """
+    model, catalog = subject.model.understood, subject.model.catalog
+    if model is None or catalog is None:
         return
-    for item in find_equal_shards(model.held, model.facts.topology, subject.store):
+    topology, tensors = model.facts.topology, model.held
+    if subject.level == Level.METADATA:
+        tensors = one_of_each_kind(tensors, catalog, topology)
+    for item in find_equal_shards(tensors, topology, subject.store):
         yield WHOLE.finding(str(item), key=item.name, hint=suggest_rules([item]))
 
 
@@ -200,5 +209,5 @@ CHECKS = (
     Check(report_argument_differences, formats=("megatron",)),
     Check(check_model_layout),
     Check(check_vocabulary),
-    Check(check_equal_shards, Level.HEADERS, formats=("megatron",)),
+    Check(check_equal_shards, formats=("megatron",)),
 )

@@ -48,13 +48,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.errors import (
-    CheckpointingException,
-    CorruptError,
-    MissingShardError,
-    UnsafeError,
-    UnsupportedError,
-)
+from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import (
@@ -79,7 +73,7 @@ from core.formats.deepspeed.tree import (
     spread,
     tree_of,
 )
-from core.formats.deepspeed.weights import with_shared
+from core.formats.deepspeed.weights import advise_no_optim, with_shared
 from core.formats.format import Format, no_folders
 
 if TYPE_CHECKING:
@@ -117,25 +111,10 @@ def read(store: ReadStore) -> Catalog:
     try:
         return _read_with_optimizer(store)
     except (CorruptError, UnsupportedError) as err:
-        if "--no-optim" not in (err.hint or "") and _can_read_weights(store):
-            err.hint = "; or ".join(filter(None, (err.hint, _WITHOUT_OPTIMIZER)))
+        advise_no_optim(
+            err, store, read_weights, "takes the weights that the model has in its own precision"
+        )
         raise
-
-
-_WITHOUT_OPTIMIZER = (
-    "convert with --no-optim, which takes the weights that the model has in its own precision"
-)
-
-
-def _can_read_weights(store: ReadStore) -> bool:
-    """Return whether the model's own files, without those of the optimizer, can be read."""
-    try:
-        read_weights(store)
-    except UnsafeError:
-        raise
-    except CheckpointingException:
-        return False
-    return True
 
 
 def _read_with_optimizer(store: ReadStore) -> Catalog:
@@ -258,6 +237,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     read_weights=read_weights,
+    has_masters_in_optimizer=True,
     lay_out=None,
     own_folders=no_folders,
 )

@@ -5,13 +5,13 @@ All other weights are in the flat groups of the optimizer files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from core.catalog.key_patterns import some_of
-from core.errors import MissingShardError
+from core.errors import CheckpointingException, MissingShardError, UnsafeError
 from core.formats.deepspeed.runs import (
     StoredRun,
     UnkeyedTensor,
@@ -23,7 +23,9 @@ from core.formats.deepspeed.widened import as_float32
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
+    from core.catalog.catalog import Catalog
     from core.catalog.stored import StoredArray
+    from core.files.store import ReadStore
     from core.formats.deepspeed.model_states import ModelStates
 
 
@@ -153,3 +155,29 @@ def with_shared(
             tensors[name] = tensors[owner]
             aliases[name] = owner
     return tensors, aliases
+
+
+def advise_no_optim(
+    err: CheckpointingException,
+    store: ReadStore,
+    read_weights: Callable[[ReadStore], Catalog],
+    what: str,
+) -> None:
+    """Add to an error's hint that ``--no-optim`` leaves the optimizer out, if that is enough.
+
+    Args:
+        read_weights: reads the weights without the optimizer (``Format.read_weights``).
+        what: what ``--no-optim`` does.
+
+    Raises:
+        UnsafeError: a pickle is hostile.
+    """
+    if "--no-optim" in (err.hint or ""):
+        return
+    try:
+        read_weights(store)
+    except UnsafeError:
+        raise
+    except CheckpointingException:
+        return
+    err.hint = "; or ".join(filter(None, (err.hint, f"convert with --no-optim, which {what}")))

@@ -162,11 +162,11 @@ def read(store: ReadStore) -> Catalog:
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """Read the shards that can be read.
+    """Read the shards, and what can be read of damaged ones.
 
     Args:
         store: the directory.
-        report: receives the error of every shard that is skipped or missing.
+        report: receives the error of every shard that is damaged or missing.
 
     Raises:
         CheckpointingException: it is unclear which shards to read, or there are none.
@@ -289,14 +289,14 @@ class _ShardMerger:
         return self._build()
 
     def salvaged(self, report: Report) -> Catalog:
-        """Read the shards that can be read, and build their catalog.
+        """Read the shards, damaged ones as far as possible, and build their catalog.
 
         Raises:
             CorruptError: two entries have the same key.
         """
         for name in self._shards.names:
             try:
-                self._add_shard(name)
+                self._add_shard(name, report)
             except CheckpointingException as err:
                 report(err)
         return self._build()
@@ -323,8 +323,11 @@ class _ShardMerger:
             catalog, aliases=self._aliases, unsupported=self._unsupported, notes=tuple(self._notes)
         )
 
-    def _add_shard(self, shard: str) -> None:
+    def _add_shard(self, shard: str, report: Report = raising) -> None:
         """Read one shard and add its content.
+
+        Args:
+            report: as for ``parse``.
 
         Raises:
             CorruptError: an entry is also in another shard, or the index lists it elsewhere.
@@ -333,7 +336,7 @@ class _ShardMerger:
         # Keys of hidden tensors are unique only within a file, so all get the shard's name as a
         # prefix. Entries lose it again; tensors inside objects keep it, as they are hidden.
         prefix = f"{shard}:"
-        tree = parse(self._store, shard, prefix=prefix)
+        tree = parse(self._store, shard, prefix=prefix, report=report)
 
         def plain(key: str) -> str:
             return key.removeprefix(prefix)

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import AnyCatalog, TargetCatalog, catalog_of_arrays
 from core.catalog.facets import TorchFileFacts
 from core.catalog.file_image import FileImage
-from core.errors import UnsupportedError
+from core.errors import Report, UnsupportedError, raising
 from core.formats.format import Format, no_folders
 from core.formats.torch.item import item_location as item_location
 from core.formats.torch.refused import refusal_notes
@@ -116,9 +116,26 @@ def read(store: ReadStore) -> Catalog:
     )
 
 
-def catalog_of(store: ReadStore, name: str) -> Catalog:
-    """Read the catalog of one file of a store; raises the errors of ``read``."""
-    tree = parse(store, name)
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """Read the tensors of a file whose records are complete, though its zip was cut or is damaged.
+
+    Args:
+        report: receives the error of the zip.
+
+    Raises:
+        CheckpointingException: there is no such file, or its pickle cannot be read.
+    """
+    name = _checkpoint_file(store)
+    return read(store) if name is None else catalog_of(store, name, report=report)
+
+
+def catalog_of(store: ReadStore, name: str, *, report: Report = raising) -> Catalog:
+    """Read the catalog of one file of a store; raises the errors of ``read``.
+
+    Args:
+        report: as for ``parse``.
+    """
+    tree = parse(store, name, report=report)
     root = as_mapping(tree.value) or {}
     step = "global_step" if _LIGHTNING in root else "iteration"
     iteration, args = root.get(step), root.get("args")
@@ -220,6 +237,7 @@ FORMAT = Format(
     title="torch.save file",
     sniff=sniff,
     read=read,
+    salvage=salvage,
     lay_out=lay_out,
     is_single_file=True,
     nests=True,

@@ -10,13 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import StoredObject
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
-from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    Report,
+    UnsafeError,
+    UnsupportedError,
+    raising,
+)
 from core.files.substitute import substitute_in
 from core.formats.torch.legacy import VERSION, read_legacy
 from core.formats.torch.object_tensors import with_state_dicts
@@ -24,6 +31,7 @@ from core.formats.torch.stream import stream_kind as stream_kind
 from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
 from core.formats.torch.weights_only import put_back
 from core.formats.torch.zip.container import Record, check_kind, read_archive
+from core.formats.torch.zip.local_headers import read_local_headers
 from core.formats.torch.zip.records import (
     encoded,
     is_big_endian,
@@ -85,6 +93,8 @@ def parse(
     n_bytes: int | None = None,
     prefix: str = "",
     coords: Coords = (),
+    keeps_modules: bool = False,
+    report: Report = raising,
 ) -> TorchTree:
     """Read a file of ``torch.save``; metadata only.
 
@@ -92,6 +102,10 @@ def parse(
         start, n_bytes: the bytes of the file to read; ``n_bytes`` None: up to its end.
         prefix: prefix of every key.
         coords: rank coordinates of the arrays and objects.
+        keeps_modules: leave pickled modules the objects that they are, as parts of an object; by
+            default they are read as their state dicts.
+        report: receives the error of a zip that was cut, or whose directory is damaged; the tree
+            then has the tensors whose records are complete. Raises it by default.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged, or a tensor is outside its storage.
@@ -106,9 +120,12 @@ def parse(
         raise CorruptError(substitute.title, file=file, hint=substitute.hint)
     reader = TensorHooks(f"{prefix}#", takes_apart=True)
     with _placing_errors(file=file), gc_paused():
-        read_content = _read_legacy_stream if kind == "legacy" else _read_zip
-        content = read_content(store, file, start, n_bytes, reader)
-        return _TreeBuilder(content, reader, prefix, coords).tree(put_back(content.value))
+        if kind == "legacy":
+            content = _read_legacy_stream(store, file, start, n_bytes, reader)
+        else:
+            content = _read_zip(store, file, start, n_bytes, reader, report=report)
+        builder = _TreeBuilder(content, reader, prefix, coords)
+        return builder.tree(put_back(content.value), keeps_modules=keeps_modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +138,8 @@ class _Content:
         records: record name → position; storages are called ``data/<key>``.
         is_big: whether the numbers in the storages are big-endian.
         version: as in ``TorchTree``.
+        is_partial: tensors without a record are left out.
+        notes: notes to the user.
     """
 
     file: str
@@ -128,13 +147,26 @@ class _Content:
     records: Mapping[str, Record]
     is_big: bool
     version: str | None
+    is_partial: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def _read_zip(
-    store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks
+    store: ReadStore,
+    file: str,
+    start: int,
+    n_bytes: int,
+    reader: TensorHooks,
+    *,
+    report: Report = raising,
 ) -> _Content:
     """Read the pickle of a torch zip, but not the data of its tensors."""
-    archive = read_archive(store, file, start=start, n_bytes=n_bytes)
+    try:
+        archive = read_archive(store, file, start=start, n_bytes=n_bytes)
+    except CorruptError as err:
+        if report is raising:
+            raise
+        return _read_damaged_zip(store, file, start, n_bytes, reader, err, report)
     check_kind(archive)
     pickle = archive.record("data.pkl")
     data = read_pickle(store, file, pickle)
@@ -145,7 +177,49 @@ def _read_zip(
     if record is not None and record.n_bytes <= 16:
         version = read_record(store, file, record)
     text = version.decode("ascii", "replace").strip()
-    return _Content(file, value, archive.records, is_big_endian(store, archive), text or None)
+    content = _Content(file, value, archive.records, is_big_endian(store, archive), text or None)
+    if archive.n_trailing:
+        note = (
+            f"{archive.n_trailing:,} bytes follow the end of the zip; they are ignored, as by torch"
+        )
+        content = replace(content, notes=(note,))
+    return content
+
+
+def _read_damaged_zip(
+    store: ReadStore,
+    file: str,
+    start: int,
+    n_bytes: int,
+    reader: TensorHooks,
+    err: CorruptError,
+    report: Report,
+) -> _Content:
+    """Read the pickle of a torch zip without its directory.
+
+    Args:
+        err: the error of reading the directory; it is reported with the number of tensors that can
+            be read, or raised if the pickle cannot be read.
+    """
+    records: dict[str, Record] = {}
+    value: object = None
+    lengths: dict[str, int] = {}
+    for name, record in read_local_headers(
+        store, file, start=start, stop=start + n_bytes, length_of=lengths.get
+    ):
+        records[name] = record
+        if name == "data.pkl":
+            data = read_pickle(store, file, record)
+            value = load(data, label=file, hooks=reader.hooks, limits=pickle_limits(record))
+            lengths |= {item.record: item.storage_bytes for item in reader.locations.values()}
+    if "data.pkl" not in records:
+        raise err
+    n_readable = sum(item.record in records for item in reader.locations.values())
+    err.message += f"; {n_readable} of its {len(reader.locations)} tensors can be read"
+    report(err)
+    order = records.get("byteorder")
+    is_big = order is not None and read_record(store, file, order) == b"big"
+    return _Content(file, value, records, is_big, None, is_partial=True)
 
 
 def _read_legacy_stream(
@@ -180,7 +254,15 @@ def load_object(
         # A bare pickle has no tensors.
         if stream_kind(store, file, start, n_bytes) == "pickle":
             return load(store.read(file, start, n_bytes), label=file), {}
-        tree = parse(store, file, start=start, n_bytes=n_bytes, prefix=prefix, coords=array.coords)
+        tree = parse(
+            store,
+            file,
+            start=start,
+            n_bytes=n_bytes,
+            prefix=prefix,
+            coords=array.coords,
+            keeps_modules=True,
+        )
         # The parser cuts containers that contain themselves; here nothing could put them together.
         endless = [name for name, kind in tree.unsupported.items() if kind == ENDLESS]
         if endless:
@@ -296,11 +378,12 @@ class _TreeBuilder:
         self._prefix = prefix
         self._coords = coords
 
-    def tree(self, root: object) -> TorchTree:
+    def tree(self, root: object, *, keeps_modules: bool) -> TorchTree:
         """Build the tree of the file.
 
         Args:
             root: the pickle's value, with all objects that were set aside back in their places.
+            keeps_modules: as for ``parse``.
 
         Raises:
             CorruptError: a tensor's record is missing or too short, or the nesting is too deep.
@@ -312,7 +395,7 @@ class _TreeBuilder:
             root = cut_cycles(root)
             _check_unfolded_size(root)
         classes: tuple[str, ...] = ()
-        if not self._prefix:
+        if not keeps_modules:
             root, classes = with_state_dicts(root)
         # Compute the key of every tensor and object, and rebuild the tree with them.
         tree_entries = list(entries(root))
@@ -327,6 +410,8 @@ class _TreeBuilder:
             key = self._prefix + path_key
             leaf = entry.leaf
             if isinstance(leaf, TensorLeaf):
+                if self._is_lost(leaf.key):
+                    return None
                 arrays[key] = self.array(key, self._reader.locations[leaf.key])
                 if leaf.key in self._reader.attributes:
                     attributes[key] = self._reader.attributes[leaf.key]
@@ -348,7 +433,9 @@ class _TreeBuilder:
         hidden = {
             node.key: self.array(node.key, self._reader.locations[node.key])
             for node in walk([value, [item.value for item in objects.values()]])
-            if isinstance(node, TensorLeaf) and node.key in self._reader.locations
+            if isinstance(node, TensorLeaf)
+            and node.key in self._reader.locations
+            and not self._is_lost(node.key)
         }
         return TorchTree(
             value=value,
@@ -358,6 +445,7 @@ class _TreeBuilder:
             hidden=hidden,
             unsupported=unsupported,
             notes=(
+                *self._content.notes,
                 *_attribute_notes(attributes),
                 *_part_notes(self._reader.taken_apart),
                 *_module_notes(classes),
@@ -366,6 +454,11 @@ class _TreeBuilder:
             shared=_find_shared_containers(root),
             is_set_aside=is_set_aside,
         )
+
+    def _is_lost(self, key: str) -> bool:
+        """Return whether a tensor of a damaged file has no complete record."""
+        content = self._content
+        return content.is_partial and self._reader.locations[key].record not in content.records
 
     def array(self, key: str, location: Location) -> StoredArray:
         """Return the stored array of a tensor, after checking that its record contains it.

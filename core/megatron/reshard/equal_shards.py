@@ -8,23 +8,27 @@ as those of fresh norms and biases; rows that repeat along the cut, such as thos
 ``A_log``; and tensors of one axis, whose weights show the same.
 
 Checksums of the files' records, where they are recorded, tell most tensors apart without reading;
-of the others, a sample is read.
+of the others, and of files that were not opened, a sample is read.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.catalog.stored import StoredArray
 from core.errors import UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.rank_model import RankTensor
+from core.megatron.reshard.rank_model import RankPart, RankTensor
 from core.megatron.rules.rules import replication
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")
 _SAMPLE_BYTES = 1 << 14
 _FEWEST_VALUES = 32
 """Shards of fewer different values may be equal by chance."""
@@ -87,6 +91,41 @@ def find_equal_shards(
         if len(shards) == n and ranks:
             equal[name] = ranks
             yield EqualShards(name, rule.cut_axis, ranks, n, rule.group.upper())
+
+
+def one_of_each_kind(
+    tensors: Mapping[str, RankTensor], catalog: Catalog, topology: Topology
+) -> dict[str, RankTensor]:
+    """Return the first tensor of each name without numbers, with the shards of all ranks.
+
+    A fork that stores a tensor complete does so in all layers, so one layer shows it.
+
+    Args:
+        tensors: global name → the shards on all ranks or on a sample of them.
+        catalog: the rank catalog, in which unopened files have the arrays of the sampled ones.
+    """
+    facts = catalog.facet(RankFacts)
+    assert facts is not None and facts.arrays is not None, "a source lists its ranks and arrays"
+    arrays = facts.arrays
+    files = {folder: topology.rank_at(coords) for coords, (folder, _) in facts.ranks.items()}
+    firsts: dict[str, tuple[str, RankTensor]] = {}
+    for name, tensor in tensors.items():
+        firsts.setdefault(_NUMBER.sub("", name), (name, tensor))
+    completed = {}
+    for name, tensor in firsts.values():
+        sampled = tensor.parts[0]
+        rank, key = files[sampled.folder], sampled.array.name.removeprefix(sampled.folder)
+        completed[name] = RankTensor(
+            tensor.rule,
+            [
+                RankPart(other, folder, arrays[folder + key])
+                for folder, other in files.items()
+                if other.pp == rank.pp
+                and (tensor.rule.group == "tp" or other.ep == rank.ep)
+                and folder + key in arrays
+            ],
+        )
+    return completed
 
 
 def raise_if_equal_shards(
@@ -153,6 +192,9 @@ def _equal_ranks(shards: Mapping[int, StoredArray], axis: int, store: ReadStore)
     def sample(array: StoredArray, offset: int) -> bytes:
         return store.read(array.extent.file, array.extent.offset + offset, size)
 
+    if not has_crcs:
+        extents = [array.extent for array in arrays]
+        store.expect_ranges((item.file, item.offset, item.offset + size) for item in extents)
     alike: dict[object, list[int]] = {}
     for rank, array in shards.items():
         alike.setdefault(array.extent.crc if has_crcs else sample(array, 0), []).append(rank)

@@ -72,7 +72,7 @@ from core.megatron.model.pipeline_args import is_v_shaped
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows, rows_by_part
-from core.megatron.reshard.equal_shards import raise_if_equal_shards
+from core.megatron.reshard.equal_shards import one_of_each_kind, raise_if_equal_shards
 from core.megatron.reshard.rank_model import (
     RankModel,
     RankPart,
@@ -121,7 +121,10 @@ def unshard_ranks(
     lost_states = _empty_lost_states(model, store)
     is_down_proj_cut = settle_rules(model, facts)
     if store is not None:
-        raise_if_equal_shards(model.tensors, facts.topology, store)
+        tensors = model.tensors
+        if rank_facts is not None and rank_facts.n_unopened:
+            tensors = one_of_each_kind(tensors, catalog, facts.topology)
+        raise_if_equal_shards(tensors, facts.topology, store)
 
     # Find the optimizer's states by their parameters.
     optimizer = _read_optimizer(catalog, model, facts, rules, optim=optim, store=store)

@@ -82,10 +82,12 @@ def test_a_whole_checkpoint_takes_few_lines_and_says_what_was_not_read() -> None
             "  format     dcp",
             "  size       3 files, 4.00 KiB, 7 tensors",
             "  read       names, sizes and metadata, in 0.25 s",
-            "  unchecked  container headers (--headers); checksums, NaN, replicas (--deep)",
+            "  unchecked  container headers (--headers); checksums, NaN, zeros, replicas (--deep)",
         ]
     )
-    assert "unchecked  checksums, NaN, replicas (--deep)" in page(verdict(level=Level.HEADERS))
+    assert "unchecked  checksums, NaN, zeros, replicas (--deep)" in page(
+        verdict(level=Level.HEADERS)
+    )
     deep = page(verdict(level=Level.DEEP))
     assert "unchecked" not in deep
     assert "every byte, in 0.25 s, 16.0 KiB/s" in deep

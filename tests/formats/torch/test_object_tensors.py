@@ -103,6 +103,31 @@ def test_a_module_becomes_a_state_dict_that_its_class_loads(tmp_path: Path) -> N
         assert_same_bits(other.state_dict()[key], tensor, key)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("n_shards", [0, 1, 2])
+def test_weights_of_hugging_face_may_be_pickled_modules(n_shards: int, tmp_path: Path) -> None:
+    """One pytorch_model.bin, or numbered shards; transformers loads the result."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)  # type: ignore[arg-type]
+    )
+    (source := tmp_path / "run").mkdir()
+    model.config.save_pretrained(source)
+    parts: list[torch.nn.Module] = [model]
+    if n_shards == 2:
+        parts = [torch.nn.Module(), torch.nn.Module()]
+        parts[0].model, parts[1].lm_head = model.model, model.lm_head
+    for number, part in enumerate(parts, 1):
+        name = f"-{number:05}-of-{n_shards:05}" if n_shards else ""
+        torch.save(part, source / f"pytorch_model{name}.bin")
+    other = LlamaForCausalLM.from_pretrained(convert(source, tmp_path / "out", to="hf"))
+    for key, tensor in model.state_dict().items():
+        assert_same_bits(other.state_dict()[key], tensor, key)
+
+
 def test_modules_without_tensors_and_without_an_end_stay_objects(tmp_path: Path) -> None:
     endless = torch.nn.Module()
     endless.register_parameter("w", torch.nn.Parameter(torch.ones(1)))

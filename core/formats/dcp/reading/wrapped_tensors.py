@@ -118,7 +118,14 @@ def _parts_of(
     """
     chunks = []
     for box, item in metadata.chunks(key):
-        tree = parse(store, item.file, start=item.offset, n_bytes=item.n_bytes, prefix=f"{key}.")
+        tree = parse(
+            store,
+            item.file,
+            start=item.offset,
+            n_bytes=item.n_bytes,
+            prefix=f"{key}.",
+            keeps_modules=True,
+        )
         if as_mapping(tree.value) is None:
             return None
         chunks.append((box, tree))

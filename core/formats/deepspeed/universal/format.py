@@ -47,7 +47,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.errors import MissingShardError
+from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import check_name
 from core.formats.deepspeed.experts import expert_of
 from core.formats.deepspeed.facets import ZeroFacts
@@ -94,7 +94,7 @@ from core.formats.deepspeed.universal.parameter import (
 )
 from core.formats.deepspeed.universal.source import for_universal
 from core.formats.deepspeed.universal.write import check, lay_out
-from core.formats.deepspeed.weights import buffers, frozen, with_shared
+from core.formats.deepspeed.weights import advise_no_optim, buffers, frozen, with_shared
 from core.formats.format import Format
 from core.formats.torch.refused import aside_notes
 from core.pickle.inert import TensorLeaf
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
     from core.formats.deepspeed.partition import Shapes
 
-__all__ = ["FORMAT", "check", "for_universal", "lay_out", "read", "sniff"]
+__all__ = ["FORMAT", "check", "for_universal", "lay_out", "read", "read_weights", "sniff"]
 
 _MAX_NAME_BYTES = 4096
 
@@ -127,6 +127,24 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: a file is not a torch file that can be read.
         UnsafeError: a pickle or a name is hostile.
     """
+    try:
+        return _read(store)
+    except (CorruptError, UnsupportedError) as err:
+        advise_no_optim(err, store, read_weights, "takes the weights in fp32.pt of each parameter")
+        raise
+
+
+def read_weights(store: ReadStore) -> Catalog:
+    """Read the catalog of the weights alone: the files of the optimizer's states are not opened.
+
+    Raises:
+        MissingShardError, CorruptError, UnsupportedError, UnsafeError: as for ``read``.
+    """
+    return _read(store, has_optimizer=False)
+
+
+def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
+    """Read the catalog of all files, or of those without the optimizer; raises as ``read``."""
     folder = _folder(store)
     # Model states and the optimizer's file may be missing; their entries are then empty.
     models = _models(store, folder)
@@ -135,7 +153,7 @@ def read(store: ReadStore) -> Catalog:
     has_optim = store.exists(folder + OPTIMIZER_FILE)
     optim = (
         read_state_file(store, folder + OPTIMIZER_FILE)
-        if has_optim
+        if has_optim and has_optimizer
         else StateFile(OPTIMIZER_FILE, {}, {})
     )
     notes = []
@@ -148,7 +166,7 @@ def read(store: ReadStore) -> Catalog:
         notes.append(f"there is no {OPTIMIZER_FILE}; DeepSpeed cannot load it")
 
     # Every parameter has a directory with its weights and states.
-    parameters = _parameters(store, folder, groups, model)
+    parameters = _parameters(store, folder, groups, model, has_states=has_optimizer)
     _check_complete(folder, parameters)
     weights, aliases = _weights(models, parameters)
 
@@ -264,9 +282,17 @@ def _weights(
 
 
 def _parameters(
-    store: ReadStore, folder: str, groups: Sequence[Shapes], model: ModelStates
+    store: ReadStore,
+    folder: str,
+    groups: Sequence[Shapes],
+    model: ModelStates,
+    *,
+    has_states: bool,
 ) -> dict[str, UniversalParameter]:
     """Read the directory of every parameter, first those of the optimizer's groups in their order.
+
+    Args:
+        has_states: as for ``read_parameter``.
 
     Raises:
         MissingShardError: the model states list a parameter without a directory.
@@ -295,7 +321,9 @@ def _parameters(
         is_stack = ep > 1 and expert_of(name) is not None
         if is_stack and shape:
             shape = (ep * shape[0], *shape[1:])
-        parameter = read_parameter(store, path, name, shape, is_uncut=is_uncut)
+        parameter = read_parameter(
+            store, path, name, shape, is_uncut=is_uncut, has_states=has_states
+        )
         if is_stack:
             parameter = part_of_stack(parameter, ep_rank, ep=ep, folder=path)
         parameters[name] = parameter
@@ -349,6 +377,7 @@ FORMAT = Format(
     title="DeepSpeed universal",
     sniff=sniff,
     read=read,
+    read_weights=read_weights,
     lay_out=lay_out,
     aliases=("ucp",),
     has_objects_beside=True,

@@ -60,13 +60,20 @@ def lacking_files(files_of: Mapping[str, Collection[str]]) -> Iterator[tuple[str
 
 
 def read_parameter(
-    store: ReadStore, folder: str, name: str, shape: Shape | None, *, is_uncut: bool = False
+    store: ReadStore,
+    folder: str,
+    name: str,
+    shape: Shape | None,
+    *,
+    is_uncut: bool = False,
+    has_states: bool = True,
 ) -> UniversalParameter:
     """Read the directory of a parameter.
 
     Args:
         shape: shape in the model states, for bare tensors; None if it is not recorded.
         is_uncut: that shape is the complete one, not that of a model-parallel rank's shard.
+        has_states: False to read the weights alone.
 
     Raises:
         MissingShardError: the master weights are missing.
@@ -82,7 +89,8 @@ def read_parameter(
         )
     # ``fp32.pt`` is read first, so that damage to it is reported first.
     entries = {
-        stem: _read_entry(store, f"{folder}/{stem}.pt", shape, key=name) for stem in (FP32, *stems)
+        stem: _read_entry(store, f"{folder}/{stem}.pt", shape, key=name)
+        for stem in (FP32, *(stems if has_states else ()))
     }
 
     # The master weights define the parameter's shape and sharding.

@@ -67,7 +67,10 @@ _ENCRYPTED = 0x0001
 _PATCHED = 0x0020
 _UTF8 = 0x0800
 _MASKED = 0x2000
-_MAX_COMMENT = 0xFFFF
+_SEARCHED_BYTES = 4096 + 16 * 4093
+"""Bytes at the end of a file in which miniz looks for the end record: windows of 4096 bytes that
+overlap by 3, until they cover a comment of the maximum length, 65,535 bytes.
+"""
 _MAX_DIRECTORY_BYTES = 1 << 31
 STORED = 0
 DEFLATED = 8
@@ -117,6 +120,7 @@ class Archive:
         records: record name below the root → record, in the order of the central directory.
         directory: address of the central directory in the file.
         headers: addresses of the records' local headers, in the same order.
+        n_trailing: number of bytes after the end of the zip, which torch ignores.
     """
 
     file: str
@@ -126,6 +130,7 @@ class Archive:
     records: dict[str, Record]
     directory: int = 0
     headers: tuple[int, ...] = ()
+    n_trailing: int = 0
 
     def record(self, name: str) -> Record:
         """Return the record with this name.
@@ -217,7 +222,7 @@ class _ArchiveReader:
             CheckpointingException: see ``read_archive``.
         """
         # Read the directory, and refuse other kinds of zips.
-        directory, n_bytes, n_entries = self._find_directory()
+        directory, n_bytes, n_entries, n_trailing = self._find_directory()
         entries = list(self._entries(self._read(directory, n_bytes), n_entries))
         if entries and all(entry.name.endswith(b".npy") for entry in entries):
             raise UnsupportedError(
@@ -239,6 +244,7 @@ class _ArchiveReader:
             records,
             self._start + directory,
             headers,
+            n_trailing,
         )
 
     def _collect_records(
@@ -312,12 +318,15 @@ class _ArchiveReader:
             rule=rule,
         )
 
-    def _find_directory(self) -> tuple[int, int, int]:
-        """Return offset and length of the central directory, and the number of its entries."""
-        # The end record is the last part of the zip, except for a comment.
-        tail_start = max(0, self._size - END.size - _MAX_COMMENT - END64.size - LOCATOR64.size)
+    def _find_directory(self) -> tuple[int, int, int, int]:
+        """Return offset and length of the central directory, the number of its entries, and the
+        number of bytes after the zip.
+        """
+        # The end record is the last part of the zip, except for a comment and bytes that a copy
+        # appended.
+        tail_start = max(0, self._size - _SEARCHED_BYTES - END64.size - LOCATOR64.size)
         tail = self._read(tail_start, self._size - tail_start)
-        at = self._find_end_record(tail)
+        at, n_trailing = self._find_end_record(tail, tail_start)
         # ZIP64 records before it, which torch always writes, replace its values.
         values = END.unpack_from(tail, at)[1:7]
         expected_end = tail_start + at
@@ -339,7 +348,7 @@ class _ArchiveReader:
                 f"the zip places {n_entries} directory entries at bytes {offset}–{offset + n_bytes}"
                 f", but the directory has to end at byte {expected_end}"
             )
-        return offset, n_bytes, n_entries
+        return offset, n_bytes, n_entries, n_trailing
 
     def _unpack_end64(
         self, tail: bytes, at: int, expected: int, narrow: tuple[int, ...]
@@ -373,17 +382,26 @@ class _ArchiveReader:
                 self._contradiction("the zip's two end records differ", at64, end_bytes)
         return tuple(values)
 
-    def _find_end_record(self, tail: bytes) -> int:
-        """Return the position of the end record in the last bytes of the zip."""
-        # An end record is followed by its comment, which must end where the zip ends.
-        end_records = []
+    def _find_end_record(self, tail: bytes, tail_start: int) -> tuple[int, int]:
+        """Return the position of the end record in the last bytes of the zip, and the number of
+        bytes after the record and its comment.
+
+        Args:
+            tail_start: offset of ``tail``.
+        """
+        # Where bytes follow, the record must be where it says that the directory ends: a tensor of
+        # a file that was cut may hold the end of another zip.
+        end_records, followed = [], []
         at = tail.rfind(b"PK\x05\x06")
         while at >= 0:
-            if at + END.size <= len(tail) and at + END.size + int.from_bytes(
-                tail[at + 20 : at + 22], "little"
-            ) == len(tail):
-                end_records.append(at)
+            if at + END.size <= len(tail):
+                n_trailing = len(tail) - at - END.size - END.unpack_from(tail, at)[-1]
+                if n_trailing == 0:
+                    end_records.append((at, n_trailing))
+                elif n_trailing > 0 and _stated_position(tail, at) == tail_start + at:
+                    followed.append((at, n_trailing))
             at = tail.rfind(b"PK\x05\x06", 0, at + 3)
+        end_records = end_records or followed
         if len(end_records) > 1:
             self._contradiction("the zip has two end records")
         if end_records:
@@ -615,6 +633,19 @@ class _ArchiveReader:
             entry.header,
             LOCAL.size + len(entry.name) + entry.stored,
         )
+
+
+def _stated_position(tail: bytes, at: int) -> int:
+    """Return the offset at which an end record lies according to itself or its ZIP64 locator.
+
+    Args:
+        at: position of the end record in ``tail``.
+    """
+    locator = tail[max(0, at - LOCATOR64.size) : at]
+    if len(locator) == LOCATOR64.size and locator.startswith(b"PK\x06\x07"):
+        return int(LOCATOR64.unpack(locator)[2]) + END64.size + LOCATOR64.size
+    n_bytes, offset = END.unpack_from(tail, at)[5:7]
+    return int(n_bytes + offset)
 
 
 def _offsets_of_aligned(ordered: list[_DirectoryEntry], end: int) -> dict[int, int] | None:
