@@ -419,7 +419,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         carries_files = format.carries_files and not is_file
         files = with_tokenizer(form.catalog, job.tokenizer, carries_files=carries_files)
         form = replace(form, catalog=files)
-    form = settle_attributes(form, (opened, *others), format, exclude=job.exclude)
+    form = settle_attributes(form, job, opened.catalog, (source, *others), format)
     recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
     catalog, target = cut_form(job, recordable, format)
     if not is_file:

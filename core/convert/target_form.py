@@ -13,6 +13,7 @@ from shlex import quote as quoted_word
 
 from core.catalog.attributes import (
     build_entry_values,
+    drop_matching_attributes,
     find_lost_attributes,
     turn_into_attributes,
     turn_into_entries,
@@ -49,7 +50,7 @@ from core.megatron.reshard.fsdp.tensors import with_padding
 from core.megatron.reshard.fsdp.to_fsdp_dtensor import to_fsdp_dtensor
 from core.megatron.reshard.reshard import load_rules, shard, stack
 from core.megatron.rules.experts import transposed
-from core.opening.objects import check_safety, loaded, refuse_hidden
+from core.opening.objects import check_safety, load_attributes, loaded, refuse_hidden
 from core.opening.open import Checkpoint
 from core.opening.target import partitioned, source_and_target
 from core.pickle.inert import TensorLeaf
@@ -60,6 +61,8 @@ from core.pickle.reader import noting_uses
 
 def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> Checkpoint:
     """Load the value of every object that is stored in a stream of its own.
+
+    Entries that hold attributes become attributes.
 
     Args:
         source: the opened source.
@@ -72,7 +75,7 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
     with noting_uses() as uses:
         source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
     refuse_hidden(source.uses | uses, source.store, source.catalog, exclude=exclude)
-    return source
+    return replace(source, catalog=turn_into_attributes(source.catalog))
 
 
 def safe_form(
@@ -136,15 +139,16 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
 
 
 def settle_attributes(
-    form: GlobalForm, sources: Sequence[Checkpoint], format: Format, *, exclude: Sequence[str] = ()
+    form: GlobalForm, job: Job, opened: Catalog, sources: Sequence[Checkpoint], format: Format
 ) -> GlobalForm:
     """Give attributes the form that the destination stores, and list those that it cannot.
 
     Args:
         form: from ``safe_form``.
-        sources: the opened source; for a merge, all sources.
+        job: the conversion.
+        opened: the catalog of the source as it was opened.
+        sources: the source from ``with_objects_loaded``, and the other sources of a merge.
         format: the format of the destination.
-        exclude: globs of entries that the user has dropped, with their attributes.
     """
     catalog = without_stale_attributes(form.catalog, sources[0].catalog)
     # Megatron's files, and the state dicts of its models, have the entries that Megatron knows.
@@ -155,18 +159,26 @@ def settle_attributes(
         turn_into_attributes(catalog) if format.keeps_attributes else turn_into_entries(catalog)
     )
     notes = form.notes
-    new = [name for name in build_entry_values(catalog) if name in settled.objects]
+    new = [name for name in build_entry_values(opened) if name in settled.objects]
     if new:
         pops = "; ".join(f"state_dict.pop({name!r})" for name in new)
         note = f"metadata and attributes become the {'entries' if new[1:] else 'entry'} "
         note += " and ".join(new)
         notes = (*notes, f"{note} (before a strict load_state_dict: {pops})")
 
+    # What the user dropped is not listed: attributes, and tensors with theirs.
+    exclude = [matcher(pattern) for pattern in job.exclude]
+    include = [matcher(pattern) for pattern in job.include]
     dropped = []
-    matchers = [matcher(pattern) for pattern in exclude]
     for source in sources:
-        for path, values in find_lost_attributes(source.catalog, catalog).items():
-            if not any(matches(path) for matches in matchers):
+        before = drop_matching_attributes(
+            load_attributes(source.catalog, source.store, load_object), job.exclude
+        )
+        for path, values in find_lost_attributes(before, catalog).items():
+            is_left_out = any(matches(path) for matches in exclude) or (
+                include and path in before.tensors and not any(matches(path) for matches in include)
+            )
+            if not is_left_out:
                 owner = "" if source is sources[0] else f" of {source.path.name}"
                 names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
                 reason = "metadata and attributes without a place in the destination"

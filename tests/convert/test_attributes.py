@@ -19,6 +19,7 @@ from core.catalog.attributes import collect_attributes, turn_into_attributes
 from core.convert.job import Report
 from core.convert.run import Job, run
 from core.diff.run import DiffJob, diff
+from core.errors import UsageError
 from core.formats.torch.format import load_object
 from core.merge.request import Merge
 from core.opening.objects import loaded
@@ -238,6 +239,77 @@ def test_attributes_of_excluded_tensors_are_not_listed(tmp_path: Path) -> None:
     src = make_zarr3(tmp_path)
     report = run(Job(src=src, dst=tmp_path / "out", exclude=("w",)))
     assert "w.scale" not in listed(report)
+
+
+ENTRIES: dict[str, Any] = {
+    "__metadata__": {"run": "a"},
+    "__attributes__": {"a.w": {"unit": "m"}, "a.v": {"unit": "m"}, "b.w": {"unit": "s"}},
+}
+WEIGHTS = {"a.w": torch.arange(3.0), "a.v": torch.arange(4), "b.w": torch.arange(5)}
+
+
+def make_state_dict(path: Path, source: str) -> Path:
+    """Write weights and the entries that hold attributes as torch does, or as attributes."""
+    path.mkdir()
+    if source == "torch":
+        torch.save({**WEIGHTS, **ENTRIES}, path / "a.pt")
+        return path / "a.pt"
+    dcp.save({**WEIGHTS, **ENTRIES}, checkpoint_id=path / "dcp", no_dist=True)
+    if source != "dcp":
+        run(Job(src=path / "dcp", dst=path / "out", to=source))
+    return path / ("dcp" if source == "dcp" else "out")
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "rename": ({"rename": ((r"^a\.", "m.a."),)}, {"a.w": "m.a.w", "a.v": "m.a.v", "b.w": "b.w"}),
+    "swap": (
+        {"rename": (("^a.w$", "t"), ("^a.v$", "a.w"), ("^t$", "a.v"))},
+        {"a.w": "a.v", "a.v": "a.w", "b.w": "b.w"},
+    ),
+    "strip": ({"strip_prefix": ("a.",)}, {"a.w": "w", "a.v": "v", "b.w": "b.w"}),
+    "add": ({"add_prefix": "m."}, {name: f"m.{name}" for name in WEIGHTS}),
+    "include": ({"include": ("a.*",)}, {"a.w": "a.w", "a.v": "a.v"}),
+    "exclude": ({"exclude": ("a.v",)}, {"a.w": "a.w", "b.w": "b.w"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("target", ["torch", "dcp", "safetensors", "zarr3", "orbax", "torch_dist"])
+@pytest.mark.parametrize(
+    "source", ["torch", "dcp", "safetensors", "zarr3", "orbax", "torch_dist", "zarr"]
+)
+def test_attributes_follow_their_tensors_and_leave_with_them(
+    source: str, target: str, change: str, tmp_path: Path
+) -> None:
+    src = make_state_dict(tmp_path / "in", source)
+    options, new_of = CHANGES[change]
+    out = tmp_path / TARGETS[target]
+    report = run(Job(src=src, dst=out, to=target, **options))
+    wanted = {new: ENTRIES["__attributes__"][old] for old, new in new_of.items()}
+    assert read_attributes(out) == {"": {"run": "a"}, **wanted}
+    assert not report.dropped
+    assert not any("become the entr" in note for note in report.notes if source in ("torch", "dcp"))
+
+
+@pytest.mark.parametrize("source", ["torch", "dcp", "safetensors", "zarr3"])
+def test_attributes_can_be_excluded_by_the_name_of_their_entry(source: str, tmp_path: Path) -> None:
+    src = make_state_dict(tmp_path / "in", source)
+    globs = ("__metadata__", "__attributes__.a.w", "__attributes__.b.*")
+    report = run(Job(src=src, dst=tmp_path / "out.pt", to="torch", exclude=globs))
+    assert torch.load(tmp_path / "out.pt")["__attributes__"] == {"a.v": {"unit": "m"}}
+    assert "__metadata__" not in torch.load(tmp_path / "out.pt")
+    assert not report.dropped
+    with pytest.raises(UsageError, match="no tensor or object matches"):
+        run(Job(src=src, dst=tmp_path / "b.pt", to="torch", exclude=("__metadata__.other",)))
+
+
+def test_entries_of_other_sources_of_a_merge_are_listed(tmp_path: Path) -> None:
+    for name in "ab":
+        torch.save({"w": torch.ones(2), "__metadata__": {"run": name}}, tmp_path / f"{name}.pt")
+    merge = Merge(method="average", others=(tmp_path / "b.pt",))
+    report = run(Job(src=tmp_path / "a.pt", dst=tmp_path / "out.pt", merge=merge))
+    assert torch.load(tmp_path / "out.pt")["__metadata__"] == {"run": "a"}
+    assert "run of b.pt" in listed(report)
 
 
 def test_attributes_that_tensorstore_wrote_become_an_entry(tmp_path: Path) -> None:
