@@ -13,7 +13,7 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.files_beside import NOT_CARRIED, carried_of
+from core.catalog.files_beside import NOT_CARRIED, carried_of, without_carried
 from core.catalog.key_patterns import folded, matcher
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
@@ -49,6 +49,8 @@ from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import (
     cut_form,
+    describe_loader_states,
+    describe_unsafe_files,
     safe_form,
     settle_attributes,
     with_folders_beside,
@@ -424,6 +426,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     catalog, target = cut_form(job, recordable, format)
     if not is_file:
         catalog, target = with_folders_beside(catalog, target, opened, format)
+    unsafe = describe_unsafe_files(opened, carried_of(target) if not is_file else ())
+    target = without_carried(target, unsafe)
     copied_notes = check_copied_files(job, opened, catalog)
 
     # Collect what the user should know; steps may repeat a note of an earlier one.
@@ -433,6 +437,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *copied_notes,
         *form.notes,
         *_nesting_notes(form.catalog, format, is_file=is_file),
+        *describe_loader_states(job, target),
     ]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
@@ -449,6 +454,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *without_state.dropped,
         *form.dropped,
         *_describe_dropped(form.catalog, format, is_file=is_file),
+        *parse_dropped(list(unsafe.values())),
     ]
     dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
     dropped += _describe_lost_files(opened, form.catalog, target, dropped, is_file=is_file)
@@ -649,7 +655,9 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
 
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
-    linked_files = (*linked.files, *carried_of(source.catalog))
+    carried = carried_of(source.catalog)
+    unsafe = describe_unsafe_files(source, carried)
+    linked_files = (*linked.files, *(path for path in carried if path not in unsafe))
     paths = {name: name for name in linked_files}
     if format.is_mcore:
         iteration = RELEASE if source.is_release else source.iteration
@@ -682,7 +690,10 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
             ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
             + " to the source's; no data was copied",
         ),
-        dropped_entries=(unread_entries(unread),) if unread else (),
+        dropped_entries=(
+            *((unread_entries(unread),) if unread else ()),
+            *parse_dropped(list(unsafe.values())),
+        ),
         form=linked.catalog,
         load_line=load_line(
             WrittenResult(

@@ -7,7 +7,7 @@ know whether the steps succeed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from shlex import quote as quoted_word
 
@@ -41,15 +41,17 @@ from core.convert.report.dropped import DroppedEntries, parse_dropped
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
-from core.formats.format import Format
+from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import is_tokenizer_file
 from core.formats.torch.format import load_object
+from core.formats.torch.other_pickles import has_pickled_name, look_into
 from core.formats.torch.refused import names_importable
 from core.megatron.placement.adapter_rows import to_stored_order
 from core.megatron.reshard.fsdp.tensors import with_padding
 from core.megatron.reshard.fsdp.to_fsdp_dtensor import to_fsdp_dtensor
 from core.megatron.reshard.reshard import load_rules, shard, stack
 from core.megatron.rules.experts import transposed
+from core.opening.code_in_pickles import list_dangerous_names
 from core.opening.objects import check_safety, load_attributes, loaded, refuse_hidden
 from core.opening.open import Checkpoint
 from core.opening.target import partitioned, source_and_target
@@ -192,7 +194,7 @@ def with_folders_beside(
     """Carry the directories beside Megatron's files into a format that has them, or to the model.
 
     The tokenizer's files of a Megatron checkpoint are those of the directory itself where the
-    model gets Hugging Face's names.
+    model gets Hugging Face's names. States of data loaders stay with the training run.
 
     Args:
         catalog, target: from ``cut_form``.
@@ -202,7 +204,7 @@ def with_folders_beside(
     is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
     carried: dict[str, str] = {}
     for path, key in carried_of(source.catalog).items():
-        if not path.startswith(folders):
+        if not (path.startswith(folders) or (folders and LOADER_STATE.fullmatch(path))):
             continue
         name = path.partition("/")[2]
         if is_hf and is_tokenizer_file(name):
@@ -219,6 +221,37 @@ def with_folders_beside(
             planned[key] = PlannedArray(key, array.dtype, array.shape)
     target = replace(target, carried={**carried_of(target), **carried})
     return catalog.with_hidden(sources), target.with_hidden(planned)
+
+
+def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> dict[str, str]:
+    """Return path → line for each file that is not carried, as its pickle would run code.
+
+    Args:
+        paths: paths of carried files of the source.
+    """
+    lines = {}
+    for path in paths:
+        if not (has_pickled_name(path) or path.endswith((".pt", ".pth", ".ckpt", ".bin"))):
+            continue
+        content = look_into(source.store, path, source.store.size(path))
+        names = list_dangerous_names(content.uses)
+        if names:
+            lines[path] = f"{path} (refers to {names[0]}, which would run code when loaded)"
+        elif content.unread:
+            lines[path] = f"{path} (not examined for code: {content.unread[0]})"
+    return lines
+
+
+def describe_loader_states(job: Job, target: TargetCatalog) -> list[str]:
+    """Write a note on carried states of data loaders if the parallel sizes change."""
+    ranks = {
+        match["rank"] for path in carried_of(target) if (match := LOADER_STATE.fullmatch(path))
+    }
+    if not ranks or job.topology is None or not job.topology.is_change:
+        return []
+    n = f"{len(ranks)} data-parallel ranks" if len(ranks) > 1 else "one data-parallel rank"
+    note = f"states of data loaders are carried as they are: they are those of {n}"
+    return [f"{note}, and training with another number cannot continue at the same samples"]
 
 
 def keeps_unknown_classes(format: Format) -> bool:
