@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -57,7 +57,13 @@ from core.convert.target_form import (
     with_objects_loaded,
 )
 from core.convert.verify import check_memory
-from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
+from core.errors import (
+    CapacityError,
+    CheckpointingException,
+    CorruptError,
+    UnsupportedError,
+    UsageError,
+)
 from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
@@ -84,8 +90,8 @@ from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.inert import count_values
-from core.pickle.reader import gc_paused
-from core.plan.plan import Plan, make_plan
+from core.pickle.reader import gc_paused, limiting_values
+from core.plan.plan import MIB, RUNTIME_BYTES, Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
 
 
@@ -250,14 +256,15 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job = replace(job, dst=find_location(job.dst))
     if isinstance(job.dst, RemotePath):
         _check_bucket(job, job.dst)
-    source = open_checkpoint(
-        job.src,
-        iteration=job.iteration,
-        missing_chunks=job.missing_chunks,
-        drop_missing=job.drop_missing,
-        needs_optimizer=job.optim != "drop",
-        on_open=count_steps(progress, Phase.PLANNING, unit="files"),
-    )
+    with _limiting_objects(job):
+        source = open_checkpoint(
+            job.src,
+            iteration=job.iteration,
+            missing_chunks=job.missing_chunks,
+            drop_missing=job.drop_missing,
+            needs_optimizer=job.optim != "drop",
+            on_open=count_steps(progress, Phase.PLANNING, unit="files"),
+        )
     others: list[Checkpoint] = []
     try:
         source = _compare_copies(source)
@@ -266,12 +273,13 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         if merge is not None:
             check_merge(job)
             job = replace(job, optim="drop")
-            others += open_others(
-                merge,
-                missing_chunks=job.missing_chunks,
-                drop_missing=job.drop_missing,
-                on_open=source.store.on_open,
-            )
+            with _limiting_objects(job):
+                others += open_others(
+                    merge,
+                    missing_chunks=job.missing_chunks,
+                    drop_missing=job.drop_missing,
+                    on_open=source.store.on_open,
+                )
             source = with_joined_store(source, others)
         else:
             source = with_files_above(source)
@@ -395,9 +403,10 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.
     without_state = without_training_state(source.catalog, job, format)
-    source = with_objects_loaded(
-        replace(source, catalog=without_state.catalog), exclude=job.exclude
-    )
+    with _limiting_objects(job):
+        source = with_objects_loaded(
+            replace(source, catalog=without_state.catalog), exclude=job.exclude
+        )
     if source.format.has_text_keys and not format.has_text_keys:
         source = replace(source, catalog=with_integer_keys(source.catalog))
     if job.metadata_only:
@@ -518,6 +527,25 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
+
+
+def _limiting_objects(job: Job) -> AbstractContextManager[None]:
+    """Refuse pickles, before they are read, whose values alone take more memory than there is.
+
+    The forecast of ``_objects_bytes`` would refuse them, too, once their values are in memory.
+    """
+    free_bytes = job.own_memory_bytes - RUNTIME_BYTES + _ORDINARY_OBJECTS_BYTES
+
+    def refuse(n_values: int) -> CapacityError:
+        n_bytes = RUNTIME_BYTES + job.beside_bytes + _VALUE_BYTES * n_values
+        least = -(-n_bytes * 9 // (8 * MIB))  # buffers and metadata come on top
+        return CapacityError(
+            f"{n_values:,} values in objects need about {least:,} MiB of memory, but the limit is "
+            f"{job.memory_bytes // MIB:,} MiB",
+            hint=f"set --memory to at least {least}MiB",
+        )
+
+    return limiting_values(max(0, free_bytes) // _VALUE_BYTES, refuse)
 
 
 def _objects_bytes(source: Catalog, n_entries: int) -> int:

@@ -34,8 +34,9 @@ _WILD = "*?["
 
 def shared_objects(checkpoint: Checkpoint, view: Catalog) -> dict[str, StoredObject]:
     """Return the values that are not objects of the catalog, by the first name of their paths."""
-    values: dict[object, object] = {**build_entry_values(checkpoint.catalog)}
-    values |= view.common or checkpoint.catalog.common or {}
+    values: dict[object, object] = dict(view.common or checkpoint.catalog.common or {})
+    for name, value in build_entry_values(checkpoint.catalog).items():
+        values.setdefault(name, value)
     args = view.args if checkpoint.catalog.args is None else checkpoint.catalog.args
     if args is not None:
         values["args"] = args
