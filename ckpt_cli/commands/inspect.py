@@ -19,9 +19,11 @@
      "can": [{"action": "convert" | "reshard", "possible": bool,
               "to": [format], "why": str | null}],
      "is_unsharded": bool, "notes": [str], "dropped": [str],
+     "attributes": {path: {name: any}},
      "problems": [{"code": str, "message": str, "file": str, "key": str, "rank": str, "hint": str,
                    "span": [int, int]}],
      "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
+                  "attributes": {name: any},
                   "places": [{"offset": [int], "shape": [int],
                               "file": str | null, "rank": {"tp": int, …},
                               "array": str | null, "at": [int], "array_shape": [int],
@@ -62,7 +64,8 @@ first element or, if ``item_bytes`` is not null, of the container item that hold
 ``encoding`` names the codec of an array that is not stored as plain numbers; ``stored_bytes`` is
 its length in the file, if the metadata contain it. ``beside`` lists the files that a conversion
 copies along (configurations, tokenizers), ``dropped`` the entries that no conversion carries over,
-each with the reason.
+each with the reason. ``attributes`` are what the checkpoint says about its containers (metadata of
+a file or an index, of a group; "" is the root) and, where there are any, about a tensor.
 
 A damaged checkpoint is shown as far as it can be read; ``problems``, whose fields other than
 ``code`` and ``message`` are present where they are known, says what is missing, and the exit code

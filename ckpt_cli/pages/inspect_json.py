@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.inspect_object import object_json
+from ckpt_cli.pages.inspect_object import object_json, plain_json
 from ckpt_cli.pages.inspect_page import catalog_of, map_of
 from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.pages.inspect_tensor import number_json, place_json
@@ -81,6 +81,11 @@ def inspect_json(
         "is_unsharded": summary.is_unsharded,
         "notes": list(summary.notes),
         "dropped": list(checkpoint.catalog.dropped),
+        "attributes": {
+            path: plain_json(values)
+            for path, values in summary.attributes.items()
+            if path not in checkpoint.catalog.tensors
+        },
         "tensors": [
             _tensor_json(checkpoint, summary, meta, is_selected=is_selected, n_values=n_values)
             | ({"stats": stats_json(statistics[meta.key])} if meta.key in statistics else {})
@@ -133,6 +138,8 @@ def _tensor_json(
         "bytes": meta.n_bytes,
         "group": role_of(bare_key(meta.key, catalog)),
     }
+    if meta.key in summary.attributes:
+        entry["attributes"] = plain_json(summary.attributes[meta.key])
     if is_selected:
         entry["places"] = [place_json(place) for place in places_of(catalog, meta.key)]
         if n_values:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from ckpt_cli.screen.blocks import Cell, first_lines, table
-from ckpt_cli.screen.terminal import Screen, escaped
+from ckpt_cli.screen.terminal import Screen, escaped, shortened
 from core.catalog.catalog import StoredObject
 from core.inspect.nested import object_value
 from core.opening.open import Checkpoint
@@ -25,13 +26,41 @@ MAX_NODES = 20_000
 """Maximum number of values in the JSON value; the others are counted."""
 _MAX_CELL = 60
 """Maximum length of a value in a list."""
+_MOST_ATTRIBUTES = 6
+"""Maximum number of attributes that are shown on one line."""
 _MAX_BITS = 8192
 """Maximum size of an integer that is written in digits."""
 
 
 def object_json(item: StoredObject, checkpoint: Checkpoint) -> object:
     """Return an object as a JSON value; read it from its own stream if the metadata omit it."""
-    return _JsonConverter().convert(object_value(checkpoint, item))
+    return plain_json(object_value(checkpoint, item))
+
+
+def plain_json(value: object) -> object:
+    """Return an inert value as a JSON value."""
+    return _JsonConverter().convert(value)
+
+
+def attribute_facts(values: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return attributes as facts, one for each; only the first has a label."""
+    return [
+        ("" if number else "attributes", f"{escaped(name)}: {value_text(plain_json(value))}")
+        for number, (name, value) in enumerate(values.items())
+    ]
+
+
+def attributes_text(values: Mapping[str, object]) -> str:
+    """Return the first attributes on one line, such as ``step: 1200 · title: a run``.
+
+    Long values are shortened, and attributes that are left out are counted.
+    """
+    texts = [
+        f"{name}: {shortened(value_text(plain_json(value)), _MAX_CELL)}"
+        for name, value in islice(values.items(), _MOST_ATTRIBUTES)
+    ]
+    n_more = len(values) - len(texts)
+    return " · ".join([*texts, *([f"… {n_more} more"] if n_more else [])])
 
 
 def object_lines(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.inspect_object import object_json, object_lines
+from ckpt_cli.pages.inspect_object import attributes_text, object_json, object_lines
 from ckpt_cli.pages.inspect_tensor import tensor_lines
 from ckpt_cli.pages.pictures.shards import LISTED, MAPS, map_lines
 from ckpt_cli.screen.blocks import (
@@ -20,6 +20,7 @@ from ckpt_cli.screen.blocks import (
     table,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
+from core.catalog.attributes import PATHS_ENTRY, ROOT
 from core.convert.report.dropped import group_by_reason, parse_dropped
 from core.inspect.preview import first_values, places_of
 from core.pictures.shards import ShardMap, shard_map
@@ -38,6 +39,10 @@ GROUP_TITLES = {
     "masters": "master weights",
     "other": "other",
 }
+
+
+_MOST_ATTRIBUTED = 4
+"""Maximum number of containers and tensors whose attributes are shown above the tree."""
 
 
 def catalog_of(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
@@ -103,7 +108,9 @@ def detail_lines(
             yield ""
         catalog = catalog_of(summary, checkpoint, meta.key)
         values = first_values(checkpoint.store, catalog, meta.key, n_values) if n_values else None
-        lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
+        attributes = summary.attributes.get(meta.key, {})
+        places = places_of(catalog, meta.key)
+        lines = list(tensor_lines(screen, meta, places, values, attributes=attributes))
         yield from first_lines(screen, lines, limit)
     entries = [(key, object_json(summary.view.objects[key], checkpoint)) for key in objects]
     yield from object_lines(screen, entries, limit=limit)
@@ -175,12 +182,30 @@ def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Ce
         pairs.append(("", escaped(f"{n_text(len(extras), 'other file')}: {names}")))
     if summary.n_objects:
         pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
+    pairs += _attribute_facts(summary)
     # What can be done with it, what no conversion takes along, and notes.
     for number, capability in enumerate(summary.capabilities):
         pairs.append(("" if number else "can", _capability_cell(capability)))
     reasons = group_by_reason(parse_dropped(checkpoint.catalog.dropped))
     pairs += list_facts("not carried", list(map(str, reasons)), "yellow")
     return [*pairs, *fact_list("note", summary.notes, "yellow")]
+
+
+def _attribute_facts(summary: Summary) -> list[tuple[str, Cell | str]]:
+    """Return a fact for each of the first containers and tensors with attributes, the root first.
+
+    Entries of a state dict that hold attributes are among its objects, but are shown here as well.
+    """
+    paths = sorted(summary.attributes, key=lambda path: path != ROOT)
+    texts = [
+        f"{path}{': ' if path else ''}{attributes_text(summary.attributes[path])}"
+        for path in paths[:_MOST_ATTRIBUTED]
+    ]
+    pairs = list(fact_list("metadata", texts))
+    if len(paths) > len(texts):
+        text = f"… those of {len(paths) - len(texts):,} more, shown by {PATHS_ENTRY} as KEY"
+        pairs.append(("", Cell(text, ("dim",))))
+    return pairs
 
 
 def _parallel_text(summary: Summary) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
+from ckpt_cli.pages.inspect_object import attribute_facts
 from ckpt_cli.screen.blocks import (
     Cell,
     box_text,
@@ -36,13 +37,19 @@ _COLUMNS = {
 
 
 def tensor_lines(
-    screen: Screen, meta: TensorMeta, places: Sequence[BoxLocation], values: Sequence[Number] | None
+    screen: Screen,
+    meta: TensorMeta,
+    places: Sequence[BoxLocation],
+    values: Sequence[Number] | None,
+    *,
+    attributes: Mapping[str, object],
 ) -> Iterator[str]:
     """Yield the page of one tensor: facts, a row for each place, and its first values.
 
     Args:
         places: where the boxes of the tensor are stored.
         values: the first elements in C order; None if they were not requested.
+        attributes: what the checkpoint says about the tensor besides.
     """
     # A place is a box of the tensor in one file; replicas are places of the same box.
     yield screen.styled(escaped(meta.key), "bold")
@@ -57,6 +64,7 @@ def tensor_lines(
             ("dtype", meta.dtype),
             ("shape", f"{shape_text(meta.shape)}, {elements}, {bytes_text(meta.n_bytes)}"),
             ("stored", stored),
+            *attribute_facts(attributes),
         ],
     )
     # One row for each place, without empty columns.

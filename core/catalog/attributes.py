@@ -15,18 +15,22 @@ Every other format that stores objects gets two entries at the root of the state
 * ``__metadata__``: the attributes of the root,
 * ``__attributes__``: path of a tensor or container → its attributes.
 
-These entries become attributes again where the destination has a place for them. What can be
-neither is listed as not carried (``find_lost_attributes``).
+A conversion takes these entries for attributes from the start, so that those of a tensor follow it
+to its new name, whatever the format of the source, and leave with it. They become entries again
+where the destination has no other place. What can be neither is listed as not carried
+(``find_lost_attributes``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.key_patterns import matcher
 from core.pickle.inert import ObjectLeaf, as_mapping
 from core.pickle.nesting import REMOVED, LeafEntry, map_leaves
 
@@ -41,7 +45,7 @@ BY_PATH = "ckpt.attributes"
 """The member of a format's own metadata that holds attributes without a place of their own."""
 ROOT_ENTRY = "__metadata__"
 PATHS_ENTRY = "__attributes__"
-_ENTRIES = (ROOT_ENTRY, PATHS_ENTRY)
+ENTRIES = (ROOT_ENTRY, PATHS_ENTRY)
 
 Attributes = Mapping[str, object]
 AttributesByPath = Mapping[str, Attributes]
@@ -104,14 +108,51 @@ def without_stale_attributes(catalog: Catalog, source: Catalog) -> Catalog:
     return replace(catalog, tensors={**catalog.tensors, **stale}) if stale else catalog
 
 
+def drop_matching_attributes(catalog: Catalog, globs: Sequence[str]) -> Catalog:
+    """Return a copy of a catalog without the attributes that globs name by the keys of entries.
+
+    Args:
+        globs: such as ``__metadata__``, ``__metadata__.ss_*`` and ``__attributes__.w.scale``; a
+            glob that does not begin with the name of an entry drops nothing.
+    """
+    matchers = [matcher(glob) for glob in globs if glob.startswith(ENTRIES)]
+    by_path = collect_attributes(catalog) if matchers else {}
+    kept: dict[str, Attributes] = {}
+    for path, values in by_path.items():
+        keys = [ROOT_ENTRY] if path == ROOT else [PATHS_ENTRY, f"{PATHS_ENTRY}.{path}"]
+        if not any(matches(key) for matches in matchers for key in keys):
+            kept[path] = {
+                name: value
+                for name, value in values.items()
+                if not any(matches(f"{keys[-1]}.{name}") for matches in matchers)
+            }
+    if kept == by_path:
+        return catalog
+    return with_attributes(without_any_attributes(catalog), kept)
+
+
 def find_lost_attributes(source: AnyCatalog, catalog: AnyCatalog) -> dict[str, Attributes]:
-    """Return those attributes of a source that a catalog made from it does not have, by path."""
-    kept = {id(values) for values in collect_attributes(catalog).values()}
-    return {
-        path: values
-        for path, values in collect_attributes(source).items()
-        if id(values) not in kept
-    }
+    """Return those attributes of a source that a catalog made from it does not have, by path.
+
+    They are compared by value. Equal ones at another path are those of a renamed tensor; each of
+    them stands for one path of the source.
+    """
+    by_path, after = collect_attributes(source), collect_attributes(catalog)
+    moved = Counter(
+        json.dumps(values, default=dict)
+        for path, values in after.items()
+        if by_path.get(path) != values
+    )
+    lost = {}
+    for path, values in by_path.items():
+        if after.get(path) == values:
+            continue
+        text = json.dumps(values, default=dict)
+        if moved[text]:
+            moved[text] -= 1
+        else:
+            lost[path] = values
+    return lost
 
 
 def build_entry_values(catalog: AnyCatalog) -> dict[str, dict[str, object]]:
@@ -119,7 +160,7 @@ def build_entry_values(catalog: AnyCatalog) -> dict[str, dict[str, object]]:
     by_path = collect_attributes(catalog)
     root = by_path.pop(ROOT, {})
     values = ((ROOT_ENTRY, root), (PATHS_ENTRY, by_path))
-    return {name: _copied(value) for name, value in values if value}
+    return {name: _copy_json(value) for name, value in values if value}
 
 
 def turn_into_entries(catalog: Catalog) -> Catalog:
@@ -151,8 +192,8 @@ def turn_into_attributes(catalog: Catalog) -> Catalog:
     """Turn the entries of ``turn_into_entries`` into attributes; keep those of another form."""
     by_path: dict[str, Attributes] = {}
     names = []
-    for name in _ENTRIES:
-        value = _entry_value(catalog, name)
+    for name in ENTRIES:
+        value = _find_entry(catalog, name)
         if not isinstance(value, dict) or not value or not _is_json(value):
             continue
         if name == PATHS_ENTRY and not all(isinstance(item, dict) for item in value.values()):
@@ -161,26 +202,31 @@ def turn_into_attributes(catalog: Catalog) -> Catalog:
         by_path |= value if name == PATHS_ENTRY else {ROOT: value}
     if not names:
         return catalog
-    return with_attributes(_without_entries(catalog, names), by_path)
+    return with_attributes(_remove_entries(catalog, names), by_path)
 
 
-def _entry_value(catalog: Catalog, name: str) -> object:
-    """Return the value of an entry at the root, plain if it can be; None without it."""
+def _find_entry(catalog: Catalog, name: str) -> object:
+    """Return the value of an entry at the root, plain if it can be; None without it.
+
+    Megatron's own common state is not searched.
+    """
+    if catalog.common is not None and catalog.args is None and name in catalog.common:
+        return _to_plain(catalog.common[name])
     if catalog.skeleton is None:
         item = catalog.objects.get(name)
-        return None if item is None else _plain(item.value)
+        return None if item is None else _to_plain(item.value)
     root = as_mapping(catalog.skeleton)
     if root is None or name not in root:
         return None
 
-    def value_of(entry: LeafEntry) -> object:
+    def load_leaf(entry: LeafEntry) -> object:
         leaf = entry.leaf
         return catalog.objects[leaf.key].value if isinstance(leaf, ObjectLeaf) else leaf
 
-    return _plain(map_leaves(root[name], value_of, (name,)))
+    return _to_plain(map_leaves(root[name], load_leaf, (name,)))
 
 
-def _without_entries(catalog: Catalog, names: Collection[str]) -> Catalog:
+def _remove_entries(catalog: Catalog, names: Collection[str]) -> Catalog:
     """Return a copy of a catalog without entries at the root, which hold no tensors."""
     removed = set(names)
 
@@ -190,11 +236,13 @@ def _without_entries(catalog: Catalog, names: Collection[str]) -> Catalog:
             return REMOVED
         return entry.leaf
 
-    skeleton = catalog.skeleton
+    skeleton, common = catalog.skeleton, catalog.common
     if skeleton is not None:
         skeleton = map_leaves(skeleton, change)
+    if common is not None:
+        common = {name: value for name, value in common.items() if name not in removed}
     objects = {key: item for key, item in catalog.objects.items() if key not in removed}
-    return replace(catalog, objects=objects, skeleton=skeleton)
+    return replace(catalog, objects=objects, skeleton=skeleton, common=common)
 
 
 def is_axis_names(value: object, rank: int) -> bool:
@@ -206,15 +254,15 @@ def is_axis_names(value: object, rank: int) -> bool:
     )
 
 
-def _plain(value: object) -> object:
+def _to_plain(value: object) -> object:
     """Return a value with dicts in place of inert mappings."""
     mapping = as_mapping(value)
     if mapping is not None:
-        return {key: _plain(item) for key, item in mapping.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {key: _to_plain(item) for key, item in mapping.items()}
+    return [_to_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _copied(values: Mapping[str, object]) -> dict[str, object]:
+def _copy_json(values: Mapping[str, object]) -> dict[str, object]:
     """Return JSON as dicts and lists of its own, so that no two entries share one."""
     copy: dict[str, object] = json.loads(json.dumps(values, default=dict))
     return copy

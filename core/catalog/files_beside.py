@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import AnyCatalog, Catalog
+from core.catalog.stored import ArrayT
 
 NOT_CARRIED = "files beside the weights"
 """The reason for not carrying these files over; ``Catalog.dropped`` lists them after a colon."""
@@ -27,7 +28,7 @@ def with_documents(catalog: Catalog, documents: Mapping[str, bytes]) -> Catalog:
     )
 
 
-def without_carried(catalog: Catalog, paths: Iterable[str]) -> Catalog:
+def without_carried(catalog: Catalog[ArrayT], paths: Iterable[str]) -> Catalog[ArrayT]:
     """Return a copy of a catalog without some carried files.
 
     Args:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.dtypes import dtype_called, dtype_of
+from core.catalog.attributes import drop_matching_attributes
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import LIST_THEM, matcher
@@ -50,7 +51,8 @@ def select(
 ) -> Selection:
     """Keep the entries that match an ``include`` glob, if any is given, and no ``exclude`` glob.
 
-    If ``exclude`` drops a parameter, the optimizer's entries for it are dropped too.
+    If ``exclude`` drops a parameter, the optimizer's entries for it are dropped too. Attributes
+    leave with their tensors, or by a glob of ``exclude`` that begins with the name of their entry.
 
     Args:
         include, exclude: patterns of ``core.catalog.key_patterns`` over whole keys, of tensors and
@@ -66,8 +68,11 @@ def select(
     keys = [*catalog.tensors, *catalog.objects]
     wanted = [matcher(glob) for glob in include]
     unwanted = [matcher(glob) for glob in exclude]
+    opened = catalog
+    catalog = drop_matching_attributes(catalog, exclude)
     for glob, matches in zip((*include, *exclude), (*wanted, *unwanted), strict=True):
-        if not any(map(matches, keys)):
+        is_used = any(map(matches, keys)) or drop_matching_attributes(opened, [glob]) is not opened
+        if not is_used:
             raise UsageError(f"no tensor or object matches {glob!r}", hint=LIST_THEM)
 
     # Exclude the optimizer's entries for the excluded parameters as well.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.files_beside import NOT_CARRIED, carried_of
+from core.catalog.files_beside import NOT_CARRIED, carried_of, without_carried
 from core.catalog.key_patterns import folded, matcher
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
@@ -49,13 +49,21 @@ from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import (
     cut_form,
+    describe_loader_states,
+    describe_unsafe_files,
     safe_form,
     settle_attributes,
     with_folders_beside,
     with_objects_loaded,
 )
 from core.convert.verify import check_memory
-from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
+from core.errors import (
+    CapacityError,
+    CheckpointingException,
+    CorruptError,
+    UnsupportedError,
+    UsageError,
+)
 from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
@@ -82,8 +90,8 @@ from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_nesting, tensors_only
 from core.pickle.inert import count_values
-from core.pickle.reader import gc_paused
-from core.plan.plan import Plan, make_plan
+from core.pickle.reader import gc_paused, limiting_values
+from core.plan.plan import MIB, RUNTIME_BYTES, Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
 
 
@@ -253,17 +261,20 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job = replace(job, dst=find_location(job.dst))
     if isinstance(job.dst, RemotePath):
         _check_bucket(job, job.dst)
-    source = open_checkpoint(
-        job.src,
-        iteration=job.iteration,
-        missing_chunks=job.missing_chunks,
-        drop_missing=job.drop_missing,
-        needs_optimizer=not (
-            job.optim == "drop" or job.merge is not None or (job.optim is None and _is_to_hf(job))
-        ),
-        needs_masters=job.optim != "drop",
-        on_open=count_steps(progress, Phase.PLANNING, unit="files"),
-    )
+    with _limiting_objects(job):
+        source = open_checkpoint(
+            job.src,
+            iteration=job.iteration,
+            missing_chunks=job.missing_chunks,
+            drop_missing=job.drop_missing,
+            needs_optimizer=not (
+                job.optim == "drop"
+                or job.merge is not None
+                or (job.optim is None and _is_to_hf(job))
+            ),
+            needs_masters=job.optim != "drop",
+            on_open=count_steps(progress, Phase.PLANNING, unit="files"),
+        )
     others: list[Checkpoint] = []
     try:
         source = _compare_copies(source)
@@ -272,12 +283,13 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         if merge is not None:
             check_merge(job)
             job = replace(job, optim="drop")
-            others += open_others(
-                merge,
-                missing_chunks=job.missing_chunks,
-                drop_missing=job.drop_missing,
-                on_open=source.store.on_open,
-            )
+            with _limiting_objects(job):
+                others += open_others(
+                    merge,
+                    missing_chunks=job.missing_chunks,
+                    drop_missing=job.drop_missing,
+                    on_open=source.store.on_open,
+                )
             source = with_joined_store(source, others)
         else:
             source = with_files_above(source)
@@ -401,9 +413,10 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.
     without_state = without_training_state(source.catalog, job, format)
-    source = with_objects_loaded(
-        replace(source, catalog=without_state.catalog), exclude=job.exclude
-    )
+    with _limiting_objects(job):
+        source = with_objects_loaded(
+            replace(source, catalog=without_state.catalog), exclude=job.exclude
+        )
     if source.format.has_text_keys and not format.has_text_keys:
         source = replace(source, catalog=with_integer_keys(source.catalog))
     if job.metadata_only:
@@ -427,11 +440,13 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         carries_files = format.carries_files and not is_file
         files = with_tokenizer(form.catalog, job.tokenizer, carries_files=carries_files)
         form = replace(form, catalog=files)
-    form = settle_attributes(form, (opened, *others), format, exclude=job.exclude)
+    form = settle_attributes(form, job, opened.catalog, (source, *others), format)
     recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
     catalog, target = cut_form(job, recordable, format)
     if not is_file:
         catalog, target = with_folders_beside(catalog, target, opened, format)
+    unsafe = describe_unsafe_files(opened, carried_of(target) if not is_file else ())
+    target = without_carried(target, unsafe)
     copied_notes = check_copied_files(job, opened, catalog)
 
     # Collect what the user should know; steps may repeat a note of an earlier one.
@@ -441,6 +456,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *copied_notes,
         *form.notes,
         *_nesting_notes(form.catalog, format, is_file=is_file),
+        *describe_loader_states(job, target),
     ]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
@@ -457,6 +473,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *without_state.dropped,
         *form.dropped,
         *_describe_dropped(form.catalog, format, is_file=is_file),
+        *parse_dropped(list(unsafe.values())),
     ]
     dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
     dropped += _describe_lost_files(opened, form.catalog, target, dropped, is_file=is_file)
@@ -520,6 +537,25 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
+
+
+def _limiting_objects(job: Job) -> AbstractContextManager[None]:
+    """Refuse pickles, before they are read, whose values alone take more memory than there is.
+
+    The forecast of ``_objects_bytes`` would refuse them, too, once their values are in memory.
+    """
+    free_bytes = job.own_memory_bytes - RUNTIME_BYTES + _ORDINARY_OBJECTS_BYTES
+
+    def refuse(n_values: int) -> CapacityError:
+        n_bytes = RUNTIME_BYTES + job.beside_bytes + _VALUE_BYTES * n_values
+        least = -(-n_bytes * 9 // (8 * MIB))  # buffers and metadata come on top
+        return CapacityError(
+            f"{n_values:,} values in objects need about {least:,} MiB of memory, but the limit is "
+            f"{job.memory_bytes // MIB:,} MiB",
+            hint=f"set --memory to at least {least}MiB",
+        )
+
+    return limiting_values(max(0, free_bytes) // _VALUE_BYTES, refuse)
 
 
 def _objects_bytes(source: Catalog, n_entries: int) -> int:
@@ -657,7 +693,9 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
 
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
-    linked_files = (*linked.files, *carried_of(source.catalog))
+    carried = carried_of(source.catalog)
+    unsafe = describe_unsafe_files(source, carried)
+    linked_files = (*linked.files, *(path for path in carried if path not in unsafe))
     paths = {name: name for name in linked_files}
     if format.is_mcore:
         iteration = RELEASE if source.is_release else source.iteration
@@ -690,7 +728,10 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
             ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
             + " to the source's; no data was copied",
         ),
-        dropped_entries=(unread_entries(unread),) if unread else (),
+        dropped_entries=(
+            *((unread_entries(unread),) if unread else ()),
+            *parse_dropped(list(unsafe.values())),
+        ),
         form=linked.catalog,
         load_line=load_line(
             WrittenResult(

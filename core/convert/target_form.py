@@ -7,12 +7,13 @@ know whether the steps succeed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from shlex import quote as quoted_word
 
 from core.catalog.attributes import (
     build_entry_values,
+    drop_matching_attributes,
     find_lost_attributes,
     turn_into_attributes,
     turn_into_entries,
@@ -40,16 +41,18 @@ from core.convert.report.dropped import DroppedEntries, parse_dropped
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
-from core.formats.format import Format
+from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import is_tokenizer_file
 from core.formats.torch.format import load_object
+from core.formats.torch.other_pickles import has_pickled_name, look_into
 from core.formats.torch.refused import names_importable
 from core.megatron.placement.adapter_rows import to_stored_order
 from core.megatron.reshard.fsdp.tensors import with_padding
 from core.megatron.reshard.fsdp.to_fsdp_dtensor import to_fsdp_dtensor
 from core.megatron.reshard.reshard import load_rules, shard, stack
 from core.megatron.rules.experts import transposed
-from core.opening.objects import check_safety, loaded, refuse_hidden
+from core.opening.code_in_pickles import list_dangerous_names
+from core.opening.objects import check_safety, load_attributes, loaded, refuse_hidden
 from core.opening.open import Checkpoint
 from core.opening.target import partitioned, source_and_target
 from core.pickle.inert import TensorLeaf
@@ -60,6 +63,8 @@ from core.pickle.reader import noting_uses
 
 def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> Checkpoint:
     """Load the value of every object that is stored in a stream of its own.
+
+    Entries that hold attributes become attributes.
 
     Args:
         source: the opened source.
@@ -72,7 +77,7 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
     with noting_uses() as uses:
         source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
     refuse_hidden(source.uses | uses, source.store, source.catalog, exclude=exclude)
-    return source
+    return replace(source, catalog=turn_into_attributes(source.catalog))
 
 
 def safe_form(
@@ -136,15 +141,16 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
 
 
 def settle_attributes(
-    form: GlobalForm, sources: Sequence[Checkpoint], format: Format, *, exclude: Sequence[str] = ()
+    form: GlobalForm, job: Job, opened: Catalog, sources: Sequence[Checkpoint], format: Format
 ) -> GlobalForm:
     """Give attributes the form that the destination stores, and list those that it cannot.
 
     Args:
         form: from ``safe_form``.
-        sources: the opened source; for a merge, all sources.
+        job: the conversion.
+        opened: the catalog of the source as it was opened.
+        sources: the source from ``with_objects_loaded``, and the other sources of a merge.
         format: the format of the destination.
-        exclude: globs of entries that the user has dropped, with their attributes.
     """
     catalog = without_stale_attributes(form.catalog, sources[0].catalog)
     # Megatron's files, and the state dicts of its models, have the entries that Megatron knows.
@@ -155,18 +161,26 @@ def settle_attributes(
         turn_into_attributes(catalog) if format.keeps_attributes else turn_into_entries(catalog)
     )
     notes = form.notes
-    new = [name for name in build_entry_values(catalog) if name in settled.objects]
+    new = [name for name in build_entry_values(opened) if name in settled.objects]
     if new:
         pops = "; ".join(f"state_dict.pop({name!r})" for name in new)
         note = f"metadata and attributes become the {'entries' if new[1:] else 'entry'} "
         note += " and ".join(new)
         notes = (*notes, f"{note} (before a strict load_state_dict: {pops})")
 
+    # What the user dropped is not listed: attributes, and tensors with theirs.
+    exclude = [matcher(pattern) for pattern in job.exclude]
+    include = [matcher(pattern) for pattern in job.include]
     dropped = []
-    matchers = [matcher(pattern) for pattern in exclude]
     for source in sources:
-        for path, values in find_lost_attributes(source.catalog, catalog).items():
-            if not any(matches(path) for matches in matchers):
+        before = drop_matching_attributes(
+            load_attributes(source.catalog, source.store, load_object), job.exclude
+        )
+        for path, values in find_lost_attributes(before, catalog).items():
+            is_left_out = any(matches(path) for matches in exclude) or (
+                include and path in before.tensors and not any(matches(path) for matches in include)
+            )
+            if not is_left_out:
                 owner = "" if source is sources[0] else f" of {source.path.name}"
                 names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
                 reason = "metadata and attributes without a place in the destination"
@@ -180,7 +194,7 @@ def with_folders_beside(
     """Carry the directories beside Megatron's files into a format that has them, or to the model.
 
     The tokenizer's files of a Megatron checkpoint are those of the directory itself where the
-    model gets Hugging Face's names.
+    model gets Hugging Face's names. States of data loaders stay with the training run.
 
     Args:
         catalog, target: from ``cut_form``.
@@ -190,7 +204,7 @@ def with_folders_beside(
     is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
     carried: dict[str, str] = {}
     for path, key in carried_of(source.catalog).items():
-        if not path.startswith(folders):
+        if not (path.startswith(folders) or (folders and LOADER_STATE.fullmatch(path))):
             continue
         name = path.partition("/")[2]
         if is_hf and is_tokenizer_file(name):
@@ -207,6 +221,37 @@ def with_folders_beside(
             planned[key] = PlannedArray(key, array.dtype, array.shape)
     target = replace(target, carried={**carried_of(target), **carried})
     return catalog.with_hidden(sources), target.with_hidden(planned)
+
+
+def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> dict[str, str]:
+    """Return path → line for each file that is not carried, as its pickle would run code.
+
+    Args:
+        paths: paths of carried files of the source.
+    """
+    lines = {}
+    for path in paths:
+        if not (has_pickled_name(path) or path.endswith((".pt", ".pth", ".ckpt", ".bin"))):
+            continue
+        content = look_into(source.store, path, source.store.size(path))
+        names = list_dangerous_names(content.uses)
+        if names:
+            lines[path] = f"{path} (refers to {names[0]}, which would run code when loaded)"
+        elif content.unread:
+            lines[path] = f"{path} (not examined for code: {content.unread[0]})"
+    return lines
+
+
+def describe_loader_states(job: Job, target: TargetCatalog) -> list[str]:
+    """Write a note on carried states of data loaders if the parallel sizes change."""
+    ranks = {
+        match["rank"] for path in carried_of(target) if (match := LOADER_STATE.fullmatch(path))
+    }
+    if not ranks or job.topology is None or not job.topology.is_change:
+        return []
+    n = f"{len(ranks)} data-parallel ranks" if len(ranks) > 1 else "one data-parallel rank"
+    note = f"states of data loaders are carried as they are: they are those of {n}"
+    return [f"{note}, and training with another number cannot continue at the same samples"]
 
 
 def keeps_unknown_classes(format: Format) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -77,7 +78,7 @@ class Format:
         carries_files: whether files next to the weights (``Catalog.carried``,
             ``Catalog.documents``) can be stored.
         side_folders: names of direct subdirectories that are carried unchanged into other formats
-            with that subdirectory (Megatron's ``tokenizer``).
+            with that subdirectory (Megatron's ``tokenizer``), as are states of data loaders.
         own_folders: returns the direct subdirectories that hold files of the checkpoint. A
             checkpoint in any other subdirectory is a separate one, unless ``list_indexed`` names a
             file in it. None if every subdirectory belongs to the checkpoint.
@@ -119,8 +120,12 @@ class Format:
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
 
 
-MEGATRON_FOLDERS = ("tokenizer",)
-"""The directory that Megatron-LM and Megatron-Bridge write into that of an iteration."""
+MEGATRON_FOLDERS = ("tokenizer", "dataloader_state")
+"""The directories that Megatron-LM and Megatron-Bridge write into that of an iteration."""
+LOADER_STATE = re.compile(r"(dataloader_state/(.*/)?)?train_dataloader_dprank(?P<rank>\d+)\.pt")
+"""The files in which data-parallel ranks keep the states of their data loaders, as Megatron-LM and
+Megatron-Bridge call them; Bridge writes them into the directory of the iteration, too.
+"""
 
 
 def no_folders(store: ReadStore) -> tuple[str, ...]:

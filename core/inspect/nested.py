@@ -2,8 +2,9 @@
 
 A path begins with the name of an object, and goes on with keys of mappings, attributes of
 instances, and indices of lists. Besides the objects of the catalog these names lead to values:
-``args`` (the training arguments), the entries that all ranks share (``opt_param_scheduler``), and
-``config`` (``config.json`` next to the weights).
+``args`` (the training arguments), the entries that all ranks share (``opt_param_scheduler``),
+``config`` (``config.json`` next to the weights), and ``__metadata__`` and ``__attributes__`` (the
+attributes of the checkpoint, of its tensors and containers).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from core.catalog.attributes import build_entry_values
 from core.catalog.catalog import StoredObject
 from core.catalog.key_patterns import matcher
 from core.errors import CheckpointingException
@@ -33,6 +35,8 @@ _WILD = "*?["
 def shared_objects(checkpoint: Checkpoint, view: Catalog) -> dict[str, StoredObject]:
     """Return the values that are not objects of the catalog, by the first name of their paths."""
     values: dict[object, object] = dict(view.common or checkpoint.catalog.common or {})
+    for name, value in build_entry_values(checkpoint.catalog).items():
+        values.setdefault(name, value)
     args = view.args if checkpoint.catalog.args is None else checkpoint.catalog.args
     if args is not None:
         values["args"] = args

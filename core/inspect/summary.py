@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.catalog.attributes import collect_attributes
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import RankFacts, TorchDistFacts
 from core.changes.select import without_optimizer
@@ -29,7 +30,7 @@ from core.inspect.tree import components
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
 from core.opening.iterations import list_other_iterations
-from core.opening.objects import expect_streams, loaded
+from core.opening.objects import expect_streams, load_attributes, loaded
 from core.opening.source_files import config_of_source
 from core.opening.unrecognised import listed
 from core.pickle.inert import Global, attributes
@@ -37,6 +38,7 @@ from core.pickle.reader import gc_paused
 from core.quantize.schemes import quantized_weights
 
 if TYPE_CHECKING:
+    from core.catalog.attributes import AttributesByPath
     from core.opening.open import Checkpoint
     from core.pickle.uses import Use
 
@@ -106,6 +108,8 @@ class Summary:
         is_unsharded: the view is global although the files are rank-local.
         n_objects: number of entries that are not tensors.
         n_unopened: number of files that were not opened because they resemble others.
+        attributes: path of a container or key of a tensor → what the checkpoint says about it
+            (``core.catalog.attributes``), also in entries of a state dict.
     """
 
     path: str
@@ -127,6 +131,7 @@ class Summary:
     is_unsharded: bool = False
     n_objects: int = 0
     n_unopened: int = 0
+    attributes: AttributesByPath = field(default_factory=dict)
 
     @property
     def total(self) -> TensorGroup:
@@ -233,7 +238,16 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
         is_unsharded=unsharded.catalog is not None and catalog.is_rank_local,
         n_objects=len(catalog.objects),
         n_unopened=n_unopened,
+        attributes=_load_attributes(checkpoint),
     )
+
+
+def _load_attributes(checkpoint: Checkpoint) -> AttributesByPath:
+    """Return the attributes of a checkpoint by path; ``ckpt validate`` reports damaged ones."""
+    catalog = checkpoint.catalog
+    with suppress(CheckpointingException):
+        catalog = load_attributes(catalog, checkpoint.store, load_object)
+    return collect_attributes(catalog)
 
 
 def groups_of(

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from core.catalog.attributes import turn_into_attributes
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.facets import MegatronModel
 from core.catalog.stored import files_read
@@ -71,7 +72,7 @@ def form_like(
     from core.hf.to_hf import to_hf
     from core.hf.to_megatron import to_megatron
 
-    catalog = loaded(other.catalog, other.store, load_object)
+    catalog = turn_into_attributes(loaded(other.catalog, other.store, load_object))
     rules = options.rules
     other_config = config_of_source(other)
     has_layout = catalog.is_rank_local or is_megatron(catalog, rules)

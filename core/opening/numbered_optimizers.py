@@ -1,5 +1,7 @@
 """Optimizers that number their parameters: give them names, in an order that the user vouches for.
 
+Their keys, and those of schedulers, become integers again where a format has made text of them.
+
 On disk, as ``torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})``,
 Lightning (``optimizer_states.0``) and DCP store them::
 
@@ -45,7 +47,7 @@ from core.formats.trainer.proven_names import (
     names_of_file,
     names_of_model,
 )
-from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
+from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, make_counter, rebuild
 from core.pickle.nesting import LeafEntry, Path, containers, entries, join_path, map_leaves
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _LONGEST_NUMBER = 20
+_MILESTONES = "milestones"
+_MULTI_STEP = {_MILESTONES, "gamma", "base_lrs", "last_epoch"}
+"""The entries by which the state dict of ``torch.optim.lr_scheduler.MultiStepLR`` is recognised."""
 
 
 def with_parameter_names(
@@ -106,10 +111,16 @@ def keys_of_numbered(catalog: Catalog) -> list[str]:
 
 
 def with_integer_keys(catalog: Catalog) -> Catalog:
-    """Make the keys of optimizers' states integers again, in a catalog whose keys are all text.
+    """Make keys that were integers integers again, in a catalog whose keys are all text.
 
-    The numbers in the groups (``params``) prove what the keys were. A note lists the other dicts
-    whose keys are numbers as text, of which nothing proves it. Names of entries do not change.
+    The numbers in the groups of an optimizer (``params``) prove what the keys of its states were;
+    the other entries of a ``MultiStepLR`` prove that its milestones are a ``Counter`` of epochs. A
+    note lists the other dicts whose keys are numbers as text, of which nothing proves it. Names of
+    entries do not change.
+
+    Of the state dicts of torch 2.13 (optimizers, schedulers, GradScaler, AveragedModel) no others
+    have keys that are not text, nor have those in the files of accelerate 1.15, Lightning 2.6.6 and
+    transformers' Trainer in tests/golden.
 
     Args:
         catalog: its objects are loaded.
@@ -125,6 +136,19 @@ def with_integer_keys(catalog: Catalog) -> Catalog:
         node = rebuild(optimizer.stored, {**stored, _STATE: rebuild(stored[_STATE], numbered)})
         skeleton = _replaced(skeleton, optimizer.path, node)
         proven.add((*optimizer.path, _STATE))
+    for path, node in containers(catalog.skeleton, once=True):
+        scheduler = as_mapping(node) or {}
+        if not scheduler.keys() >= _MULTI_STEP:
+            continue
+        counts = as_mapping(scheduler[_MILESTONES]) or {}
+        milestones = {_as_number(key): count for key, count in counts.items()}
+        if milestones and all(isinstance(key, int) for key in milestones):
+            # Where every number is a tensor, the counts are, which a Counter does not take.
+            values = [_value_at(count, catalog) for count in milestones.values()]
+            is_counter = all(type(value) is int for value in values)
+            restored = make_counter(milestones) if is_counter else milestones
+            skeleton = _replaced(skeleton, (*path, _MILESTONES), restored)
+            proven.add((*path, _MILESTONES))
     unproven = [
         join_path(path) or "the root"
         for path, node in containers(catalog.skeleton, once=True)

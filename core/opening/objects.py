@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from core.catalog.attributes import ENTRIES, turn_into_attributes
 from core.catalog.catalog import Catalog, Fragment, StoredObject
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import matcher
@@ -79,6 +80,22 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     streams = {item.raw_key for item in raw}
     hidden = {key: meta for key, meta in catalog.hidden.items() if key not in streams}
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
+
+
+def load_attributes(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
+    """Turn the entries that hold attributes into attributes; load no other object.
+
+    Args:
+        store, load: as for ``loaded``.
+
+    Raises:
+        CorruptError, UnsafeError, UnsupportedError: the stream of such an entry cannot be parsed.
+    """
+    objects = {
+        key: item for key, item in catalog.objects.items() if key.partition(".")[0] in ENTRIES
+    }
+    part = loaded(replace(catalog, objects=objects), store, load)
+    return turn_into_attributes(replace(part, objects={**catalog.objects, **part.objects}))
 
 
 def expect_streams(store: ReadStore, catalog: Catalog, raw_keys: Iterable[str | None]) -> None:

@@ -59,7 +59,7 @@ from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
 from core.formats.dcp.folders import DIST_CKPT
 from core.formats.deepspeed.files import is_rank_file
-from core.formats.format import Format
+from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import list_folder_files, with_files
 from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
@@ -195,8 +195,11 @@ def open_checkpoint(
                 catalog = read(store)
             else:
                 catalog = _read_despite_optimizer(store, format)
-            for folder in format.side_folders if store.entry is None else ():
-                catalog = with_files(catalog, list_folder_files(store, folder))
+            if format.side_folders and store.entry is None:
+                for folder in format.side_folders:
+                    catalog = with_files(catalog, list_folder_files(store, folder))
+                states = [name for name in store.files() if LOADER_STATE.fullmatch(name)]
+                catalog = with_files(catalog, {name: store.size(name) for name in states})
             catalog = with_description(catalog, location.path, iteration=location.iteration)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
         if left_out:
@@ -623,7 +626,7 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
         raise refusal_of(store, known=err.hint or "", below=search) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
-    own_folders = format.own_folders(store)
+    own_folders = [*format.own_folders(store), *format.side_folders]
     search = search_below(store, _is_checkpoint, without=own_folders, most_levels=NEAR)
     paths = [*search.paths]
     # What the index lists is no separate checkpoint, whatever its folder is called. The index is

@@ -93,6 +93,7 @@ class _NoState:
         return "NO_STATE"
 
 
+_COUNTER = Global("collections", "Counter")
 NO_STATE = _NoState()
 """The state of an object whose pickle sets no state (None would be a valid state)."""
 
@@ -144,6 +145,11 @@ def make_ordered_dict(entries: dict[object, object]) -> Inert:
     return record
 
 
+def make_counter(entries: Mapping[object, object]) -> Inert:
+    """Build an inert ``collections.Counter``, whose entries are its argument."""
+    return Inert("reduce", _COUNTER, (dict(entries),))
+
+
 def attributes(value: object) -> dict[str, object] | None:
     """Return the attribute dict of an inert object; None for any other value."""
     if isinstance(value, Inert) and isinstance(value.state, dict):
@@ -159,8 +165,15 @@ def as_mapping(value: object) -> dict[object, object] | None:
     if isinstance(value, dict):
         return value
     if isinstance(value, Inert) and (value.entries or str(value.fn) in _DICT_LIKE):
-        return dict(value.entries)
+        return {**_counts_of(value), **dict(value.entries)}
     return None
+
+
+def _counts_of(value: Inert) -> dict[object, object]:
+    """Return the entries in the argument of a ``collections.Counter``; {} for another value."""
+    if len(value.args) == 1 and isinstance(value.args[0], dict) and value.fn == _COUNTER:
+        return value.args[0]
+    return {}
 
 
 _DICT_LIKE = {
@@ -198,6 +211,8 @@ def rebuild(container: object, parts: Mapping[object, object]) -> object:
         return tuple(items) if isinstance(container, tuple) else items
     if not isinstance(container, Inert):
         return dict(parts)
+    if _counts_of(container):
+        return make_counter(parts)
     copy = Inert(container.how, container.fn, container.args, kwargs=container.kwargs)
     copy.state, copy.items, copy.entries = container.state, [*container.items], [*parts.items()]
     return copy

@@ -97,7 +97,7 @@ def _parts(node: object, path: Path) -> Iterable[tuple[object, object]] | None:
 def _is_leaf(node: object) -> bool:
     """Return whether a value is certainly a leaf, by a quick test that most leaves pass."""
     if type(node) is Inert:
-        return not node.entries
+        return not (node.entries or node.args)
     return type(node) in PLAIN or type(node) is TensorLeaf
 
 

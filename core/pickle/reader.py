@@ -28,7 +28,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from traceback import clear_frames
 
-from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
+from core.errors import (
+    CapacityError,
+    CheckpointingException,
+    CorruptError,
+    TruncatedError,
+    UnsafeError,
+)
 from core.pickle.inert import PLAIN, Inert, parts_to_visit
 from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
 from core.pickle.names import classify, globals_of, judge
@@ -45,6 +51,7 @@ __all__ = [
     "globals_of",
     "judge",
     "keeping_pickles",
+    "limiting_values",
     "load",
     "load_next",
     "note_uses",
@@ -158,7 +165,13 @@ def load_next(
 
     Returns:
         Its inert tree, and the position after its end.
+
+    Raises:
+        CapacityError: it has more values than ``limiting_values`` allows.
     """
+    value_limit = _value_limit.get()
+    if value_limit is not None:
+        value_limit.check(data, start, label=label)
     machine = Machine(persistent_load, hooks or {}, limits)
     value: object = None
     is_read = False
@@ -209,6 +222,49 @@ def load_next(
         pickles = _kept.get()
         if pickles is not None:
             pickles.add(label, ReadPickle(frozenset(uses), value) if is_read else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _ValueLimit:
+    """A limit on the values of one pickle.
+
+    Args:
+        most: maximum number of values in its containers.
+        refuse: builds the error for a number of values.
+    """
+
+    most: int
+    refuse: Callable[[int], CapacityError]
+
+    def check(self, data: bytes | memoryview, start: int, *, label: str) -> None:
+        """Raise unless a pickle has few enough values; they are counted before any is created."""
+        if len(data) - start <= self.most:  # a value takes at least a byte
+            return
+        from core.pickle.element_count import count_elements
+
+        n_values = count_elements(bytes(data), start)
+        if n_values > self.most:
+            err = self.refuse(n_values)
+            err.file = label
+            raise err
+
+
+_value_limit: ContextVar[_ValueLimit | None] = ContextVar("limit on values", default=None)
+
+
+@contextmanager
+def limiting_values(most: int, refuse: Callable[[int], CapacityError]) -> Iterator[None]:
+    """Refuse each pickle that this thread reads in the block and that has too many values.
+
+    Args:
+        most: maximum number of values in the containers of one pickle.
+        refuse: builds the error for a number of values.
+    """
+    token = _value_limit.set(_ValueLimit(most, refuse))
+    try:
+        yield
+    finally:
+        _value_limit.reset(token)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,73 +19,24 @@ from core.catalog.attributes import collect_attributes, turn_into_attributes
 from core.convert.job import Report
 from core.convert.run import Job, run
 from core.diff.run import DiffJob, diff
+from core.errors import UsageError
 from core.formats.torch.format import load_object
 from core.merge.request import Merge
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
-from tests.support.archives import unpacked
+from tests.support.attributed import (
+    ENTRIES,
+    SOURCES,
+    WEIGHTS,
+    make_file,
+    make_keys,
+    make_sharded,
+    make_state_dict,
+    make_step,
+    make_zarr3,
+)
 
 Found = dict[str, dict[str, Any]]
-LORA = {"ss_network_dim": "4", "modelspec.title": "x", "format": "pt"}
-
-
-def make_file(folder: Path) -> Path:
-    save_file({"w": torch.arange(3.0)}, folder / "lora.safetensors", metadata=LORA)
-    return folder / "lora.safetensors"
-
-
-def make_sharded(folder: Path) -> Path:
-    weights = {"w": torch.arange(3.0), "v": torch.arange(4)}
-    for number, (name, value) in enumerate(weights.items(), 1):
-        file = folder / f"model-{number:05d}-of-00002.safetensors"
-        save_file({name: value}, file, metadata={"format": "pt", "run": "a"})
-    metadata = {"total_size": 44, "total_parameters": 7, "base": {"commit": "abc"}}
-    names = {name: f"model-{n:05d}-of-00002.safetensors" for n, name in enumerate(weights, 1)}
-    index = {"metadata": metadata, "weight_map": names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
-def make_zarr3(folder: Path) -> Path:
-    group = zarr.open_group(folder / "z", mode="w", zarr_format=3)
-    group.attrs.update(step=1200, run={"name": "a", "w": "w"}, title="w")
-    array = group.create_array("w", shape=(3,), dtype="f4", dimension_names=["x"])
-    array[:] = [1, 2, 3]
-    array.attrs["scale"] = 0.5
-    inner = group.create_group("sub")
-    inner.attrs["note"] = "n"
-    inner.create_array("v", shape=(2, 2), dtype="i4")[:] = 7
-    return folder / "z"
-
-
-def make_zarr2(folder: Path) -> Path:
-    group = zarr.open_group(folder / "z", mode="w", zarr_format=2)
-    group.attrs["step"] = 3
-    array = group.create_array("w", shape=(3,), dtype="f4")
-    array[:] = [1, 2, 3]
-    array.attrs.update(scale=0.5, _ARRAY_DIMENSIONS=["x"])
-    return folder / "z"
-
-
-def make_keys(folder: Path) -> Path:
-    return unpacked("orbax_keys", folder) / "keys"
-
-
-def make_step(folder: Path) -> Path:
-    step = unpacked("orbax_keys", folder) / "steps" / "3"
-    file = step / "_CHECKPOINT_METADATA"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "metrics": {"loss": 0.5}}))
-    return step
-
-
-SOURCES: dict[str, Callable[[Path], Path]] = {
-    "safetensors": make_file,
-    "sharded": make_sharded,
-    "zarr3": make_zarr3,
-    "zarr2": make_zarr2,
-    "orbax_keys": make_keys,
-    "orbax_step": make_step,
-}
 TARGETS = {
     "torch": "out.pt",
     "dcp": "out",
@@ -238,6 +189,58 @@ def test_attributes_of_excluded_tensors_are_not_listed(tmp_path: Path) -> None:
     src = make_zarr3(tmp_path)
     report = run(Job(src=src, dst=tmp_path / "out", exclude=("w",)))
     assert "w.scale" not in listed(report)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "rename": ({"rename": ((r"^a\.", "m.a."),)}, {"a.w": "m.a.w", "a.v": "m.a.v", "b.w": "b.w"}),
+    "swap": (
+        {"rename": (("^a.w$", "t"), ("^a.v$", "a.w"), ("^t$", "a.v"))},
+        {"a.w": "a.v", "a.v": "a.w", "b.w": "b.w"},
+    ),
+    "strip": ({"strip_prefix": ("a.",)}, {"a.w": "w", "a.v": "v", "b.w": "b.w"}),
+    "add": ({"add_prefix": "m."}, {name: f"m.{name}" for name in WEIGHTS}),
+    "include": ({"include": ("a.*",)}, {"a.w": "a.w", "a.v": "a.v"}),
+    "exclude": ({"exclude": ("a.v",)}, {"a.w": "a.w", "b.w": "b.w"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("target", ["torch", "dcp", "safetensors", "zarr3", "orbax", "torch_dist"])
+@pytest.mark.parametrize(
+    "source", ["torch", "dcp", "safetensors", "zarr3", "orbax", "torch_dist", "zarr"]
+)
+def test_attributes_follow_their_tensors_and_leave_with_them(
+    source: str, target: str, change: str, tmp_path: Path
+) -> None:
+    src = make_state_dict(tmp_path / "in", source)
+    options, new_of = CHANGES[change]
+    out = tmp_path / TARGETS[target]
+    report = run(Job(src=src, dst=out, to=target, **options))
+    wanted = {new: ENTRIES["__attributes__"][old] for old, new in new_of.items()}
+    assert read_attributes(out) == {"": {"run": "a"}, **wanted}
+    assert not report.dropped
+    assert not any("become the entr" in note for note in report.notes if source in ("torch", "dcp"))
+
+
+@pytest.mark.parametrize("source", ["torch", "dcp", "safetensors", "zarr3"])
+def test_attributes_can_be_excluded_by_the_name_of_their_entry(source: str, tmp_path: Path) -> None:
+    src = make_state_dict(tmp_path / "in", source)
+    globs = ("__metadata__", "__attributes__.a.w", "__attributes__.b.*")
+    report = run(Job(src=src, dst=tmp_path / "out.pt", to="torch", exclude=globs))
+    assert torch.load(tmp_path / "out.pt")["__attributes__"] == {"a.v": {"unit": "m"}}
+    assert "__metadata__" not in torch.load(tmp_path / "out.pt")
+    assert not report.dropped
+    with pytest.raises(UsageError, match="no tensor or object matches"):
+        run(Job(src=src, dst=tmp_path / "b.pt", to="torch", exclude=("__metadata__.other",)))
+
+
+def test_entries_of_other_sources_of_a_merge_are_listed(tmp_path: Path) -> None:
+    for name in "ab":
+        torch.save({"w": torch.ones(2), "__metadata__": {"run": name}}, tmp_path / f"{name}.pt")
+    merge = Merge(method="average", others=(tmp_path / "b.pt",))
+    report = run(Job(src=tmp_path / "a.pt", dst=tmp_path / "out.pt", merge=merge))
+    assert torch.load(tmp_path / "out.pt")["__metadata__"] == {"run": "a"}
+    assert "run of b.pt" in listed(report)
 
 
 def test_attributes_that_tensorstore_wrote_become_an_entry(tmp_path: Path) -> None:

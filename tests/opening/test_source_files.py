@@ -5,17 +5,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from core.convert.job import TopologyChange
 from core.convert.prepare import Prepared, prepare
 from core.convert.run import Job, run
 from core.files.store import list_files_below
 from core.merge.request import Merge
+from core.opening.open import open_checkpoint
 
 FOLDERS = {
     "mcore_legacy/dense_gqa/*": "torch_dist",
@@ -100,9 +104,7 @@ def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(
         inner = before.source.path
         known = listed(before)
     (inner / "states").mkdir()
-    (inner / "dataloader_state").mkdir()
-    loader = "dataloader_state/train_dataloader_dprank000.pt"
-    for file in ("scaler.dat", "states/sampler.npy", loader):
+    for file in ("scaler.dat", "states/sampler.npy"):
         (inner / file).write_bytes(b"?")
     for folder in {path, inner}:
         (folder / "wandb.yaml").write_bytes(b"?")
@@ -110,7 +112,7 @@ def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(
         Job(src=path, dst=tmp_path / "out", to="torch" if name.startswith("tr") else FOLDERS[name])
     ) as after:
         more = {name.removeprefix("source/") for name in listed(after) - known}
-        assert more == {"scaler.dat", "states/sampler.npy", "wandb.yaml", loader}
+        assert more == {"scaler.dat", "states/sampler.npy", "wandb.yaml"}
 
 
 FOLDERS_OF_MODELS = {
@@ -191,6 +193,91 @@ def test_the_tokenizer_of_an_iteration_stays_with_it(
     for file, data in TOKENIZER.items():
         assert (folder / file).read_bytes() == data
     assert not any("tokenizer" in line for line in report.dropped)
+
+
+LOADERS = [
+    f"{folder}train_dataloader_dprank{rank:03d}.pt"
+    for folder in ("dataloader_state/", "")
+    for rank in range(2)
+]
+
+
+class RunsCode:
+    """An object whose pickle calls ``os.system``."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("true",)
+
+
+def with_loader_states(source: Path, folder: Path) -> tuple[Path, dict[str, bytes]]:
+    """Copy a checkpoint, and add states of data loaders as Megatron-Bridge saves them."""
+    path = Path(shutil.copytree(source, folder))
+    inner = next(path.glob("iter_*"), path)
+    (inner / "dataloader_state").mkdir()
+    for number, name in enumerate(LOADERS):
+        state = {"position": number, "rng": torch.arange(number)}
+        torch.save({"dataloader_state_dict": state}, inner / name)
+    return inner, {name: (inner / name).read_bytes() for name in LOADERS}
+
+
+LOADER_JOBS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{
+        f"legacy to {to}": ("mcore_legacy/dense_gqa/tp4_pp1", to, {})
+        for to in ("megatron", "torch_dist", "zarr", "dcp")
+    },
+    "torch_dist": ("mcore_torch_dist/dense_gqa/tp2_pp2", "torch_dist", {}),
+    "reshard": (
+        "mcore_torch_dist/dense_gqa/tp2_pp2", "megatron", {"topology": TopologyChange(tp=1, pp=1)}
+    ),
+    "links": ("mcore_torch_dist/dense_gqa/tp2_pp2", "torch_dist", {"metadata_only": True}),
+    "dcp": ("torch_dcp/*", "dcp", {}),
+    "merge": (
+        "mcore_torch_dist/dense_gqa/tp2_pp2",
+        "torch_dist",
+        {"merge": Merge(method="average", others=(Path("."),))},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOADER_JOBS)
+def test_states_of_data_loaders_are_carried(golden: Path, tmp_path: Path, case: str) -> None:
+    name, to, options = LOADER_JOBS[case]
+    source = next(path for path in sorted(golden.glob(name)) if path.is_dir())
+    path, states = with_loader_states(source, tmp_path / "in")
+    if "merge" in options:
+        options = {"merge": Merge(method="average", others=(source,))}
+    options = {"optim": "drop", **options} if case not in ("links", "merge", "dcp") else options
+    report = run(Job(src=path, dst=tmp_path / "out", to=to, **options))
+    folder = next(iter((tmp_path / "out").glob("iter_*")), tmp_path / "out")
+    assert {name: (folder / name).read_bytes() for name in LOADERS} == states
+    assert [line for line in report.dropped if "dataloader" in line] == []
+    notes = [note for note in report.notes if "data loaders" in note]
+    assert len(notes) == (case == "reshard") and all("2 data-parallel" in note for note in notes)
+    written = open_checkpoint(tmp_path / "out")
+    written.store.close()
+    assert written.catalog.carried.keys() >= states.keys() and not written.below
+
+
+@pytest.mark.parametrize("to", ["torch", "hf", "zarr3", "orbax"])
+def test_states_of_data_loaders_are_listed_where_they_have_no_place(
+    golden: Path, tmp_path: Path, to: str
+) -> None:
+    path, _ = with_loader_states(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "in")
+    dst = tmp_path / ("out.pt" if to == "torch" else "out")
+    with prepare(Job(src=path, dst=dst, to=to, optim="drop")) as prepared:
+        assert set(LOADERS) <= listed(prepared)
+
+
+@pytest.mark.parametrize("options", [{}, {"metadata_only": True}])
+def test_a_state_of_a_data_loader_that_would_run_code_is_not_carried(
+    golden: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    path, _ = with_loader_states(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "in")
+    torch.save({"dataloader_state_dict": RunsCode()}, path / LOADERS[1])
+    report = run(Job(src=path, dst=tmp_path / "out", to="torch_dist", **options))
+    (folder,) = (tmp_path / "out").glob("iter_*")
+    assert (folder / LOADERS[0]).exists() and not (folder / LOADERS[1]).exists()
+    assert any(LOADERS[1] in line and "would run code" in line for line in report.dropped)
 
 
 def test_the_tokenizer_of_an_iteration_becomes_that_of_the_model(
