@@ -52,7 +52,6 @@ from core.convert.target_form import (
     safe_form,
     settle_attributes,
     with_folders_beside,
-    with_objects_loaded,
 )
 from core.convert.verify import check_memory
 from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
@@ -77,6 +76,7 @@ from core.opening.objects import (
     has_tensors,
     loaded,
     state_dict,
+    with_objects_loaded,
 )
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files, with_files_above
@@ -248,6 +248,10 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job = replace(job, dst=find_location(job.dst))
     if isinstance(job.dst, RemotePath):
         _check_bucket(job, job.dst)
+    merge = job.merge
+    if merge is not None:
+        check_merge(job)
+        job = replace(job, optim="drop")
     source = open_checkpoint(
         job.src,
         iteration=job.iteration,
@@ -260,10 +264,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     try:
         source = _compare_copies(source)
         # The other sources of a merge share a store with the first one.
-        merge = job.merge
         if merge is not None:
-            check_merge(job)
-            job = replace(job, optim="drop")
             others += open_others(
                 merge,
                 missing_chunks=job.missing_chunks,
@@ -277,9 +278,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             try:
                 # An excluded entry may be the one that would run code.
                 with (
-                    nullcontext()
-                    if job.exclude
-                    else naming_code_first(source.store, uses=source.uses)
+                    nullcontext() if job.exclude else naming_code_first(source.store, opened=source)
                 ):
                     prepared = _prepare(job, source, others)
             except UnsupportedError as err:

@@ -45,6 +45,7 @@ from core.manifest.fingerprint_share import open_on_all_ranks
 from core.megatron.optimizer.form import role_of
 from core.megatron.reshard.reshard import load_rules
 from core.numbers.difference import Tolerance
+from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint
 from core.plan.box_reader import BoxReader
 from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
@@ -249,6 +250,11 @@ class _Comparison:
             n_entries=n_entries,
             left_out=left_out,
             notes=self._notes(aliases),
+            warnings=tuple(
+                warning
+                for name, side in (("A", self._a), ("B", self._b))
+                for warning in warn_of_pickles(side.source, subject=name, only_danger=True)
+            ),
             read_bytes=read_bytes,
         )
 
@@ -280,6 +286,7 @@ class _Comparison:
         of_layout: tuple[EntryDiff, ...] = (),
         n_entries: int = 0,
         notes: tuple[str, ...] = (),
+        warnings: tuple[str, ...] = (),
         read_bytes: int = 0,
     ) -> Diff:
         """Build the result; it gets sides, options and figures from this comparison."""
@@ -294,6 +301,7 @@ class _Comparison:
             n_entries=n_entries,
             left_out=left_out,
             notes=notes,
+            warnings=warnings,
             read_bytes=read_bytes,
             seconds=time.monotonic() - begun,
             figures=self._figures,
