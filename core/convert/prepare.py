@@ -431,6 +431,11 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *emptied_notes,
         *copied_notes,
         *form.notes,
+        *(
+            f"{other.path}: {note}"
+            for other in others
+            for note in (*_compare_copies(other).notes, *other.catalog.notes)
+        ),
         *_nesting_notes(form.catalog, format, is_file=is_file),
     ]
     notes += [note for note in target.notes if note not in notes]
