@@ -278,7 +278,9 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             try:
                 # An excluded entry may be the one that would run code.
                 with (
-                    nullcontext() if job.exclude else naming_code_first(source.store, opened=source)
+                    nullcontext()
+                    if job.exclude
+                    else naming_code_first(source.store, catalog=source.catalog, uses=source.uses)
                 ):
                     prepared = _prepare(job, source, others)
             except UnsupportedError as err:

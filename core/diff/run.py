@@ -121,7 +121,12 @@ def diff(job: DiffJob, *, progress: OnProgress | None = None, team: Team = ALONE
         # Open both, and agree on what there is to compare.
         on_open = count_steps(progress, Phase.OPENING, unit="files")
         open_side = partial(
-            _open, stack, missing_chunks=job.missing_chunks, on_open=on_open, team=team
+            _open,
+            stack,
+            needs_optimizer=job.with_optimizer,
+            missing_chunks=job.missing_chunks,
+            on_open=on_open,
+            team=team,
         )
         first = open_side(job.a, iteration=job.iteration_a)
         second = open_side(job.b, iteration=job.iteration_b)
@@ -151,6 +156,7 @@ def _open(
     path: Path,
     *,
     iteration: int | None,
+    needs_optimizer: bool,
     missing_chunks: str,
     on_open: Callable[[int], None] | None,
     team: Team,
@@ -158,7 +164,12 @@ def _open(
     """Open one of the checkpoints on all ranks; the stack closes it."""
     with in_checkpoint(str(path)):
         checkpoint = open_on_all_ranks(
-            path, iteration=iteration, missing_chunks=missing_chunks, on_open=on_open, team=team
+            path,
+            iteration=iteration,
+            needs_optimizer=needs_optimizer,
+            missing_chunks=missing_chunks,
+            on_open=on_open,
+            team=team,
         )
     stack.callback(checkpoint.store.close)
     return checkpoint
@@ -252,8 +263,10 @@ class _Comparison:
             notes=self._notes(aliases),
             warnings=tuple(
                 warning
-                for name, side in (("A", self._a), ("B", self._b))
-                for warning in warn_of_pickles(side.source, subject=name, only_danger=True)
+                for name, source in (("A", self._a.source), ("B", self._b.source))
+                for warning in warn_of_pickles(
+                    source.store, source.catalog, source.uses, subject=name, only_danger=True
+                )
             ),
             read_bytes=read_bytes,
         )

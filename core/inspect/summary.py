@@ -179,7 +179,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
     if others:
         count = "one other iteration" if len(others) == 1 else f"{len(others):,} other iterations"
         notes.append(f"{count} beside it: {listed([path.name for path in others])}")
-    notes += warn_of_pickles(checkpoint)
+    notes += warn_of_pickles(checkpoint.store, catalog, checkpoint.uses)
 
     # Plan the conversions to find out which are possible; nothing converts a damaged checkpoint.
     capabilities: tuple[Capability, ...] | None = ()

@@ -191,7 +191,11 @@ def read_inventory(
             n_read_again=complete.n_read_again,
             n_bytes=sum(source.files.values()),
             notes=(*opened.notes, *_notes(source.form, fingerprints=fingerprints)),
-            warnings=tuple(warn_of_pickles(opened, only_danger=True)) if is_lead(team) else (),
+            warnings=tuple(
+                warn_of_pickles(opened.store, opened.catalog, opened.uses, only_danger=True)
+            )
+            if is_lead(team)
+            else (),
             figures=sum_figures([scanned.figures, complete.figures]),
         )
     finally:

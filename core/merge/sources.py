@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -76,13 +77,13 @@ def _with_safe_objects(other: Checkpoint) -> Checkpoint:
     ``--exclude`` is for the result, so the entry has to be dropped before the merge.
     """
     try:
-        with naming_code_first(other.store, opened=other):
+        with naming_code_first(other.store, catalog=other.catalog, uses=other.uses):
             other = with_objects_loaded(other)
         refuse_in_ranks(other.catalog, carried=())
         check_safety(other.catalog, keeps_unknown=True, drop_unknown=False)
     except UnsafeError as err:
-        if "--exclude" in (err.hint or ""):
-            err.hint = f"copy this checkpoint with ckpt convert first, and there {err.hint}"
+        command = "merge a copy without it: ckpt convert SRC DST --exclude"
+        err.hint = re.sub("drop (it|the entry) with --exclude", command, err.hint or "")
         raise
     return other
 

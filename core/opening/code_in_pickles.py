@@ -32,8 +32,8 @@ from core.pickle.reader import noting_uses
 from core.pickle.uses import Use
 
 if TYPE_CHECKING:
+    from core.catalog.catalog import Catalog
     from core.formats.torch.other_pickles import PickledContent
-    from core.opening.open import Checkpoint
 
 HINT = "do not load it with any other program, and find out who wrote it"
 
@@ -46,13 +46,16 @@ _MAX_STREAM_BYTES = 64 << 20
 
 
 @contextmanager
-def naming_code_first(store: ReadStore, *, opened: Checkpoint | None = None) -> Iterator[set[Use]]:
+def naming_code_first(
+    store: ReadStore, *, catalog: Catalog | None = None, uses: Iterable[Use] = ()
+) -> Iterator[set[Use]]:
     """Replace an error in the block by one about a pickle that would run code, if there is any.
 
     Args:
         store: the files of the checkpoint.
-        opened: the checkpoint, if it was opened before the block; then the error may also be that
+        catalog: the checkpoint, if it was opened before the block; then the error may also be that
             it cannot be used as requested.
+        uses: calls and references in pickles that were read before the block.
 
     Returns:
         The set that collects calls and references of the pickles that are read in the block.
@@ -65,10 +68,12 @@ def naming_code_first(store: ReadStore, *, opened: Checkpoint | None = None) -> 
         try:
             yield noted
         except (CorruptError, UnsupportedError, UsageError) as err:
-            if opened is None and isinstance(err, UsageError):
+            if catalog is None and isinstance(err, UsageError):
                 raise
             raise_if_code(
-                store, err, uses=noted if opened is None else noted | collect_uses(opened)
+                store,
+                err,
+                uses=noted if catalog is None else collect_uses(store, catalog, noted.union(uses)),
             )
             raise
 
@@ -119,20 +124,25 @@ def list_dangerous_names(uses: Iterable[Use]) -> list[str]:
 
 
 def warn_of_pickles(
-    checkpoint: Checkpoint, *, subject: str = "it", only_danger: bool = False
+    store: ReadStore,
+    catalog: Catalog,
+    uses: Iterable[Use],
+    *,
+    subject: str = "it",
+    only_danger: bool = False,
 ) -> list[str]:
     """Return warnings about code in the pickles of a checkpoint that other software would run.
 
     Args:
-        checkpoint: an opened checkpoint; its objects need not be loaded.
+        store, catalog, uses: an opened checkpoint; its objects need not be loaded.
         subject: names the checkpoint.
         only_danger: leave out what only the user can judge: unknown modules, and files that could
             not be examined.
     """
     from core.pickle.names import is_foreign, judge
 
-    uses = collect_uses(checkpoint)
-    other_files = _inspect_other_files(checkpoint)
+    uses = collect_uses(store, catalog, uses)
+    other_files = _inspect_other_files(store)
     uses = uses.union(*(item.uses for item in other_files.values()))
     dangerous = {str(use.name) for use in uses if judge(use) == "dangerous"}
     foreign = {str(use.name) for use in uses if is_foreign(use)}
@@ -157,17 +167,18 @@ def warn_of_pickles(
     return warnings
 
 
-def collect_uses(checkpoint: Checkpoint) -> set[Use]:
+def collect_uses(store: ReadStore, catalog: Catalog, uses: Iterable[Use]) -> set[Use]:
     """Return the uses of names in the pickles of an opened checkpoint, and in those nested in them.
 
-    Of objects with streams of their own that have not been loaded, only the first are read.
+    Args:
+        store, catalog: the checkpoint; of objects that have not been loaded, the first are read.
+        uses: calls and references in the pickles of the metadata.
     """
     from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
-    from core.opening.objects import expect_streams
+    from core.opening.object_streams import expect_streams
 
     # Objects are walked as one, because ranks share most of theirs.
-    catalog, store = checkpoint.catalog, checkpoint.store
-    uses = with_nested(checkpoint.uses) | uses_in([obj.value for obj in catalog.objects.values()])
+    collected = with_nested(uses) | uses_in([item.value for item in catalog.objects.values()])
     raw_keys = [item.raw_key for item in catalog.objects.values() if item.raw_key is not None]
     expect_streams(store, catalog, raw_keys[:_MOST_STREAMS])
     for raw_key in raw_keys[:_MOST_STREAMS]:
@@ -178,11 +189,11 @@ def collect_uses(checkpoint: Checkpoint) -> set[Use]:
             # ``ckpt validate`` reports damage.
             with suppress(CheckpointingException):
                 extent = stream.extent
-                uses |= uses_of_stream(store, extent.file, extent.offset, stream.n_bytes)
-    return uses
+                collected |= uses_of_stream(store, extent.file, extent.offset, stream.n_bytes)
+    return collected
 
 
-def _inspect_other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
+def _inspect_other_files(store: ReadStore) -> dict[str, PickledContent]:
     """Inspect the files next to the checkpoint's own that have names of pickles.
 
     Returns:
@@ -190,17 +201,17 @@ def _inspect_other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
     """
     from core.formats.torch.other_pickles import has_pickled_name, look_into
 
-    if checkpoint.store.entry is not None:
+    if store.entry is not None:
         return {}
-    sizes = checkpoint.store.sizes()
+    sizes = store.sizes()
     names = [
         name
         for name, size in sizes.items()
         if 0 < size <= _MAX_STREAM_BYTES and has_pickled_name(name)
     ]
     names = names[:_MOST_STREAMS]
-    checkpoint.store.expect_headers(names)
-    contents = {name: look_into(checkpoint.store, name, sizes[name]) for name in names}
+    store.expect_headers(names)
+    contents = {name: look_into(store, name, sizes[name]) for name in names}
     return {name: item for name, item in contents.items() if item.uses or item.unread}
 
 

@@ -9,7 +9,7 @@ inert pickle or is set aside; for every other target the user has to pass ``drop
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,13 +19,13 @@ from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import state_of
 from core.catalog.stored import StoredArray
 from core.errors import UnsafeError, UnsupportedError
-from core.files.ranges.read_ahead import FileRange
 from core.files.store import ReadStore
 from core.formats.torch.format import load_object
 from core.formats.torch.nested_names import uses_in, with_nested
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.optimizer.entries import object_entry
 from core.opening.code_in_pickles import HINT
+from core.opening.object_streams import expect_streams
 from core.opening.open import Checkpoint
 from core.opening.pickled_places import MOST_PLACES, PickledPlace, find_places
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
@@ -39,8 +39,6 @@ KEEP_OBJECTS = (
     "the tensors as a dict with the program that wrote them"
 )
 """The hint where all tensors of a source are in objects that a destination does not store."""
-_MAX_AHEAD_BYTES = 1 << 20
-"""Length up to which the stream of an object is fetched ahead; longer ones may hold tensors."""
 
 
 class Loader(Protocol):
@@ -130,26 +128,6 @@ def refuse_in_ranks(
         if carried is not None and err.key not in carried:
             err.hint = HINT
         raise
-
-
-def expect_streams(store: ReadStore, catalog: Catalog, raw_keys: Iterable[str | None]) -> None:
-    """Announce that the streams of objects will be read, except for long ones.
-
-    Args:
-        raw_keys: keys of the streams; None where an object has none.
-    """
-
-    def ranges() -> Iterator[FileRange]:
-        for key in raw_keys:
-            stream = None if key is None else catalog.fragments(key)[0].array
-            if stream is None or stream.extent.encoding is not None:
-                continue
-            if stream.n_bytes <= _MAX_AHEAD_BYTES:
-                file, start = stream.extent.file, stream.extent.offset
-                yield file, start, start + stream.n_bytes
-
-    # A generator: only a remote store looks for the streams.
-    store.expect_ranges(ranges())
 
 
 def refuse_hidden(

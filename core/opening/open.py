@@ -551,8 +551,10 @@ def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) 
         UnsafeError: the name in DeepSpeed's tracker leads out of the root.
     """
     file = str(store.root / tracker)
+    # Not --iteration: of two checkpoints, one has no such option.
+    newest = [iterations[number] for number in sorted(iterations, reverse=True)]
     hint = (
-        f"pass --iteration; iterations here: {_listed(iterations)}"
+        f"point at one of the iterations: {listed(newest)}"
         if iterations
         else "point at the checkpoint's own directory"
     )
