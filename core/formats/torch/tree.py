@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import StoredObject
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
-from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CheckpointingException,
+    CorruptError,
+    UnsafeError,
+    UnsupportedError,
+    suggesting,
+)
 from core.files.substitute import substitute_in
 from core.formats.torch.legacy import VERSION, read_legacy
 from core.formats.torch.object_tensors import with_state_dicts
@@ -367,6 +374,7 @@ class _TreeBuilder:
             is_set_aside=is_set_aside,
         )
 
+    @suggesting(UNLIKE_ANY_WRITER)
     def array(self, key: str, location: Location) -> StoredArray:
         """Return the stored array of a tensor, after checking that its record contains it.
 

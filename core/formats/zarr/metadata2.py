@@ -25,7 +25,12 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    UnsupportedError,
+    suggesting,
+)
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
     PICKLE_CODECS,
@@ -57,6 +62,7 @@ _NEEDED = ("order", "fill_value", "compressor", "filters")
 """Members that may be null but not missing: tensorstore does not open an array without them."""
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def parse_zarray(
     data: bytes, *, file: str, key: str, attributes: Mapping[str, object] | None = None
 ) -> ZarrArray:

@@ -33,7 +33,12 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
 from core.catalog.attributes import DIMENSIONS, is_axis_names
-from core.errors import CorruptError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    UnsupportedError,
+    suggesting,
+)
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
     PICKLE_CODECS,
@@ -78,6 +83,7 @@ _KNOWN = frozenset(
 Config = Mapping[str, object]
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
     """Parse a ``zarr.json`` into the kind of its node, ``array`` or ``group``, and its content.
 
@@ -95,6 +101,7 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
     return str(kind), metadata
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     """Parse the metadata of an array.
 
