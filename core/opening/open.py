@@ -59,7 +59,7 @@ from core.files.url import is_hub_page, refuse_url
 from core.formats.dcp.folders import DIST_CKPT
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
-from core.formats.huggingface.files import list_folder_files, with_files
+from core.formats.huggingface.files import with_folder
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
@@ -189,7 +189,7 @@ def open_checkpoint(
             read = format.sample if samples and format.sample is not None else format.read
             catalog = read(store) if needs_optimizer else _read_despite_optimizer(store, format)
             for folder in format.side_folders if store.entry is None else ():
-                catalog = with_files(catalog, list_folder_files(store, folder))
+                catalog = with_folder(catalog, store, folder)
             catalog = with_description(catalog, location.path, iteration=location.iteration)
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
         if left_out:
