@@ -148,13 +148,13 @@ def is_at_or_below(file: str, path: str) -> bool:
 
 @contextmanager
 def suggesting(hint: str) -> Iterator[None]:
-    """Give the errors about a checkpoint's content a hint, unless they have one of their own.
+    """Give errors about malformed content a hint, unless they have one of their own.
 
-    Also a decorator.
+    Also a decorator. What is merely not supported needs a hint of its own.
     """
     try:
         yield
-    except (CorruptError, UnsupportedError, UnsafeError) as err:
+    except (CorruptError, UnsafeError) as err:
         err.hint = err.hint or hint
         raise
 

@@ -100,7 +100,7 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
 
 
 def refuse_in_ranks(
-    catalog: Catalog, *, exclude: Sequence[str] = (), carried: Collection[str] | None = None
+    catalog: Catalog, *, exclude: Sequence[str] = (), carried: Collection[str]
 ) -> None:
     """Raise if an object of any rank refers to something dangerous.
 
@@ -109,7 +109,7 @@ def refuse_in_ranks(
     Args:
         catalog: a source with loaded objects; nothing is done unless it is rank-local.
         exclude: globs of entries that are dropped.
-        carried: keys of the objects in the global form, which ``--exclude`` can drop; None for all.
+        carried: keys of the objects in the global form, which ``--exclude`` can drop.
 
     Raises:
         UnsafeError: an object does; the error has its key without the rank.
@@ -125,7 +125,7 @@ def refuse_in_ranks(
     try:
         check_safety(replace(catalog, objects=objects), keeps_unknown=True, drop_unknown=False)
     except UnsafeError as err:
-        if carried is not None and err.key not in carried:
+        if err.key not in carried:
             err.hint = HINT
         raise
 

@@ -33,6 +33,7 @@ from core.errors import (
 )
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
+    OTHER_VERSION,
     PICKLE_CODECS,
     ZarrArray,
     checked_grid,
@@ -80,7 +81,9 @@ def parse_zarray(
     metadata = parse_json_object(data, file=file)
     version = required(metadata, "zarr_format", file=file)
     if version != 2:
-        raise UnsupportedError(f"zarr format {version!r:.40} is not 2", file=file, key=key)
+        raise UnsupportedError(
+            f"zarr format {version!r:.40} is not 2", file=file, key=key, hint=OTHER_VERSION
+        )
     # Before the element type: arrays of objects would be reported as merely unsupported.
     if _holds_pickles(metadata):
         raise pickled_array(file, key)

@@ -41,6 +41,7 @@ from core.errors import (
 )
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
+    OTHER_VERSION,
     PICKLE_CODECS,
     Sharding,
     ZarrArray,
@@ -94,7 +95,9 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
     metadata = parse_json_object(data, file=file, max_values=_MAX_VALUES)
     version = required(metadata, "zarr_format", file=file)
     if version != 3:
-        raise UnsupportedError(f"zarr format {version!r:.40} is not 3", file=file)
+        raise UnsupportedError(
+            f"zarr format {version!r:.40} is not 3", file=file, hint=OTHER_VERSION
+        )
     kind = required(metadata, "node_type", file=file)
     if kind not in ("array", "group"):
         raise CorruptError(f"node_type is {str(kind)[:40]!r}, neither array nor group", file=file)
