@@ -146,6 +146,29 @@ def is_at_or_below(file: str, path: str) -> bool:
     return file == path or file.startswith(f"{path.rstrip('/')}/")
 
 
+@contextmanager
+def suggesting(hint: str) -> Iterator[None]:
+    """Give errors about malformed content a hint, unless they have one of their own.
+
+    Also a decorator. What is merely not supported needs a hint of its own.
+    """
+    try:
+        yield
+    except (CorruptError, UnsafeError) as err:
+        err.hint = err.hint or hint
+        raise
+
+
+UNLIKE_ANY_WRITER = (
+    "no training framework writes this: compare the file with the original (size, checksum); if "
+    "they differ, copy it again, else ask whoever wrote it to save it anew"
+)
+"""Hint for content that contradicts itself in a file of the right kind.
+
+Bytes that changed and a writer with a fault look alike; only the original tells them apart.
+"""
+
+
 class UsageError(CheckpointingException):
     """The request contradicts itself, or names something that does not exist."""
 

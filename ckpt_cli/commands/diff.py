@@ -62,7 +62,7 @@ from ckpt_cli.options.shared.values import check_file
 from ckpt_cli.pages.diff_page import page_of, verdict_line
 from ckpt_cli.pages.pictures.heat import maps_json
 from ckpt_cli.screen.pager import pager_of, print_page
-from ckpt_cli.screen.terminal import screen_of
+from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import default_memory, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
 from core.diff.result import KINDS
@@ -97,6 +97,8 @@ def run_diff(options: DiffOptions) -> int:
     # All workers compared; the lead prints.
     if is_lead(team()):
         screen = screen_of(sys.stdout)
+        for warning in result.warnings:
+            print_note(warning)
         if options.report is not None:
             from ckpt_cli.html_report.diff_report import diff_html
 
@@ -189,7 +191,7 @@ def _as_json(result: Diff) -> dict[str, object]:
         "entries": [asdict(entry) for entry in result.entries],
         "layout_entries": [asdict(entry) for entry in result.of_layout],
         "left_out": list(result.left_out),
-        "notes": list(result.notes),
+        "notes": [*result.warnings, *result.notes],
         "entries_compared": result.n_entries,
         "bytes_read": result.read_bytes,
         "seconds": round(result.seconds, 3),

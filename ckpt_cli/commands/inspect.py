@@ -95,7 +95,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ckpt_cli.html_report.page import check_html_path, write_report
+from ckpt_cli.html_report.page import announce_report, check_html_path, write_report
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.pages.damage import damage_json, damage_lines
 from ckpt_cli.pages.inspect_json import inspect_json
@@ -182,13 +182,16 @@ def inspect(options: InspectOptions) -> int:
         _print_checkpoint(checkpoint, options)
     finally:
         checkpoint.store.close()
-    if not checkpoint.problems:
-        return 0
-    # The page is the output; whoever reads errors only sees why the exit code is not 0.
-    sys.stdout.flush()
-    failure = failure_of(checkpoint.problems[0])
-    print(failure.text(screen_of(sys.stderr), is_one_line=True), file=sys.stderr)
-    return failure.exit_code
+    exit_code = 0
+    if checkpoint.problems:
+        # The page is the output; whoever reads errors only sees why the exit code is not 0.
+        sys.stdout.flush()
+        failure = failure_of(checkpoint.problems[0])
+        print(failure.text(screen_of(sys.stderr), is_one_line=True), file=sys.stderr)
+        exit_code = failure.exit_code
+    if options.report is not None:
+        announce_report(options.report)
+    return exit_code
 
 
 def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
@@ -230,7 +233,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         from ckpt_cli.html_report.inspect_report import inspect_html
 
         html = inspect_html(checkpoint, summary, tensors, statistics, layers)
-        write_report(options.report, html)
+        write_report(options.report, html, is_quiet=True)
     if options.json:
         fields = inspect_json(
             checkpoint,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.options.shared.values import check_file
 from ckpt_cli.screen.failure import Terminated
-from ckpt_cli.screen.terminal import Screen, escaped, screen_of
+from ckpt_cli.screen.terminal import Screen, escaped, print_note, screen_of
 from ckpt_cli.workers.current_team import default_memory, device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
 from core.progress import Phase, begin_phase
@@ -60,6 +60,8 @@ def manifest(options: ManifestOptions) -> int:
     seconds = time.monotonic() - begun
     if not is_lead(workers):
         return 0
+    for warning in contents.warnings:
+        print_note(warning)
     if options.json:
         print(json.dumps(_as_json(contents, path, seconds)))
     elif not options.quiet:
@@ -113,7 +115,7 @@ def _as_json(contents: Inventory, path: Path, seconds: float) -> dict[str, objec
         "n_fingerprints": len(contents.fingerprints or ()),
         "n_read_again": contents.n_read_again,
         "seconds": seconds,
-        "notes": list(contents.notes),
+        "notes": [*contents.warnings, *contents.notes],
     } | launch_of(contents.figures)
 
 

@@ -8,7 +8,7 @@ from ckpt_cli.html_report.facts import named_facts
 from ckpt_cli.html_report.heat_table import heat_tables
 from ckpt_cli.html_report.page import render
 from ckpt_cli.pages.diff_page import COLUMNS, count_rows, diff_facts, verdict_line
-from ckpt_cli.screen.blocks import Cell, shape_text
+from ckpt_cli.screen.blocks import Cell, fact_list, shape_text
 from ckpt_cli.screen.terminal import Screen
 from core.pictures.heat import heat_maps
 
@@ -42,7 +42,7 @@ def diff_html(result: Diff) -> str:
         "headline": verdict_line(Screen(), result),
         "is_same": result.same,
         "sections": sections,
-        "facts": named_facts(diff_facts(result)),
+        "facts": named_facts([*fact_list("note", result.warnings, "yellow"), *diff_facts(result)]),
         "counts": counts,
         "heats": heats,
         "tensors": [_tensor_row(tensor) for tensor in differing[:MAX_TENSORS]],

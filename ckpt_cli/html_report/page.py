@@ -51,6 +51,9 @@ def check_html_path(path: Path) -> None:
 def write_report(path: Path, html: str, *, is_quiet: bool = False) -> None:
     """Write a report completely or not at all, and print its name to stderr.
 
+    Args:
+        is_quiet: do not print it, or leave it to ``announce_report``.
+
     Raises:
         UsageError: the path cannot be replaced.
         CapacityError: the disk is full.
@@ -58,8 +61,13 @@ def write_report(path: Path, html: str, *, is_quiet: bool = False) -> None:
     """
     write_lines(path, [html.rstrip("\n")])
     if not is_quiet:
-        size = bytes_text(len(html.encode("utf-8", "replace")))
-        print(f"report: {escaped(str(path))} ({size})", file=sys.stderr)
+        announce_report(path)
+
+
+def announce_report(path: Path) -> None:
+    """Print the name of a report and its size to stderr."""
+    size = bytes_text(path.stat().st_size)
+    print(f"report: {escaped(str(path))} ({size})", file=sys.stderr)
 
 
 def render(template: str, context: Mapping[str, object], *, data: Mapping[str, object]) -> str:

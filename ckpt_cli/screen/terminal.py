@@ -133,10 +133,16 @@ def shortened(text: str, width: int, *, lead: int = 0, ellipsis: str = "…") ->
 
 
 def print_note(note: str) -> None:
-    """Print a one-line note to stderr; ignore the error if the terminal is gone."""
+    """Print a one-line note to stderr; ignore the error if the terminal is gone.
+
+    Its label is ``note``, or the first word of a note that begins with ``WARNING:``.
+    """
+    label, text = (
+        ("WARNING:", note[8:].lstrip()) if note.startswith("WARNING:") else ("note:", note)
+    )
     with suppress(OSError):
         print(
-            f"{screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}",
+            f"{screen_of(sys.stderr).styled(label, 'yellow')} {escaped(text)}",
             file=sys.stderr,
             flush=True,
         )

@@ -54,7 +54,6 @@ from core.convert.target_form import (
     safe_form,
     settle_attributes,
     with_folders_beside,
-    with_objects_loaded,
 )
 from core.convert.verify import check_memory
 from core.errors import (
@@ -85,6 +84,7 @@ from core.opening.objects import (
     has_tensors,
     loaded,
     state_dict,
+    with_objects_loaded,
 )
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files, with_files_above
@@ -261,17 +261,17 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         job = replace(job, dst=find_location(job.dst))
     if isinstance(job.dst, RemotePath):
         _check_bucket(job, job.dst)
+    merge = job.merge
+    if merge is not None:
+        check_merge(job)
+        job = replace(job, optim="drop")
     with _limiting_objects(job):
         source = open_checkpoint(
             job.src,
             iteration=job.iteration,
             missing_chunks=job.missing_chunks,
             drop_missing=job.drop_missing,
-            needs_optimizer=not (
-                job.optim == "drop"
-                or job.merge is not None
-                or (job.optim is None and _is_to_hf(job))
-            ),
+            needs_optimizer=not (job.optim == "drop" or (job.optim is None and _is_to_hf(job))),
             needs_masters=job.optim != "drop",
             on_open=count_steps(progress, Phase.PLANNING, unit="files"),
         )
@@ -279,10 +279,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     try:
         source = _compare_copies(source)
         # The other sources of a merge share a store with the first one.
-        merge = job.merge
         if merge is not None:
-            check_merge(job)
-            job = replace(job, optim="drop")
             with _limiting_objects(job):
                 others += open_others(
                     merge,
@@ -299,7 +296,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
                 with (
                     nullcontext()
                     if job.exclude
-                    else naming_code_first(source.store, uses=source.uses)
+                    else naming_code_first(source.store, catalog=source.catalog, uses=source.uses)
                 ):
                     prepared = _prepare(job, source, others)
             except UnsupportedError as err:
@@ -455,6 +452,11 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *emptied_notes,
         *copied_notes,
         *form.notes,
+        *(
+            f"{other.path}: {note}"
+            for other in others
+            for note in (*_compare_copies(other).notes, *other.catalog.notes)
+        ),
         *_nesting_notes(form.catalog, format, is_file=is_file),
         *describe_loader_states(job, target),
     ]

@@ -52,32 +52,12 @@ from core.megatron.reshard.fsdp.to_fsdp_dtensor import to_fsdp_dtensor
 from core.megatron.reshard.reshard import load_rules, shard, stack
 from core.megatron.rules.experts import transposed
 from core.opening.code_in_pickles import list_dangerous_names
-from core.opening.objects import check_safety, load_attributes, loaded, refuse_hidden
+from core.opening.objects import check_safety, load_attributes, refuse_in_ranks
 from core.opening.open import Checkpoint
 from core.opening.target import partitioned, source_and_target
 from core.pickle.inert import TensorLeaf
 from core.pickle.key_text import class_of_key, faithful_text
 from core.pickle.nesting import entries, join_path
-from core.pickle.reader import noting_uses
-
-
-def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> Checkpoint:
-    """Load the value of every object that is stored in a stream of its own.
-
-    Entries that hold attributes become attributes.
-
-    Args:
-        source: the opened source.
-        exclude: globs of entries that are dropped later.
-
-    Raises:
-        CheckpointingException: a stream is damaged.
-        UnsafeError: a pickle refers to something dangerous that none of the objects contains.
-    """
-    with noting_uses() as uses:
-        source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
-    refuse_hidden(source.uses | uses, source.store, source.catalog, exclude=exclude)
-    return replace(source, catalog=turn_into_attributes(source.catalog))
 
 
 def safe_form(
@@ -87,14 +67,16 @@ def safe_form(
 
     Args:
         job: the conversion.
-        source: from ``with_objects_loaded``.
+        source: from ``core.opening.objects.with_objects_loaded``.
         format: the format of the destination.
         others: the other sources of a merge.
 
     Raises:
         CheckpointingException: the job cannot be done.
     """
-    return without_unsafe(global_form(job, source, format, others), job, source, format)
+    form = without_unsafe(global_form(job, source, format, others), job, source, format)
+    refuse_in_ranks(source.catalog, exclude=job.exclude, carried=form.catalog.objects)
+    return form
 
 
 def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Format) -> GlobalForm:

@@ -102,6 +102,7 @@ class Diff:
         left_out: parts of a checkpoint that could not be compared, with reasons; the checkpoints
             then do not count as equal.
         notes: remarks for the user.
+        warnings: code in pickles of either checkpoint that other software would run.
         read_bytes: bytes of tensors read on both sides.
         seconds: wall time.
         figures: bytes and time of each worker, if several compared.
@@ -119,6 +120,7 @@ class Diff:
     notes: tuple[str, ...]
     read_bytes: int
     seconds: float
+    warnings: tuple[str, ...] = ()
     figures: tuple[Figures, ...] = ()
 
     @property

@@ -45,6 +45,7 @@ from core.manifest.fingerprint_share import open_on_all_ranks
 from core.megatron.optimizer.form import role_of
 from core.megatron.reshard.reshard import load_rules
 from core.numbers.difference import Tolerance
+from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint
 from core.plan.box_reader import BoxReader
 from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
@@ -120,7 +121,12 @@ def diff(job: DiffJob, *, progress: OnProgress | None = None, team: Team = ALONE
         # Open both, and agree on what there is to compare.
         on_open = count_steps(progress, Phase.OPENING, unit="files")
         open_side = partial(
-            _open, stack, missing_chunks=job.missing_chunks, on_open=on_open, team=team
+            _open,
+            stack,
+            needs_optimizer=job.with_optimizer,
+            missing_chunks=job.missing_chunks,
+            on_open=on_open,
+            team=team,
         )
         first = open_side(job.a, iteration=job.iteration_a)
         second = open_side(job.b, iteration=job.iteration_b)
@@ -150,6 +156,7 @@ def _open(
     path: Path,
     *,
     iteration: int | None,
+    needs_optimizer: bool,
     missing_chunks: str,
     on_open: Callable[[int], None] | None,
     team: Team,
@@ -157,7 +164,12 @@ def _open(
     """Open one of the checkpoints on all ranks; the stack closes it."""
     with in_checkpoint(str(path)):
         checkpoint = open_on_all_ranks(
-            path, iteration=iteration, missing_chunks=missing_chunks, on_open=on_open, team=team
+            path,
+            iteration=iteration,
+            needs_optimizer=needs_optimizer,
+            missing_chunks=missing_chunks,
+            on_open=on_open,
+            team=team,
         )
     stack.callback(checkpoint.store.close)
     return checkpoint
@@ -249,6 +261,13 @@ class _Comparison:
             n_entries=n_entries,
             left_out=left_out,
             notes=self._notes(aliases),
+            warnings=tuple(
+                warning
+                for name, source in (("A", self._a.source), ("B", self._b.source))
+                for warning in warn_of_pickles(
+                    source.store, source.catalog, source.uses, subject=name, only_danger=True
+                )
+            ),
             read_bytes=read_bytes,
         )
 
@@ -280,6 +299,7 @@ class _Comparison:
         of_layout: tuple[EntryDiff, ...] = (),
         n_entries: int = 0,
         notes: tuple[str, ...] = (),
+        warnings: tuple[str, ...] = (),
         read_bytes: int = 0,
     ) -> Diff:
         """Build the result; it gets sides, options and figures from this comparison."""
@@ -294,6 +314,7 @@ class _Comparison:
             n_entries=n_entries,
             left_out=left_out,
             notes=notes,
+            warnings=warnings,
             read_bytes=read_bytes,
             seconds=time.monotonic() - begun,
             figures=self._figures,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 << 20
 MAX_VALUES = 4_000_000
 """Maximum number of values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
+_HINT = "another file has its name: take the one that belongs here from the original"
+"""Hint for a file that is JSON, but no writer's of checkpoints."""
 
 
 def read_small_file(
@@ -46,6 +48,7 @@ def read_small_file(
             f"the file is too large: {size:,} bytes (limit: {max_bytes:,})",
             file=file,
             key=key,
+            hint=_HINT,
         )
     return store.read(file, 0, size)
 
@@ -82,7 +85,9 @@ def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -
     n_values = sum(data.count(mark) for mark in (b",", b":", b"[", b"{"))
     if n_values > max_values:
         raise CorruptError(
-            f"too many JSON values: up to {n_values:,} (limit: {max_values:,})", file=file
+            f"too many JSON values: up to {n_values:,} (limit: {max_values:,})",
+            file=file,
+            hint=_HINT,
         )
 
     # utf-8-sig also accepts a byte order mark. Deep nesting raises RecursionError.
@@ -94,7 +99,9 @@ def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -
         ) from err
     if not isinstance(parsed, dict):
         raise CorruptError(
-            f"the file contains a JSON {type(parsed).__name__} instead of an object", file=file
+            f"the file contains a JSON {type(parsed).__name__} instead of an object",
+            file=file,
+            hint=_HINT,
         )
     return parsed
 

@@ -409,7 +409,10 @@ class LocalStore(ReadStore):
                 buffer = bytearray(n_bytes)
             except (MemoryError, OverflowError) as err:
                 raise CapacityError(
-                    f"{n_bytes:,} bytes that must be read at once do not fit in memory", file=name
+                    f"{n_bytes:,} bytes that must be read at once do not fit in memory",
+                    file=name,
+                    hint="compare its size with the original's; if the file really is so large, "
+                    "use a machine with more memory",
                 ) from err
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)

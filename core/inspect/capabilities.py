@@ -30,7 +30,6 @@ from core.convert.sizes import target_topology
 from core.convert.target_form import (
     cut_form,
     keeps_unknown_classes,
-    with_objects_loaded,
     without_unsafe,
 )
 from core.errors import CheckpointingException
@@ -38,6 +37,7 @@ from core.formats.format import Format
 from core.formats.registry import formats
 from core.formats.torch.nested_names import uses_in
 from core.megatron.model.topology import Topology
+from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
 from core.opening.target import retyped
 from core.pickle.inert import attributes, count_values

@@ -22,15 +22,15 @@ from core.convert.job import Job
 from core.errors import CheckpointingException
 from core.files.store import list_files_below
 from core.formats.torch.format import load_object
-from core.formats.torch.other_pickles import PickledContent
 from core.formats.torch_sharded.format import TorchShardedFacts
 from core.inspect.capabilities import Capability, ModelTraits, capabilities_of
 from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
+from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.iterations import list_other_iterations
-from core.opening.objects import expect_streams, load_attributes, loaded
+from core.opening.objects import load_attributes, loaded
 from core.opening.source_files import config_of_source
 from core.opening.unrecognised import listed
 from core.pickle.inert import Global, attributes
@@ -40,7 +40,6 @@ from core.quantize.schemes import quantized_weights
 if TYPE_CHECKING:
     from core.catalog.attributes import AttributesByPath
     from core.opening.open import Checkpoint
-    from core.pickle.uses import Use
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 _ARG_OF_SIZE = {
@@ -61,13 +60,6 @@ _MODEL_ARGS = (
     "use_distributed_optimizer", "transformer_impl",
 )  # fmt: skip
 ROLES = ("model", "moments", "masters", "other")
-
-_MOST_NAMES = 20
-"""Maximum number of names in a warning."""
-_MOST_STREAMS = 512
-"""Maximum number of objects with streams of their own, and of other files, to search for names."""
-_MAX_STREAM_BYTES = 64 << 20
-"""Maximum size of such a stream or file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +185,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
     if others:
         count = "one other iteration" if len(others) == 1 else f"{len(others):,} other iterations"
         notes.append(f"{count} beside it: {listed([path.name for path in others])}")
-    notes += _warn_of_pickles(checkpoint)
+    notes += warn_of_pickles(checkpoint.store, catalog, checkpoint.uses)
 
     # Plan the conversions to find out which are possible; nothing converts a damaged checkpoint.
     capabilities: tuple[Capability, ...] | None = ()
@@ -466,85 +458,3 @@ def _has_flattened_states(catalog: Catalog) -> bool:
         isinstance(item, Mapping) and "nd_reformulated_orig_global_shape" in item
         for item in data.values()
     )
-
-
-def _warn_of_pickles(checkpoint: Checkpoint) -> list[str]:
-    """Return warnings about code in the pickles that other software would run."""
-    from core.formats.torch.nested_names import uses_in, with_nested
-    from core.pickle.names import is_foreign, judge
-
-    # Collect the uses of names in all pickles. Objects are walked as one, because ranks share most
-    # of theirs.
-    values = [item.value for item in checkpoint.catalog.objects.values()]
-    uses = with_nested(checkpoint.uses) | uses_in(values) | _uses_in_streams(checkpoint)
-    other_files = _inspect_other_files(checkpoint)
-    uses = uses.union(*(item.uses for item in other_files.values()))
-    dangerous = {str(use.name) for use in uses if judge(use) == "dangerous"}
-    foreign = {str(use.name) for use in uses if is_foreign(use)}
-    warnings = []
-    if dangerous:
-        warnings.append(
-            f"WARNING: it refers to {_some(dangerous)}, which other software would run on loading"
-            " it; ckpt runs nothing"
-        )
-    if foreign:
-        warnings.append(
-            f"WARNING: it needs {_some(foreign)}, code of unknown modules that torch.load would"
-            " run; ckpt runs nothing"
-        )
-    unread = {file for file, item in other_files.items() if item.unread}
-    if unread:
-        warnings.append(
-            f"not examined: {_some(unread)}, which may hold a pickle; load it only if you trust it"
-        )
-    return warnings
-
-
-def _inspect_other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
-    """Inspect the files next to the checkpoint's own that have names of pickles.
-
-    Returns:
-        name → content, of the files with uses of names or parts that could not be read.
-    """
-    from core.formats.torch.other_pickles import has_pickled_name, look_into
-
-    if checkpoint.store.entry is not None:
-        return {}
-    sizes = checkpoint.store.sizes()
-    names = [
-        name
-        for name, size in sizes.items()
-        if 0 < size <= _MAX_STREAM_BYTES and has_pickled_name(name)
-    ]
-    names = names[:_MOST_STREAMS]
-    checkpoint.store.expect_headers(names)
-    contents = {name: look_into(checkpoint.store, name, sizes[name]) for name in names}
-    return {name: item for name, item in contents.items() if item.uses or item.unread}
-
-
-def _some(names: set[str]) -> str:
-    """List the first of many names, and count the rest."""
-    first = [name[:200] for name in sorted(names)[:_MOST_NAMES]]
-    n_more = len(names) - len(first)
-    return ", ".join(first) + (f" and {n_more} more" if n_more else "")
-
-
-def _uses_in_streams(checkpoint: Checkpoint) -> set[Use]:
-    """Return the uses of names in the first objects that have streams of their own."""
-    from core.formats.torch.nested_names import uses_of_stream
-
-    catalog = checkpoint.catalog
-    raw_keys = [item.raw_key for item in catalog.objects.values() if item.raw_key is not None]
-    uses: set[Use] = set()
-    expect_streams(checkpoint.store, catalog, raw_keys[:_MOST_STREAMS])
-    for raw_key in raw_keys[:_MOST_STREAMS]:
-        stream = catalog.fragments(raw_key)[0].array
-        if stream is None or stream.extent.encoding is not None:
-            continue
-        if stream.n_bytes <= _MAX_STREAM_BYTES:
-            # ``ckpt validate`` reports damage.
-            with suppress(CheckpointingException):
-                uses |= uses_of_stream(
-                    checkpoint.store, stream.extent.file, stream.extent.offset, stream.n_bytes
-                )
-    return uses

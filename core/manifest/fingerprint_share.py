@@ -108,6 +108,7 @@ def open_on_all_ranks(
     path: Path,
     *,
     iteration: int | None = None,
+    needs_optimizer: bool = True,
     missing_chunks: str = FILL,
     on_open: Callable[[int], None] | None = None,
     team: Team,
@@ -115,7 +116,8 @@ def open_on_all_ranks(
     """Open a checkpoint on every rank, and check that all ranks find the same one.
 
     Args:
-        path, iteration, missing_chunks, on_open: as for ``core.opening.open.open_checkpoint``.
+        path, iteration, needs_optimizer, missing_chunks, on_open: as for
+            ``core.opening.open.open_checkpoint``.
         team: the ranks.
 
     Raises:
@@ -126,7 +128,11 @@ def open_on_all_ranks(
     return require_agreement(
         team,
         lambda: open_checkpoint(
-            path, iteration=iteration, missing_chunks=missing_chunks, on_open=on_open
+            path,
+            iteration=iteration,
+            needs_optimizer=needs_optimizer,
+            missing_chunks=missing_chunks,
+            on_open=on_open,
         ),
         lambda opened: (
             str(opened.path),

@@ -39,6 +39,7 @@ from core.manifest.lookup import is_manifest
 from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import Canonical, canonical
+from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.opening.source_files import list_files
 from core.progress import OnProgress, Phase, count_steps, report_bytes
@@ -66,6 +67,7 @@ class Inventory:
         n_read_again: number of tensors that were read a second time for their fingerprints.
         n_bytes: bytes of all files.
         notes: remarks for the user.
+        warnings: code in pickles that other software would run.
         figures: bytes and time of each worker, if several read the checkpoint.
     """
 
@@ -78,6 +80,7 @@ class Inventory:
     n_read_again: int
     n_bytes: int
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     figures: tuple[Figures, ...] = ()
 
     def lines(self) -> Iterator[str]:
@@ -188,6 +191,11 @@ def read_inventory(
             n_read_again=complete.n_read_again,
             n_bytes=sum(source.files.values()),
             notes=(*opened.notes, *_notes(source.form, fingerprints=fingerprints)),
+            warnings=tuple(
+                warn_of_pickles(opened.store, opened.catalog, opened.uses, only_danger=True)
+            )
+            if is_lead(team)
+            else (),
             figures=sum_figures([scanned.figures, complete.figures]),
         )
     finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel
-from core.errors import UnsupportedError, in_checkpoint
+from core.errors import UnsafeError, UnsupportedError, in_checkpoint
 from core.files.source_store import JoinedStore, join_stores, joined_prefix
 from core.hf.names import is_hf
 from core.hf.tensors.spelling import name_like
@@ -26,6 +27,8 @@ from core.merge.forms import FormOptions, form_like
 from core.merge.merge import MergedCatalog, MergeSource, merge_catalogs
 from core.merge.replaced import replace_tensors
 from core.merge.request import LORA, REPLACE, Merge
+from core.opening.code_in_pickles import naming_code_first
+from core.opening.objects import check_safety, refuse_in_ranks, with_objects_loaded
 from core.opening.open import Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source
 
@@ -44,6 +47,7 @@ def open_others(
         missing_chunks, drop_missing, on_open: as for ``core.opening.open.open_checkpoint``.
 
     Raises:
+        UnsafeError: a pickle would run code, even if nothing of it would be written.
         CheckpointingException: a path is not a checkpoint, or its metadata is damaged.
     """
     others: list[Checkpoint] = []
@@ -54,16 +58,35 @@ def open_others(
                     open_checkpoint(
                         path,
                         needs_optimizer=False,
+                        needs_masters=False,
                         missing_chunks=missing_chunks,
                         drop_missing=drop_missing,
                         on_open=on_open,
                     )
                 )
+                others[-1] = _with_safe_objects(others[-1])
     except BaseException:
         for other in others:
             other.store.close()
         raise
     return others
+
+
+def _with_safe_objects(other: Checkpoint) -> Checkpoint:
+    """Load the objects of another source, and raise if one of its pickles would run code.
+
+    ``--exclude`` is for the result, so the entry has to be dropped before the merge.
+    """
+    try:
+        with naming_code_first(other.store, catalog=other.catalog, uses=other.uses):
+            other = with_objects_loaded(other)
+        refuse_in_ranks(other.catalog, carried=())
+        check_safety(other.catalog, keeps_unknown=True, drop_unknown=False)
+    except UnsafeError as err:
+        command = "merge a copy without it: ckpt convert SRC DST --exclude"
+        err.hint = re.sub("drop (it|the entry) with --exclude", command, err.hint or "")
+        raise
+    return other
 
 
 def with_joined_store(first: Checkpoint, others: Sequence[Checkpoint]) -> Checkpoint:

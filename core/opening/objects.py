@@ -9,7 +9,7 @@ inert pickle or is set aside; for every other target the user has to pass ``drop
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,16 +20,19 @@ from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import state_of
 from core.catalog.stored import StoredArray
 from core.errors import UnsafeError, UnsupportedError
-from core.files.ranges.read_ahead import FileRange
 from core.files.store import ReadStore
+from core.formats.torch.format import load_object
 from core.formats.torch.nested_names import uses_in, with_nested
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.optimizer.entries import object_entry
+from core.opening.code_in_pickles import HINT
+from core.opening.object_streams import expect_streams
+from core.opening.open import Checkpoint
 from core.opening.pickled_places import MOST_PLACES, PickledPlace, find_places
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.names import dangerous_uses
 from core.pickle.nesting import REMOVED, LeafEntry, entries, join_path, map_leaves
-from core.pickle.reader import judge
+from core.pickle.reader import judge, noting_uses
 from core.pickle.uses import Use
 
 KEEP_OBJECTS = (
@@ -37,8 +40,6 @@ KEEP_OBJECTS = (
     "the tensors as a dict with the program that wrote them"
 )
 """The hint where all tensors of a source are in objects that a destination does not store."""
-_MAX_AHEAD_BYTES = 1 << 20
-"""Length up to which the stream of an object is fetched ahead; longer ones may hold tensors."""
 
 
 class Loader(Protocol):
@@ -98,24 +99,54 @@ def load_attributes(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog
     return turn_into_attributes(replace(part, objects={**catalog.objects, **part.objects}))
 
 
-def expect_streams(store: ReadStore, catalog: Catalog, raw_keys: Iterable[str | None]) -> None:
-    """Announce that the streams of objects will be read, except for long ones.
+def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> Checkpoint:
+    """Load the value of every object that is stored in a stream of its own.
+
+    Entries that hold attributes become attributes.
 
     Args:
-        raw_keys: keys of the streams; None where an object has none.
+        source: the opened source.
+        exclude: globs of entries that are dropped later.
+
+    Raises:
+        CheckpointingException: a stream is damaged.
+        UnsafeError: a pickle refers to something dangerous that none of the objects contains.
     """
+    with noting_uses() as uses:
+        source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
+    refuse_hidden(source.uses | uses, source.store, source.catalog, exclude=exclude)
+    return replace(source, catalog=turn_into_attributes(source.catalog))
 
-    def ranges() -> Iterator[FileRange]:
-        for key in raw_keys:
-            stream = None if key is None else catalog.fragments(key)[0].array
-            if stream is None or stream.extent.encoding is not None:
-                continue
-            if stream.n_bytes <= _MAX_AHEAD_BYTES:
-                file, start = stream.extent.file, stream.extent.offset
-                yield file, start, start + stream.n_bytes
 
-    # A generator: only a remote store looks for the streams.
-    store.expect_ranges(ranges())
+def refuse_in_ranks(
+    catalog: Catalog, *, exclude: Sequence[str] = (), carried: Collection[str]
+) -> None:
+    """Raise if an object of any rank refers to something dangerous.
+
+    The global form has the entries of one rank, so nobody else would notice those of the others.
+
+    Args:
+        catalog: a source with loaded objects; nothing is done unless it is rank-local.
+        exclude: globs of entries that are dropped.
+        carried: keys of the objects in the global form, which ``--exclude`` can drop.
+
+    Raises:
+        UnsafeError: an object does; the error has its key without the rank.
+    """
+    if not catalog.is_rank_local:
+        return
+    bare = {key: key.partition(":")[2] for key in catalog.objects}
+    objects = {
+        key: replace(item, key=bare[key])
+        for key, item in catalog.objects.items()
+        if not _are_excluded([bare[key]], exclude)
+    }
+    try:
+        check_safety(replace(catalog, objects=objects), keeps_unknown=True, drop_unknown=False)
+    except UnsafeError as err:
+        if err.key not in carried:
+            err.hint = HINT
+        raise
 
 
 def refuse_hidden(

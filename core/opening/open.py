@@ -60,7 +60,7 @@ from core.files.url import is_hub_page, refuse_url
 from core.formats.dcp.folders import DIST_CKPT
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import LOADER_STATE, Format
-from core.formats.huggingface.files import list_folder_files, with_files
+from core.formats.huggingface.files import with_files, with_folder
 from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
 from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
 from core.formats.missing_entries import leaving_out_missing
@@ -197,7 +197,7 @@ def open_checkpoint(
                 catalog = _read_despite_optimizer(store, format)
             if format.side_folders and store.entry is None:
                 for folder in format.side_folders:
-                    catalog = with_files(catalog, list_folder_files(store, folder))
+                    catalog = with_folder(catalog, store, folder)
                 states = [name for name in store.files() if LOADER_STATE.fullmatch(name)]
                 catalog = with_files(catalog, {name: store.size(name) for name in states})
             catalog = with_description(catalog, location.path, iteration=location.iteration)
@@ -563,8 +563,10 @@ def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) 
         UnsafeError: the name in DeepSpeed's tracker leads out of the root.
     """
     file = str(store.root / tracker)
+    # Not --iteration: of two checkpoints, one has no such option.
+    newest = [iterations[number] for number in sorted(iterations, reverse=True)]
     hint = (
-        f"pass --iteration; iterations here: {_listed(iterations)}"
+        f"point at one of the iterations: {listed(newest)}"
         if iterations
         else "point at the checkpoint's own directory"
     )

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from traceback import clear_frames
 
 from core.errors import (
+    UNLIKE_ANY_WRITER,
     CapacityError,
     CheckpointingException,
     CorruptError,
@@ -60,6 +61,11 @@ __all__ = [
 
 DEFAULT_LIMITS = PickleLimits()
 
+_LIMITS_HINT = (
+    "no training framework writes such a pickle: do not load it with any other program, and ask "
+    "whoever wrote it for the weights as safetensors"
+)
+"""Hint for what would take another reader's time or memory."""
 _noted: ContextVar[set[Use] | None] = ContextVar(
     "uses of names in the pickles that are read", default=None
 )
@@ -190,10 +196,14 @@ def load_next(
         clear_frames(err.__traceback__)
         if err.file is None:
             err.file = label
+        if err.hint is None and isinstance(err, (CorruptError, UnsafeError)):
+            err.hint = UNLIKE_ANY_WRITER if isinstance(err, CorruptError) else _LIMITS_HINT
         raise
     except (MemoryError, RecursionError) as err:
         raise UnsafeError(
-            "the pickle needs too much memory or is nested too deeply", file=label
+            "the pickle needs too much memory or is nested too deeply",
+            file=label,
+            hint=_LIMITS_HINT,
         ) from err
     except (
         struct.error,
@@ -213,7 +223,9 @@ def load_next(
                 hint="copy the file again; the previous copy may have been interrupted",
             ) from err
         reason = f"{type(err).__name__}: {str(err)[:200]}"
-        raise CorruptError(f"malformed pickle at byte {machine.at}: {reason}", file=label) from err
+        raise CorruptError(
+            f"malformed pickle at byte {machine.at}: {reason}", file=label, hint=UNLIKE_ANY_WRITER
+        ) from err
     finally:
         # The uses count even if the pickle is malformed: another reader runs the calls before the
         # malformed byte.

@@ -17,7 +17,7 @@ from core.catalog.catalog import (
     TensorMeta,
 )
 from core.catalog.stored import AnyArray, StoredArray
-from core.errors import CorruptError, MissingShardError
+from core.errors import UNLIKE_ANY_WRITER, CorruptError, MissingShardError
 from core.plan.positions import described, region_shape
 
 
@@ -295,6 +295,7 @@ def _subtract_earlier(
                 raise CorruptError(
                     f"more than {_MOST_OVERLAPS:,} pairs of its shards overlap",
                     key=fragment.key,
+                    hint=UNLIKE_ANY_WRITER,
                     rule=OVERLAPS_RULE,
                 )
             copies += [

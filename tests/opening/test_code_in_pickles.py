@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,9 @@ from core.checks.finding import HOSTILE
 from core.checks.level import Level
 from core.checks.subject import Subject
 from core.validate.run import _with_hostile_hints, validate
+from tests.hostile.cases import CASES as HOSTILE_CASES
 from tests.hostile.cases import FOUR, METADATA, RUN, changed, text, torch_zip
+from tests.support.edited import copied
 
 TEXT = b"cos\nsystem\n(S'curl http://localhost/x | sh'\ntR."
 """A pickle of protocol 0: no signature, only printable characters."""
@@ -132,3 +136,77 @@ def test_a_finding_without_a_file_keeps_its_own_hint() -> None:
     subject = SimpleNamespace(findings=[UNSAFE.finding("a name"), MISSING.finding("a tensor")])
     hints = [finding.hint for finding in _with_hostile_hints(cast(Subject, subject))]
     assert hints == [UNSAFE.hint, MISSING.hint]
+
+
+def add_call(path: Path) -> None:
+    """Adds an entry that calls ``os.system`` to the dict in a file of ``torch.save``."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    name = next(name for name in records if name.endswith("/data.pkl"))
+    records[name] = records[name][:-1] + text("evil") + b"cos\nsystem\n" + text("x") + b"\x85Rs."
+    with zipfile.ZipFile(path, "w") as archive:
+        for record, data in records.items():
+            archive.writestr(record, data)
+
+
+GOLDEN = {
+    "hf/llama/bin_sharded": "pytorch_model-00002-of-00003.bin",
+    "accelerate/plain_bin/checkpoint_0": "pytorch_model.bin",
+    "trainer/zero2_dp2/checkpoint-1": "global_step1/mp_rank_00_model_states.pt",
+    "deepspeed/zero1_dp2_bf16": "global_step10/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "deepspeed/zero3_dp2_bf16": "global_step10/zero_pp_rank_1_mp_rank_00_model_states.pt",
+    "lightning/model_parallel_dp2.ckpt": "meta.pt",
+    "mcore_legacy/dense_gqa/tp2_pp1_optim": "mp_rank_01/model_optim_rng.pt",
+    "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dp_zero_gather_scatter": "common.pt",
+    "mcore0121_zarr/dense_gqa/tp4_pp1": "common.pt",
+}
+"""Checkpoints that other software wrote → the file that gets the call."""
+INTACT = {
+    "pickle: a call inside bytes",
+    "pickle: a call of torch in a key",
+    "pickle as object: a call",
+    "pickle as object: a call that is dropped",
+    "legacy: a stream that runs code",
+    "zarr: a filter that unpickles",
+    "zarr3: a codec that unpickles",
+    "torch_dist: a common state that runs code",
+    "deepspeed: a model file that runs code",
+}
+
+
+@pytest.mark.parametrize("name", [*GOLDEN, *sorted(INTACT)])
+def test_every_command_says_that_an_intact_checkpoint_would_run_code(
+    name: str, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name in GOLDEN:
+        source = copied(golden, name, tmp_path)
+        add_call(source / GOLDEN[name])
+        sound = golden / name
+    else:
+        (tmp_path / "src").mkdir()
+        source = sound = HOSTILE_CASES[name](tmp_path / "src")
+    words = {"SRC": str(source), "DST": str(tmp_path / "out"), "SOUND": str(sound)}
+
+    def run(*line: str) -> tuple[int, str, str]:
+        code = main([words.get(word, word) for word in line])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    for line in (
+        ("convert", "SRC", "DST", "--to", "torch"),
+        ("merge", "SRC", "SOUND", "-o", "DST", "--average"),
+        ("merge", "SOUND", "SRC", "-o", "DST", "--average"),
+        ("reshard", "SRC", "DST", "--tp-new", "1"),
+    ):
+        code, _, err = run(*line)
+        assert code == 5, (line, err)
+        assert "would run code" in err, line
+    assert run("validate", "SRC")[0] == 1
+    code, out, err = run("inspect", "SRC", "--json")
+    assert code == 0, err
+    assert any("other software would run" in note for note in json.loads(out)["notes"])
+    for line in (("diff", "SRC", "SRC", "--json"), ("manifest", "SRC", "-o", "DST", "--json")):
+        code, out, err = run(*line)
+        assert code == 0, err
+        assert "other software would run" in err, line
+        assert "other software would run" in json.loads(out)["notes"][0], line

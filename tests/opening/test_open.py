@@ -148,7 +148,7 @@ def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(
     (tmp_path / "global_step6").mkdir()
     with pytest.raises(MissingShardError, match=missing) as caught:
         open_checkpoint(tmp_path)
-    assert caught.value.hint == "pass --iteration; iterations here: 6"
+    assert caught.value.hint == "point at one of the iterations: global_step6"
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(UnsafeError):
         open_checkpoint(tmp_path)

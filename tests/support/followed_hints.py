@@ -27,8 +27,8 @@ _MORE_VALUES = re.compile(r"(?:,| or|, or) (\w+)(?=[,;.]| or|$)")
 _COMMAND = re.compile(r"\bckpt (convert|reshard) SRC DST")
 _OMITTED = re.compile(rf"\b(?:drop|omit|without) {_OPTION}")
 _SIZES = re.compile(r"\b([TPE])P sizes that work: ([\d, ]*\d)")
-_ITERATIONS = re.compile(r"iterations here: (\d+)")
-_POINT_AT = re.compile(r"point at (?:one of them: )?([^,;]+)")
+_POINT_AT = re.compile(r"point at (?:one of (?:them|the iterations): )?([^,;]+)")
+_LEAVING_OUT = ("no-optim", "drop-missing", "exclude")
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,14 @@ def list_advised_lines(line: Sequence[str], ended: CommandEnd) -> list[list[str]
     hint = ended.hint
     lines: list[list[str]] = []
     if command := _COMMAND.search(hint):
-        # The advised command takes the place of the line, without its options.
-        line = [command[1], *line[1:3]]
+        # The advised command takes the place of the line; what was left out stays out.
+        options = read_options(command[1])
+        kept = [
+            line[at : at + 2 - options[name].is_flag]
+            for at, word in enumerate(line)
+            if (name := word.removeprefix("--")) in _LEAVING_OUT and name != word
+        ]
+        line = [command[1], *line[1:3], *(word for words in kept for word in words)]
     lines += [
         _without(line, match[1], options)
         for match in _OMITTED.finditer(hint)
@@ -162,9 +168,6 @@ def _value_of(option: str, word: str, ended: CommandEnd, options: Mapping[str, A
     if option == "config":
         return ""  # a file of the user's
     word = "".join(shlex.split(word)) if word else ""
-    if option == "iteration":
-        iterations = _ITERATIONS.search(ended.hint)
-        return iterations[1] if iterations else word
     if option == "exclude" and (not word or word in ("KEY", "or", "and")):
         return ended.key or ""
     is_open = re.fullmatch("[A-Z]*|or|and", word) is not None

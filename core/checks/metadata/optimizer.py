@@ -60,8 +60,27 @@ NOT_HANDLED = Code(
     "an unsupported optimizer",
     "convert with --no-optim, or without changing the layout",
 )
+NOT_COMPARED = Code(
+    "CK412",
+    Severity.NOTE,
+    "weights were not compared with their master weights",
+    "their dtype is not one that master weights are rounded to; loading takes the master weights",
+    Level.HEADERS,
+)
 
-CODES = (NUMBERS, GROUPS, SHAPE, STATES, SETTINGS, STEP, MASTERS, MISSING, BUFFERS, NOT_HANDLED)
+CODES = (
+    NUMBERS,
+    GROUPS,
+    SHAPE,
+    STATES,
+    SETTINGS,
+    STEP,
+    MASTERS,
+    MISSING,
+    BUFFERS,
+    NOT_HANDLED,
+    NOT_COMPARED,
+)
 
 _BY_RULE = {
     "optim.numbers": NUMBERS,
@@ -232,12 +251,15 @@ def _compare_master(
     key: str,
     rank: str | None = None,
 ) -> Iterator[Finding]:
-    """Report a master weight that does not round to its weight."""
+    """Report a master weight that does not round to its weight, or cannot be rounded to it."""
     try:
         if is_master(subject.store, master, weight, bind=catalog.bind):
             return
+    except UnsupportedError as err:  # a dtype without rounding
+        yield _not_compared(err, file=weight.extent.file, key=key, rank=rank)
+        return
     except CheckpointingException:
-        return  # a dtype without rounding, or damaged data, which other checks report
+        return  # damaged data, which other checks report
     yield MASTERS.finding(
         "the fp32 master weight does not round to the weight, in a sample of the elements",
         file=weight.extent.file,
@@ -245,6 +267,18 @@ def _compare_master(
         rank=rank,
         expected=f"the {weight.dtype} weight",
         found="other values",
+    )
+
+
+def _not_compared(
+    err: UnsupportedError, *, file: str, key: str | None = None, rank: str | None = None
+) -> Finding:
+    """Return the note that weights could not be compared with their master weights."""
+    return NOT_COMPARED.finding(
+        f"they could not be compared with the master weights ({err.message})",
+        file=file,
+        key=key,
+        rank=rank,
     )
 
 
@@ -289,8 +323,11 @@ def check_weight_copies(subject: Subject) -> Iterator[Finding]:
         return
     try:
         different = find_different_copies(subject.store, copies.pairs())
+    except UnsupportedError as err:  # a dtype without rounding
+        yield _not_compared(err, file=err.file or subject.store.label)
+        return
     except CheckpointingException:
-        return  # a dtype without rounding, or damaged data, which other checks report
+        return  # damaged data, which other checks report
     for key, copy in different:
         yield MASTERS.finding(
             "the fp32 master weight does not round to the weight, in a sample of the elements",

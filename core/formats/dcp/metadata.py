@@ -340,6 +340,10 @@ class _ColumnBuilder:
             class_name = getattr(root, "class_name", type(root).__name__)
             hint = _hint_of(class_name)
             kind = CorruptError if hint is None else UnsupportedError
+            hint = hint or (
+                "another file has the name .metadata: copy the one that was saved with these "
+                ".distcp files"
+            )
             raise kind(f"the pickle is a {class_name}, not DCP's Metadata", hint=hint)
         self.state = _state(root)
         self.tensors: dict[str, DcpTensor] = {}

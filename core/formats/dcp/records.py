@@ -155,7 +155,11 @@ def read_by_machine(data: bytes, *, label: str) -> object:
 
 def _refuse_persistent(value: object) -> object:
     """Raise CorruptError for a persistent id."""
-    raise CorruptError("the pickle uses a persistent id, which DCP metadata never does")
+    raise CorruptError(
+        "the pickle uses a persistent id, which DCP metadata never does",
+        hint="another file has the name .metadata, perhaps one of torch.save: copy the one that "
+        "was saved with these .distcp files",
+    )
 
 
 class _EnumMember(OtherRecord):

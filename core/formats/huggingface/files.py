@@ -36,7 +36,7 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.files_beside import carried_of
 from core.catalog.stored import Extent, StoredArray
-from core.errors import CorruptError, StorageError, UnsafeError, UnsupportedError
+from core.errors import CapacityError, CorruptError, StorageError, UnsafeError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 
 if TYPE_CHECKING:
@@ -100,48 +100,44 @@ def list_module_folders(store: ReadStore) -> tuple[str, ...]:
     return tuple(path for path in paths if path in folders)
 
 
-def list_carried_folders(store: ReadStore, *, without: Collection[str] = ()) -> dict[str, int]:
-    """Return path → size in bytes of the files in subdirectories that are carried as a whole.
-
-    Args:
-        without: subdirectories that belong to the checkpoint in another way.
-    """
-    modules = list_module_folders(store)
-    files: dict[str, int] = {}
-    for folder in store.folders():
-        if folder in without or not _is_visible(folder):
-            continue
-        files |= list_folder_files(store, folder, only_small=folder not in modules)
-    return files
-
-
-def list_folder_files(store: ReadStore, folder: str, *, only_small: bool = False) -> dict[str, int]:
-    """Return path → size in bytes of the files below a directory, sorted by path.
+def with_folder(
+    catalog: Catalog, store: ReadStore, folder: str, *, only_small: bool = False
+) -> Catalog:
+    """Add the files below a directory to a catalog, or a note why they are not carried.
 
     Hidden files and caches of compiled Python are left out.
 
     Args:
-        only_small: return {} if there is a file of another kind than small ones.
+        only_small: add nothing if there is a file of another kind than small ones.
+    """
+    try:
+        return with_files(catalog, _list_folder_files(store, folder, only_small=only_small))
+    except (CapacityError, StorageError, UnsafeError) as err:
+        place = "" if err.file in (None, folder) else f"{err.file}: "
+        note = f"{folder}/ is not carried: {place}{err.message}"
+        return replace(catalog, notes=(*catalog.notes, note))
 
-    Returns:
-        {} also if the directory cannot be listed, or has too many files.
+
+def _list_folder_files(store: ReadStore, folder: str, *, only_small: bool) -> dict[str, int]:
+    """Return path → size in bytes of the files for ``with_folder``, sorted by path.
+
+    Raises:
+        CapacityError: there are too many files.
+        StorageError, UnsafeError: a directory cannot be listed.
     """
     paths: list[str] = []
     waiting = [folder]
-    try:
-        while waiting:
-            above = waiting.pop()
-            names = [name for name in store.files(above) if _is_visible(name)]
-            if only_small and not all(map(_is_small_file, names)):
-                return {}
-            paths += [f"{above}/{name}" for name in names]
-            folders = [name for name in store.folders(above) if _is_visible(name)]
-            waiting += [f"{above}/{name}" for name in folders]
-            if len(paths) + len(waiting) > _MAX_FILES:
-                return {}
-        return {path: store.size(path) for path in sorted(paths)}
-    except (StorageError, UnsafeError):
-        return {}
+    while waiting:
+        above = waiting.pop()
+        names = [name for name in store.files(above) if _is_visible(name)]
+        if only_small and not all(map(_is_small_file, names)):
+            return {}
+        paths += [f"{above}/{name}" for name in names]
+        folders = [name for name in store.folders(above) if _is_visible(name)]
+        waiting += [f"{above}/{name}" for name in folders]
+        if len(paths) + len(waiting) > _MAX_FILES:
+            raise CapacityError(f"it has more than {_MAX_FILES:,} files", file=folder)
+    return {path: store.size(path) for path in sorted(paths)}
 
 
 def _is_visible(name: str) -> bool:
@@ -162,7 +158,12 @@ def with_carried(catalog: Catalog, store: ReadStore, *, without: Collection[str]
     Args:
         without: subdirectories that belong to the checkpoint in another way.
     """
-    return with_files(catalog, carried_files(store) | list_carried_folders(store, without=without))
+    catalog = with_files(catalog, carried_files(store))
+    modules = list_module_folders(store)
+    for folder in store.folders():
+        if folder not in without and _is_visible(folder):
+            catalog = with_folder(catalog, store, folder, only_small=folder not in modules)
+    return catalog
 
 
 def with_files(catalog: Catalog, files: Mapping[str, int]) -> Catalog:

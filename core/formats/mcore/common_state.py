@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING
 
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
-from core.errors import CorruptError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    UnsupportedError,
+    suggesting,
+)
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.format import load_object, plan_tree
 from core.pickle.inert import as_mapping
@@ -45,6 +50,7 @@ def read_common_file(
     return load_object(store, stream, key=file)
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:
     """Set the fields of a catalog that come from its common state.
 

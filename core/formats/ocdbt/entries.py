@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.errors import CheckpointingException, CorruptError, TruncatedError
+from core.errors import UNLIKE_ANY_WRITER, CheckpointingException, CorruptError, TruncatedError
 from core.files.store import check_name
 from core.formats.ocdbt.nodes import (
     OcdbtManifest,
@@ -100,6 +100,7 @@ class _TreeWalk:
             raise CorruptError(
                 f"the manifest has {size >> 20:,} MiB, more than {_MAX_MANIFEST_BYTES >> 20}",
                 file=name,
+                hint=UNLIKE_ANY_WRITER,
             )
         self._budget.earn(size)
         try:

@@ -35,7 +35,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from core.arrays.checksum import crc32c
-from core.errors import CorruptError, TruncatedError, UnsafeError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    TruncatedError,
+    UnsafeError,
+    UnsupportedError,
+    suggesting,
+)
 
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
@@ -177,6 +184,7 @@ class _Cursor:
             raise CorruptError(f"{len(self._data) - self._at} bytes follow the end of the body")
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def read_manifest(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
     """Read the newest version that a manifest lists.
 
@@ -217,6 +225,7 @@ def read_manifest(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
     return OcdbtManifest(locations[-1], heights[-1], n_keys)
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def read_node(
     data: bytes, location: ValueLocation, height: int, budget: UnfoldBudget
 ) -> list[NodeEntry]:

@@ -23,7 +23,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.catalog.attributes import BY_PATH, ROOT, Attributes, parse_by_path
-from core.errors import CorruptError, MissingShardError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    MissingShardError,
+    suggesting,
+)
 from core.files.json_object import read_json_object
 from core.pickle.nesting import ListIndex, Path
 
@@ -83,6 +88,7 @@ def read_tree(store: ReadStore, root: str) -> dict[str, object]:
     return _read_json(store, root + TREE)
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def leaves_of(store: ReadStore, root: str, content: Mapping[str, object]) -> dict[str, OrbaxLeaf]:
     """Read all leaves, by name.
 

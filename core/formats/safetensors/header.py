@@ -40,6 +40,7 @@ from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
 from core.catalog.key_patterns import rename_hint
 from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.errors import (
+    UNLIKE_ANY_WRITER,
     CheckpointingException,
     CorruptError,
     MissingShardError,
@@ -47,6 +48,7 @@ from core.errors import (
     TruncatedError,
     UnsupportedError,
     raising,
+    suggesting,
 )
 from core.files.substitute import substitute_in
 from core.formats.missing_entries import report_missing
@@ -103,6 +105,7 @@ def looks_like_header(store: ReadStore, file: str, *, begin: int = 0) -> bool:
     return 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES) and head[8:] == b"{"
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report = raising) -> Header:
     """Read the header of a file and check it against the file's size.
 

@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING
 from core.arrays.box import Shape, c_strides
 from core.arrays.dtypes import itemsize
 from core.catalog.stored import StoredArray, strides_with_axes, without_axes
-from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CheckpointingException,
+    CorruptError,
+    UnsafeError,
+    UnsupportedError,
+    suggesting,
+)
 from core.formats.torch.tensors import Location, TensorHooks, unsupported_kind
 from core.formats.torch.zip.container import CENTRAL, Archive, check_kind, read_archive
 from core.formats.torch.zip.records import read_record, refuse_encoded
@@ -142,6 +149,7 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     )
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def _check_tensor(form: _ItemForm, array: StoredArray, shape: Shape) -> None:
     """Compare the tensor in an item with the metadata.
 
@@ -183,6 +191,7 @@ def stored_tensor(store: ReadStore, array: StoredArray) -> tuple[str, Shape]:
     return location.dtype, location.shape
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def _find_form(
     store: ReadStore, file: str, start: int, n_bytes: int
 ) -> tuple[_ItemForm, int | None]:

@@ -355,7 +355,8 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
         if at >= limit:
             if limit < stop:
                 message = f"a pickle of more than {MAX_PICKLE_BYTES >> 30} GiB"
-                raise CapacityError(message, file=file, span=(start, limit))
+                hint = "ask whoever wrote it to save the tensors as tensors, not inside the pickle"
+                raise CapacityError(message, file=file, span=(start, limit), hint=hint)
             raise TruncatedError(
                 "the file ends inside a pickle", file=file, span=(start, stop), hint=_HINT
             )

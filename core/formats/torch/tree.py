@@ -17,12 +17,14 @@ from core.catalog.catalog import StoredObject
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
 from core.errors import (
+    UNLIKE_ANY_WRITER,
     CheckpointingException,
     CorruptError,
     Report,
     UnsafeError,
     UnsupportedError,
     raising,
+    suggesting,
 )
 from core.files.substitute import substitute_in
 from core.formats.torch.legacy import VERSION, read_legacy
@@ -460,6 +462,7 @@ class _TreeBuilder:
         content = self._content
         return content.is_partial and self._reader.locations[key].record not in content.records
 
+    @suggesting(UNLIKE_ANY_WRITER)
     def array(self, key: str, location: Location) -> StoredArray:
         """Return the stored array of a tensor, after checking that its record contains it.
 

@@ -62,6 +62,11 @@ class ZarrArray:
     attributes: Mapping[str, object] = field(default_factory=dict, compare=False)
 
 
+OTHER_VERSION = (
+    "zarr 2 describes an array in .zarray, zarr 3 in zarr.json: take the file that belongs here "
+    "from the original"
+)
+"""Hint for a metadata file of another version of zarr."""
 PICKLED = "zarr.pickle"
 """The rule (``CheckpointingException.rule``) that arrays of pickles violate."""
 PICKLE_CODECS = frozenset(("pickle", "numcodecs.pickle"))

@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 from core.arrays.box import Shape, c_strides, is_c_contiguous
 from core.arrays.checksum import crc32c
 from core.arrays.dtypes import DTYPES, itemsize
-from core.errors import CorruptError, TruncatedError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    TruncatedError,
+    UnsupportedError,
+    suggesting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -168,6 +174,7 @@ class EncodedChunk:
         return _in_c_order(coding, data)
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def _undo_codec(
     name: str, data: bytes, most_bytes: int, *, is_exact: bool
 ) -> bytes | bytearray | memoryview:

@@ -25,9 +25,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    UnsupportedError,
+    suggesting,
+)
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
+    OTHER_VERSION,
     PICKLE_CODECS,
     ZarrArray,
     checked_grid,
@@ -57,6 +63,7 @@ _NEEDED = ("order", "fill_value", "compressor", "filters")
 """Members that may be null but not missing: tensorstore does not open an array without them."""
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def parse_zarray(
     data: bytes, *, file: str, key: str, attributes: Mapping[str, object] | None = None
 ) -> ZarrArray:
@@ -74,7 +81,9 @@ def parse_zarray(
     metadata = parse_json_object(data, file=file)
     version = required(metadata, "zarr_format", file=file)
     if version != 2:
-        raise UnsupportedError(f"zarr format {version!r:.40} is not 2", file=file, key=key)
+        raise UnsupportedError(
+            f"zarr format {version!r:.40} is not 2", file=file, key=key, hint=OTHER_VERSION
+        )
     # Before the element type: arrays of objects would be reported as merely unsupported.
     if _holds_pickles(metadata):
         raise pickled_array(file, key)

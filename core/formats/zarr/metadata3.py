@@ -33,9 +33,15 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
 from core.catalog.attributes import DIMENSIONS, is_axis_names
-from core.errors import CorruptError, UnsupportedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    UnsupportedError,
+    suggesting,
+)
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
+    OTHER_VERSION,
     PICKLE_CODECS,
     Sharding,
     ZarrArray,
@@ -78,6 +84,7 @@ _KNOWN = frozenset(
 Config = Mapping[str, object]
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
     """Parse a ``zarr.json`` into the kind of its node, ``array`` or ``group``, and its content.
 
@@ -88,13 +95,16 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
     metadata = parse_json_object(data, file=file, max_values=_MAX_VALUES)
     version = required(metadata, "zarr_format", file=file)
     if version != 3:
-        raise UnsupportedError(f"zarr format {version!r:.40} is not 3", file=file)
+        raise UnsupportedError(
+            f"zarr format {version!r:.40} is not 3", file=file, hint=OTHER_VERSION
+        )
     kind = required(metadata, "node_type", file=file)
     if kind not in ("array", "group"):
         raise CorruptError(f"node_type is {str(kind)[:40]!r}, neither array nor group", file=file)
     return str(kind), metadata
 
 
+@suggesting(UNLIKE_ANY_WRITER)
 def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     """Parse the metadata of an array.
 

@@ -52,14 +52,19 @@ def folders_of(
         for path in subfolders:
             if path.count("/") >= _MAX_DEPTH:
                 raise UnsafeError(
-                    f"directories are nested more than {_MAX_DEPTH} deep", file=path[:200]
+                    f"directories are nested more than {_MAX_DEPTH} deep",
+                    file=path[:200],
+                    hint="a link may lead back to a directory above: remove it",
                 )
             # Keys are used in messages and JSON, so that a name must be text.
             check_name(path)
             try:
                 path.encode()
             except UnicodeEncodeError as err:
-                raise UnsafeError(f"the directory's name {path!r} is not UTF-8") from err
+                raise UnsafeError(
+                    f"the directory's name {path!r} is not UTF-8",
+                    hint="rename the directory, which no writer of zarr calls so",
+                ) from err
         # The stack is popped from its end: reversed, the first subdirectory is visited next.
         waiting += reversed(subfolders)
 

@@ -139,7 +139,7 @@ def test_inspect_with_stats_has_the_values_of_each_tensor(
 
 
 def test_inspect_of_a_damaged_checkpoint_shows_the_damage(
-    golden: Path, tmp_path: Path, report: Callable[..., Page]
+    golden: Path, tmp_path: Path, report: Callable[..., Page], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "checkpoint"
     shutil.copytree(golden / "hf/llama/safetensors_sharded", path)
@@ -147,6 +147,8 @@ def test_inspect_of_a_damaged_checkpoint_shows_the_damage(
     page = report("inspect", path, code=3)
     assert "problems" in page.ids
     assert "model-00002-of-00003.safetensors" in page.text
+    error, note = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and note.startswith("report: ")
 
 
 def test_json_of_stdout_stays_alone(

@@ -98,6 +98,18 @@ def test_a_model_file_of_another_step_is_reported_for_zero_2(tmp_path: Path) -> 
     assert not differing(folder, Level.METADATA)  # reads no data
 
 
+def test_copies_of_a_dtype_that_nothing_is_rounded_to_get_a_note(tmp_path: Path) -> None:
+    def change(name: str, content: dict[str, Any]) -> None:
+        if name == MODEL:
+            content["module"] = {key: t.to(torch.int8) for key, t in content["module"].items()}
+
+    folder = Zero(2, 2).write(tmp_path / "run", change)
+    (note,) = copy_notes(folder, tmp_path / "dcp")
+    (finding,) = validate(folder, level=Level.HEADERS).findings
+    assert finding.code == "CK412"
+    assert finding.message in note and "could not be compared" in note
+
+
 def round_robin(run: Zero) -> Callable[[str, dict[str, Any]], None]:
     """Record the positions of the order that the run's parameters had before round robin.
 

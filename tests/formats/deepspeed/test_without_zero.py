@@ -16,6 +16,7 @@ from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
+from core.merge.request import build_merge
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero, values
 from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes
@@ -154,6 +155,14 @@ def test_an_unreadable_optimizer_does_not_block_weights_alone(
     weights = torch.load(tmp_path / "w.pt", weights_only=True)
     for name, tensor in torch.load(folder / MODEL, weights_only=False)["module"].items():
         assert torch.equal(weights[name], tensor) and weights[name].dtype == tensor.dtype
+    # A merge drops the optimizers of all sources, and notes which weights it has taken.
+    sound = sample.write(tmp_path / "sound")
+    for sources in ((folder, sound), (sound, folder)):
+        merge = build_merge(sources, average=True)
+        dst = tmp_path / "merged"
+        report = run(Job(src=sources[0], dst=dst, to="dcp", merge=merge, force=True))
+        (note,) = [note for note in report.notes if "the optimizer cannot be read" in note]
+        assert "zero_pp_rank_1" in note
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.files_beside import carried_of, with_documents, without_carried
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, StorageError, UnsupportedError
 from core.files.json_object import MAX_VALUES
-from core.files.store import LocalStore, MemoryStore
+from core.files.store import LocalStore, MemoryStore, override
 from core.formats.huggingface.files import (
     carried_files,
     config_number,
@@ -193,3 +193,25 @@ def test_numbers_may_stand_in_the_text_part() -> None:
     for odd in (0, -1, 1.5, "3", True, [1]):
         with pytest.raises(CorruptError, match="not a positive number"):
             config_number({"vocab_size": odd}, "vocab_size")
+
+
+class LockedFolder(MemoryStore):
+    """A store in which one directory cannot be listed."""
+
+    @override
+    def files(self, under: str = "") -> list[str]:
+        if under == "extra/locked":
+            raise StorageError("permission denied", file=under)
+        return super().files(under)
+
+
+def test_a_folder_that_is_not_carried_says_why() -> None:
+    contents = {"config.json": b"{}", "code/a.py": b"1", "extra/a.py": b"1", "extra/locked/b": b""}
+    contents |= {f"large/{number}.json": b"" for number in range(10_001)}
+    empty = Catalog("fake", None, {}, lambda key: ())
+    catalog = with_carried(empty, LockedFolder(contents))
+    assert set(carried_of(catalog)) == {"config.json", "code/a.py"}
+    assert catalog.notes == (
+        "extra/ is not carried: extra/locked: permission denied",
+        "large/ is not carried: it has more than 10,000 files",
+    )

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import (
+    UNLIKE_ANY_WRITER,
     CapacityError,
     CorruptError,
     Report,
@@ -415,7 +416,10 @@ class _ArchiveReader:
                 hint="copy the file again, or use an older checkpoint",
             )
         raise CorruptError(
-            "not a zip", file=self._file, span=(self._start, self._start + self._size)
+            "not a zip",
+            file=self._file,
+            span=(self._start, self._start + self._size),
+            hint=UNLIKE_ANY_WRITER,
         )
 
     def _entries(self, data: bytes, n_entries: int) -> Iterator[_DirectoryEntry]:
