@@ -63,7 +63,10 @@ def summary(pruning: Pruning, *, is_done: bool) -> str:
     freed = bytes_text(pruning.freed_bytes)
     if is_done:
         return f"removed {count}, {freed} freed; {kept}"
-    return f"would remove {count} and free {freed}; {kept}"
+    # Without a proof the run itself would end with an error, and remove nothing.
+    is_refused = not (pruning.is_proven or pruning.trusts_metadata)
+    condition = " with --deep or --trust-metadata" if is_refused else ""
+    return f"would remove {count} and free {freed}{condition}; {kept}"
 
 
 def prune_json(pruning: Pruning) -> dict[str, object]:

@@ -320,25 +320,28 @@ def _compare_copies(source: Checkpoint) -> Checkpoint:
     copies = source.catalog.facet(WeightCopies)
     if copies is None:
         return source
-    note = "the 16-bit copies of the weights in the model files are not carried; "
+    copy_kind, verdict = "16-bit copies", ""
     try:
         pairs = copies.pairs()
+        if pairs and all(copy.dtype == "float32" for _, _, copy in pairs):
+            copy_kind = "copies"
         different = find_different_copies(source.store, pairs)
     except CheckpointingException as err:
-        note += f"they could not be compared with the master weights ({err.message})"
+        verdict = f"they could not be compared with the master weights ({err.message})"
     else:
         n = len({key for key, _, _ in pairs})
         if different:
             key, copy = different[0]
-            note += (
+            verdict = (
                 f"{len(different):,} of {n:,} are not the rounded master weights, which are "
                 f"written: {key} in {copy.extent.file} differs (ckpt validate --headers lists all)"
             )
         elif n:
-            note += "they are the rounded master weights, in a sample of each"
-        else:
-            note = ""
-    return replace(source, notes=(*source.notes, note)) if note else source
+            verdict = "they are the rounded master weights, in a sample of each"
+    if not verdict:
+        return source
+    note = f"the {copy_kind} of the weights in the model files are not carried; {verdict}"
+    return replace(source, notes=(*source.notes, note))
 
 
 def _check_emptied(job: Job, checkpoint: Checkpoint, format: Format) -> list[str]:
