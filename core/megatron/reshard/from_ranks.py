@@ -115,7 +115,7 @@ def unshard_ranks(
     # Put the tensors of all ranks under global names. Lost extra states go before the rules are
     # settled and the optimizer is read, which both go through the model's tensors.
     model = merge_ranks(catalog, ranks, facts, rules)
-    check_complete(model.tensors, facts, rules)
+    check_complete(model.metas(), facts, rules)
     extras = read_rank_extras(ranks, facts.topology)
     version = check_version(extras.common, has_old_names=facts.kind.is_legacy)
     lost_states = _empty_lost_states(model, store)

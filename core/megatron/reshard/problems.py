@@ -100,7 +100,7 @@ def _read_ranks(
 
     # Check the names first: every layer, every partner.
     model = merge_ranks(catalog, ranks, facts, rules, report=report_unless_sampled)
-    check_complete(model.tensors, facts, rules, report=report)
+    check_complete(model.metas(), facts, rules, report=report)
     check_partners(model.tensors, facts.kind, rules, report=report)
     for name, tensor in model.tensors.items():
         tensor.parts = _agreeing_parts(name, tensor, report)

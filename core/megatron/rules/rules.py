@@ -351,6 +351,11 @@ class Rules:
         return name.startswith(self.main_stacks)
 
     @property
+    def towers(self) -> tuple[str, ...]:
+        """Beginnings of the names of towers beside a GPT model."""
+        return tuple(tower for wrapper in self.wrappers for tower in wrapper.towers)
+
+    @property
     def main_stacks(self) -> tuple[str, ...]:
         """Beginnings of names in the main stack of each kind of model."""
         return tuple(model.stacks[0] for model in self.models)

@@ -6,6 +6,7 @@ from one model (tests/golden).
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 import core
+from core.checks.finding import Finding, Severity
+from core.checks.level import Level
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
-from core.errors import UnsupportedError
+from core.errors import MissingShardError, UnsupportedError
+from core.validate.run import validate
 from tests.opening.test_config_beside import errors_of, stored_tensors
 from tests.support.archives import unpacked
+from tests.support.lost_tensors import lose_tensors
 from tests.support.rank_files import (
     assert_same_bits,
     assert_same_weights,
@@ -27,6 +32,12 @@ from tests.support.rank_files import (
 
 TOWERS = ("vision_model.*", "vision_projection.*")
 LAYERS = "vision_model.decoder.layers."
+LOST_LAYER = f"{LAYERS}0.*"
+LOST_TENSORS = (
+    f"{LAYERS}0.mlp.linear_fc2.bias",
+    f"{LAYERS}1.input_layernorm.weight",
+    "vision_projection.encoder.linear_fc2.weight",
+)
 _LOCAL = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -38,15 +49,55 @@ def models(tmp_path: Path) -> Path:
     return unpacked("megatron_frameworks", tmp_path)
 
 
+def errors_in(path: Path) -> list[Finding]:
+    findings = validate(path, level=Level.METADATA).findings
+    return [finding for finding in findings if finding.severity > Severity.NOTE]
+
+
 def reshard(source: Path, target: Path, *, tp: int, pp: int = 1) -> Path:
     topology = TopologyChange(tp=tp, pp=pp)
     run(Job(src=source, dst=target, topology=topology, keeps_layout=True, fsync=False))
     return target
 
 
+@pytest.mark.parametrize("level", Level)
 @pytest.mark.parametrize("name", ["llava", "llava_dist"])
-def test_a_complete_model_has_no_findings(name: str, models: Path) -> None:
-    assert not errors_of(models / name)
+def test_a_complete_model_has_no_findings(name: str, level: Level, models: Path) -> None:
+    findings = validate(models / name, level=level).findings
+    assert not [finding for finding in findings if finding.severity > Severity.NOTE]
+
+
+@pytest.mark.parametrize("lost", [LOST_LAYER, *LOST_TENSORS, *TOWERS])
+def test_what_rank_files_lack_of_the_tower_is_found(lost: str, models: Path) -> None:
+    for folder in rank_dirs(models / "llava").values():
+        path = folder / "model_optim_rng.pt"
+        content = load_rank_file(path)
+        names = [name for name in content["model"] if fnmatch(name, lost)]
+        assert names
+        for name in names:
+            del content["model"][name]
+        torch.save(content, path)
+    (finding,) = errors_in(models / "llava")
+    assert finding.code == ("CK304" if lost == LOST_LAYER else "CK311")
+    assert lost.removesuffix(".*") == finding.key
+    if lost not in ("vision_projection.encoder.linear_fc2.weight", *TOWERS):
+        with pytest.raises(MissingShardError):
+            reshard(models / "llava", models / "one", tp=1)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        *TOWERS,
+        f"{LAYERS}mlp.linear_fc1.bias",
+        f"{LAYERS}pre_mlp_layernorm.weight",
+        f"{LAYERS}self_attention.linear_proj.weight",
+    ],
+)
+def test_what_torch_dist_lacks_of_the_tower_is_found(lost: str, models: Path) -> None:
+    lose_tensors(models / "llava_dist/iter_0000005", lost)
+    (finding,) = errors_in(models / "llava_dist")
+    assert (finding.code, finding.key) == ("CK311", lost.removesuffix(".*"))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
