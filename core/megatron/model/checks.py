@@ -86,14 +86,9 @@ def check_complete(
         in_towers, {}, is_quantized=False, is_uniform=lambda prefix: prefix.endswith(GPT_LAYERS)
     ):
         error = MissingShardError if deviation.is_lack else CorruptError
-        rule = "layout.layers" if deviation.is_layer else "layout.tensor"
-        report(
-            error(
-                deviation.message,
-                key=deviation.key,
-                rule=rule if deviation.is_lack else "layout.shapes",
-            )
-        )
+        broken = "layout.layers" if deviation.is_layer else "layout.tensor"
+        broken = broken if deviation.is_lack else "layout.shapes"
+        report(error(deviation.message, key=deviation.key, rule=broken))
 
 
 def _check_stack(

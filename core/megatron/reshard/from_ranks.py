@@ -59,7 +59,6 @@ from core.megatron.extras.nested_dicts import flattened, without_outer_names
 from core.megatron.extras.rank_numbers import check_rank_numbers
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.checks import (
-    TOWERS,
     check_complete,
     check_shapes,
     gate_notes,
@@ -452,14 +451,6 @@ def _join_shapes(
     check_shapes(stored, rule_of, sized_facts, n_joined=facts.topology.size_of)
     for name, shape in stored.items():
         check_parts(rule_of[name], shape, sized_facts, key=name)
-        second = stored.get(name.replace("linear_fc1", "linear_fc2"), ())
-        is_first = name.startswith(TOWERS) and name.endswith("linear_fc1.weight")
-        if is_first and second and shape[0] == 2 * second[-1]:
-            raise UnsupportedError(
-                "the MLP of this tower has a gate: rank files of such towers are not supported",
-                key=name,
-                hint="save the model as torch_dist (--ckpt-format torch_dist)",
-            )
 
     # Drop the padding, also that of the states.
     order = sorted(model.order, key=model.order.__getitem__)

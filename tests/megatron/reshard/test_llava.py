@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import core
@@ -54,10 +55,29 @@ def errors_in(path: Path) -> list[Finding]:
     return [finding for finding in findings if finding.severity > Severity.NOTE]
 
 
-def reshard(source: Path, target: Path, *, tp: int, pp: int = 1) -> Path:
+def reshard(source: Path, target: Path, *, tp: int, pp: int = 1, to: str | None = None) -> Path:
     topology = TopologyChange(tp=tp, pp=pp)
-    run(Job(src=source, dst=target, topology=topology, keeps_layout=True, fsync=False))
+    run(Job(src=source, dst=target, to=to, topology=topology, keeps_layout=True, fsync=False))
     return target
+
+
+def assert_same_torch_dist(ours: Path, theirs: Path) -> None:
+    """The same tensors, chunks and objects."""
+    values, expected = stored_tensors(ours), stored_tensors(theirs)
+    assert values.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_same_bits(values[key], value, key)
+    metas, expected_metas = (
+        dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for folder in (ours, theirs)
+    )
+    assert metas.keys() == expected_metas.keys()
+    for key in expected:
+        boxes, expected_boxes = (
+            sorted((*chunk.offsets, *chunk.sizes) for chunk in item[key].chunks)
+            for item in (metas, expected_metas)
+        )
+        assert boxes == expected_boxes, key
 
 
 @pytest.mark.parametrize("level", Level)
@@ -96,8 +116,13 @@ def test_what_rank_files_lack_of_the_tower_is_found(lost: str, models: Path) -> 
 )
 def test_what_torch_dist_lacks_of_the_tower_is_found(lost: str, models: Path) -> None:
     lose_tensors(models / "llava_dist/iter_0000005", lost)
-    (finding,) = errors_in(models / "llava_dist")
-    assert (finding.code, finding.key) == ("CK311", lost.removesuffix(".*"))
+    findings = errors_in(models / "llava_dist")
+    assert {finding.code for finding in findings} == {"CK311"}
+    # A stack of layers is missing from each of them.
+    keys = {lost.removesuffix(".*")}
+    if lost.startswith(LAYERS):
+        keys = {lost.replace(LAYERS, f"{LAYERS}{layer}.") for layer in range(2)}
+    assert {finding.key for finding in findings} == keys
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
@@ -141,18 +166,37 @@ def test_torch_dist_is_written_at_other_sizes(models: Path) -> None:
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize(
-    ("name", "to", "own"),
-    [("llava", "torch_dist", "megatron"), ("llava_dist", "megatron", "torch_dist")],
-)
-def test_the_hint_for_a_format_with_other_names_leads_on(
-    name: str, to: str, own: str, models: Path
+def test_rank_files_become_the_torch_dist_that_megatron_saves(models: Path) -> None:
+    reshard(models / "llava", models / "one", tp=2, to="torch_dist")
+    ours, theirs = models / "one/iter_0000005", models / "llava_dist/iter_0000005"
+    assert_same_torch_dist(ours, theirs)
+
+
+def test_torch_dist_becomes_the_rank_files_that_megatron_saves(models: Path) -> None:
+    back = reshard(models / "llava_dist", models / "back", tp=2, to="megatron")
+    assert_same_weights(back, models / "llava")
+    for name, folder in rank_dirs(back).items():
+        ours, theirs = (
+            load_rank_file(path / "model_optim_rng.pt")["model"]
+            for path in (folder, rank_dirs(models / "llava")[name])
+        )
+        assert list(ours) == list(theirs)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
+def test_torch_dist_through_rank_files_of_other_sizes_is_the_same(
+    tp: int, pp: int, models: Path
 ) -> None:
-    with pytest.raises(UnsupportedError, match="Megatron-LM's LLaVA") as caught:
-        core.convert(models / name, models / "out", to=to)
-    hint = caught.value.hint or ""
-    assert f"--to {own}" in hint
-    assert all(f"--exclude '{tower}'" in hint for tower in TOWERS)
+    other = reshard(models / "llava_dist", models / "other", tp=tp, pp=pp, to="megatron")
+    assert not errors_of(other)
+    reshard(other, models / "back", tp=2, to="torch_dist")
+    assert_same_torch_dist(models / "back/iter_0000005", models / "llava_dist/iter_0000005")
+
+
+@pytest.mark.parametrize(("name", "to"), [("llava", "torch_dist"), ("llava_dist", "megatron")])
+def test_the_language_model_alone_is_converted_under_its_own_names(
+    name: str, to: str, models: Path
+) -> None:
     run(Job(src=models / name, dst=models / "text", to=to, exclude=TOWERS, fsync=False))
     assert not errors_of(models / "text")
     core.convert(models / "text", models / "text.safetensors")
@@ -167,16 +211,25 @@ def test_transformers_has_no_such_model(models: Path) -> None:
     assert all(f"--exclude '{tower}'" in (caught.value.hint or "") for tower in TOWERS)
 
 
-def test_a_projection_with_a_gate_is_refused_by_name(models: Path) -> None:
-    for folder in rank_dirs(models / "llava").values():
+@pytest.mark.parametrize("to", ["megatron", "torch_dist"])
+def test_gate_and_up_rows_of_a_projection_are_cut_apart(to: str, models: Path) -> None:
+    name = "vision_projection.encoder.linear_fc1.weight"
+    gates, ups = [], []
+    for rank, folder in enumerate(rank_dirs(models / "llava").values()):
         path = folder / "model_optim_rng.pt"
         content = load_rank_file(path)
-        for kind in ("weight", "bias"):
-            name = f"vision_projection.encoder.linear_fc1.{kind}"
-            content["model"][name] = content["model"][name].repeat_interleave(2, 0)
+        model = content["model"]
+        gates.append(model[name])
+        ups.append(model[name] + 1 + rank)
+        model[name] = torch.cat([gates[-1], ups[-1]])
+        bias = name.replace("weight", "bias")
+        model[bias] = torch.cat([model[bias], model[bias]])
         torch.save(content, path)
-    with pytest.raises(UnsupportedError, match="has a gate"):
-        reshard(models / "llava", models / "one", tp=1)
+    one = reshard(models / "llava", models / "one", tp=1, to=to)
+    core.convert(one, models / "one.safetensors")
+    assert torch.equal(load_file(models / "one.safetensors")[name], torch.cat([*gates, *ups]))
+    back = reshard(one, models / "back", tp=2, to="megatron")
+    assert_same_weights(back, models / "llava")
 
 
 def test_a_projection_without_its_second_layer_is_no_internal_error(models: Path) -> None:
