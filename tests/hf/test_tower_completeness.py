@@ -23,7 +23,7 @@ from core.validate.run import validate
 from tests.hf.composites import COMPOSITES
 from tests.hf.models import config_of
 from tests.support.archives import unpacked
-from tests.support.lost_tensors import lose_tensors
+from tests.support.edited import lose_tensors
 
 
 @pytest.fixture(scope="module")

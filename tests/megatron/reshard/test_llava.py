@@ -23,7 +23,7 @@ from core.errors import MissingShardError, UnsupportedError
 from core.validate.run import validate
 from tests.opening.test_config_beside import errors_of, stored_tensors
 from tests.support.archives import unpacked
-from tests.support.lost_tensors import lose_tensors
+from tests.support.edited import lose_tensors
 from tests.support.rank_files import (
     assert_same_bits,
     assert_same_weights,
