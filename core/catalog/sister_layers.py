@@ -29,7 +29,7 @@ other stacks (``nn.Sequential``) have modules without parameters.
 
 Source: names and shapes of every model of transformers 5.23.0 that can be built from its default
 configuration (1,245 classes), with all its layers and with two, three, four and six; none of them
-is reported.
+is reported. Of its automatic classes (1,408), with three layers, none has numbers without a layer.
 """
 
 from __future__ import annotations

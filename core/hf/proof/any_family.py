@@ -68,7 +68,8 @@ def find_problems(
             is_lack=True,
         )
     for deviation in find_deviations(tensors, config, is_quantized=is_quantized):
-        if not any(name.startswith(deviation.key) for name in missing):
+        # What the table has named is not repeated, nor is its layer.
+        if not any(f"{name}.".startswith(f"{deviation.key}.") for name in missing):
             yield Problem(
                 kind="layers" if deviation.is_layer else "sisters",
                 message=deviation.message,

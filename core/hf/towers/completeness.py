@@ -81,7 +81,7 @@ def _sizes_in(model: CompositeModel, names: Collection[str]) -> dict[str, dict[s
     sizes: dict[str, dict[str, int]] = {}
     for tower in model.towers:
         for layers in tower.layers:
-            number = re.compile(re.escape(tower.megatron + layers.megatron) + r"(\d{1,6})\.")
+            number = re.compile(re.escape(tower.megatron + layers.megatron) + r"(\d{1,3})\.")
             numbers = (int(match[1]) for match in map(number.match, names) if match is not None)
             section, name, _ = layers.depth
             sizes.setdefault(section, {})[name] = max(numbers, default=0) + 1

@@ -206,8 +206,8 @@ def split_layers(
     if pipeline.is_v_shaped and (pipeline.first is not None or pipeline.last is not None):
         # The numbers are those of the first and the last chunk, both in the first stage.
         chunks = _chunks(vpp, pp, is_v_shaped=True)
-        counts = dict(zip(chunks, _uneven_stages(n_layers, pp * vpp, pipeline), strict=True))
-        split = LayerSplit(tuple(tuple(counts[v, p] for p in range(pp)) for v in range(vpp)))
+        n_in = dict(zip(chunks, _uneven_stages(n_layers, pp * vpp, pipeline), strict=True))
+        split = LayerSplit(tuple(tuple(n_in[v, p] for p in range(pp)) for v in range(vpp)))
     elif pipeline.layout is not None:
         split = _split_by_layout(n_layers, pp, vpp, pipeline.layout, n_mtp=n_mtp)
     elif pipeline.first is not None or pipeline.last is not None:

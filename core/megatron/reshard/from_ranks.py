@@ -56,7 +56,7 @@ from core.megatron.extras.common_state import (
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
-from core.megatron.extras.rank_numbers import check_rank_numbers
+from core.megatron.extras.rank_numbers import check_rank_numbers, have_numbers
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.checks import (
     check_complete,
@@ -72,6 +72,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows
 from core.megatron.reshard.equal_shards import raise_if_equal_shards
+from core.megatron.reshard.padding_place import find_misplaced_padding
 from core.megatron.reshard.rank_model import (
     RankModel,
     RankPart,
@@ -121,6 +122,11 @@ def unshard_ranks(
     is_down_proj_cut = settle_rules(model, facts)
     if store is not None:
         raise_if_equal_shards(model.tensors, facts.topology, store)
+        misplaced = None
+        if not have_numbers(ranks.values()):
+            misplaced = find_misplaced_padding(model.tensors, facts, store)
+        if misplaced is not None:
+            raise misplaced
 
     # Find the optimizer's states by their parameters.
     optimizer = _read_optimizer(catalog, model, facts, rules, optim=optim, store=store)

@@ -283,8 +283,66 @@ def test_what_nothing_proves_is_a_note(golden: Path, tmp_path: Path) -> None:
     root = copied(golden, "dense_gqa/tp2_pp1", tmp_path / "a")
     assert findings_of(root) == []
     forget_ranks(root)
+    fill_padding(root, draw)  # as Megatron initializes it
     exchange(root, "mp_rank_00", "mp_rank_01")
     assert [finding.code for finding in findings_of(root)] == ["CK509"]
     two_stages = copied(golden, "dense_gqa/tp1_pp2", tmp_path / "b")
     forget_ranks(two_stages)
     assert findings_of(two_stages) == []  # the embedding and the output layer tell them apart
+
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def fill_padding(root: Path, fill: Callable[[torch.Tensor, int], object]) -> None:
+    """Change the rows of a vocabulary of 300 that pad the last of two ranks."""
+
+    def change(file: dict[str, Any]) -> None:
+        for name in VOCABULARY:
+            fill(file["model"][name], 300 - len(file["model"][name]))
+
+    edit_rank(rank_dirs(root)["mp_rank_01"], change)
+
+
+def repeat(rows: torch.Tensor, n_true: int) -> None:
+    rows[n_true:] = rows[n_true - 1]
+
+
+def draw(rows: torch.Tensor, n_true: int) -> None:
+    rows[n_true:] = torch.randn(rows[n_true:].shape)
+
+
+@pytest.mark.parametrize("fill", [repeat, None])
+def test_padding_that_another_rank_than_the_last_has_proves_an_exchange(
+    golden: Path, tmp_path: Path, fill: Callable[[torch.Tensor, int], object] | None
+) -> None:
+    # The padding is zeros, or the last row again, as Megatron's converters write it.
+    root = copied(golden, "dense_gqa/tp2_pp1", tmp_path / "a")
+    forget_ranks(root)
+    if fill is not None:
+        fill_padding(root, fill)
+    assert "CK507" not in {finding.code for finding in findings_of(root)}
+    exchange(root, "mp_rank_00", "mp_rank_01")
+    (finding,) = [finding for finding in findings_of(root) if finding.code == "CK507"]
+    assert (finding.rank or "").endswith("mp_rank_00")
+    with pytest.raises(CorruptError, match="padding of the vocabulary"):
+        convert(root, tmp_path / "out", to="safetensors")
+
+
+@pytest.mark.parametrize("n_equal", [20, 84, 90])
+def test_rows_that_are_equal_on_the_first_rank_are_no_padding_beside_it(
+    golden: Path, tmp_path: Path, n_equal: int
+) -> None:
+    root = copied(golden, "dense_gqa/tp2_pp1", tmp_path / "a")
+    forget_ranks(root)
+
+    def change(file: dict[str, Any]) -> None:
+        for name in VOCABULARY:
+            file["model"][name][-n_equal:] = 0
+
+    edit_rank(rank_dirs(root)["mp_rank_00"], change)
+    assert "CK507" not in {finding.code for finding in findings_of(root)}
+    # Without padding to compare with, rows in another number prove nothing.
+    if n_equal != 84:
+        fill_padding(root, draw)
+        assert "CK507" not in {finding.code for finding in findings_of(root)}
