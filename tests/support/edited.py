@@ -7,6 +7,7 @@ import pickle
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,18 @@ def edit_pickle(folder: Path, change: Callable[[Any], None]) -> None:
     found = pickle.loads(path.read_bytes())
     change(found)
     path.write_bytes(pickle.dumps(found))
+
+
+def lose_tensors(folder: Path, pattern: str) -> None:
+    """Removes the tensors whose names match a glob from ``.metadata``; at least one must."""
+
+    def change(rows: Rows) -> None:
+        names = [name for name in rows if fnmatch(name, pattern)]
+        assert names
+        for name in names:
+            del rows[name]
+
+    edit_rows(folder, change)
 
 
 def edit_rank(

@@ -10,13 +10,22 @@ Source: ``core.megatron.reshard.problems``, and the sources cited there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice
 
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.errors import CheckpointingException, UnknownTensorError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnknownTensorError,
+    UnsupportedError,
+)
+from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.model.args import fields_of, size_in
+from core.megatron.model.checks import ADAPTER
 from core.megatron.model.vocabulary import explains
 from core.megatron.reshard.equal_shards import (
     find_equal_shards,
@@ -95,6 +104,8 @@ _BY_RULE = {
     "layout.shapes": SHAPE,
     "layout.args": ARGS,
 }
+_MOST_MISSING = 1000
+"""Maximum number of a tower's tensors to report: a damaged configuration may describe any."""
 _FOLLOWS = frozenset({NOT_SAVED, LAYERS, TIED, TENSOR, EXPERTS})
 """Codes that a missing rank or an unreadable entry would also cause."""
 _CAUSES = frozenset({"ranks.folders", "ranks.files", "dcp.entries", "dcp.no_item", "dcp.items"})
@@ -114,10 +125,13 @@ def check_model_layout(subject: Subject) -> Iterator[Finding]:
         subject.format.is_mcore or subject.format.partition == "ranks"
     )
     reported: set[tuple[object, ...]] = set()
-    for err in subject.model.problems:
+    missing: set[str | None] = set()
+    for err in chain(subject.model.problems, _find_missing_in_towers(subject)):
         code = _BY_RULE.get(err.rule or "", ENTRY)
-        if is_incomplete and code in _FOLLOWS:
+        if (is_incomplete and code in _FOLLOWS) or (code is TENSOR and err.key in missing):
             continue
+        if code is TENSOR:
+            missing.add(err.key)
         # Many ranks report the same problem. In messages about names ("NAME is in RANK …") only the
         # rank that has the tensor differs.
         text = err.message.partition(" is in ")[0] if code is NAMES else err.message
@@ -128,6 +142,29 @@ def check_model_layout(subject: Subject) -> Iterator[Finding]:
         # Formats other than Megatron's own may hold part of a model on purpose.
         is_note = code in _FOLLOWS and not has_full_model
         yield _layout_finding(code, err, severity=Severity.NOTE if is_note else None)
+
+
+def _find_missing_in_towers(subject: Subject) -> Iterator[CheckpointingException]:
+    """Yield an error for each tensor that the towers of Megatron-Bridge's models lack."""
+    model = subject.model.understood
+    names = {
+        name
+        for name in (() if model is None else model.shapes)
+        if name.startswith(subject.rules.towers) and not name.endswith(EXTRA_STATE)
+    }
+    if not names or any(ADAPTER in name for name in names):
+        return
+    from core.hf.config_json.origin import origin_of
+    from core.hf.towers.completeness import find_missing_megatron_tensors
+
+    try:
+        origin = origin_of(fields_of(subject.model.args))
+        config = None if origin is None else origin.config
+        for name in islice(find_missing_megatron_tensors(names, config), _MOST_MISSING):
+            problem = "the tensor is not in the checkpoint"
+            yield MissingShardError(problem, key=name, rule="layout.tensor")
+    except CorruptError as err:
+        yield err.breaking("layout.args")
 
 
 def _layout_finding(

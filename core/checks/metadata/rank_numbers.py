@@ -1,6 +1,7 @@
 """CK507, CK509: check that every rank file is in the directory of the rank that wrote it.
 
-``core.megatron.extras.rank_numbers`` says how the number of a file's rank proves it.
+``core.megatron.extras.rank_numbers`` says how the number of a file's rank proves it, and
+``core.megatron.reshard.padding_place`` how the padding of the vocabulary does without one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from core.megatron.extras.rank_numbers import (
     have_numbers,
 )
 from core.megatron.model.topology import Topology
+from core.megatron.reshard.padding_place import find_misplaced_padding
 
 SWAPPED = Code(
     "CK507",
@@ -65,6 +67,11 @@ def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
                 f"{' and '.join(axes)} would not be noticed",
                 key="args.rank",
             )
+        model = subject.model.understood
+        if model is not None and not subject.model.is_sample:
+            err = find_misplaced_padding(model.held, model.facts, subject.store)
+            if err is not None:
+                yield SWAPPED.finding(err.message, rank=err.rank, key=err.key)
     for misplaced in find_misplaced(facts.ranks.values()):
         is_copy = misplaced.expected is None
         yield SWAPPED.finding(

@@ -1,26 +1,31 @@
 """Compare the tensors of a model of an unknown family with its configuration.
 
 * sizes that most configurations contain (``core.hf.proof.common_sizes``);
-* layers and experts against each other (``core.hf.proof.sister_layers``);
+* the towers of a composite model, whose names are known (``core.hf.towers.completeness``);
+* layers and experts against each other (``core.catalog.sister_layers``);
 * an output layer, if the configuration declares it untied from the embedding;
 * quantized weights against ``quantization_config``.
 
-Names are not compared: the names of an unknown family are unknown.
+Other names are not compared: those of an unknown family are unknown.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import TensorMeta
+from core.catalog.sister_layers import find_deviations
 from core.changes.quantize import is_float8
 from core.hf.proof.common_sizes import embeddings_of, find_size_problems
 from core.hf.proof.problem import Problem
 from core.hf.proof.quantization import QuantizationScheme, is_sign, scheme_of
-from core.hf.proof.sister_layers import find_deviations
+from core.hf.towers.completeness import find_missing_hf_tensors
 
+_MOST_MISSING = 1000
+"""Maximum number of missing tensors to list: a damaged configuration may describe any number."""
 _WITH_OUTPUT = ("ForCausalLM", "LMHeadModel")
 _OUTPUT = re.compile(r"(^|.*\.)(lm_head|output|embed_out|head|output_layer|output_projection)\..*")
 
@@ -49,9 +54,30 @@ def find_problems(
     yield from find_size_problems(tensors, config)
     yield from _check_output_layer(tensors, config)
     yield from _check_quantization(tensors, scheme, narrow, has_own_file=has_own_file)
-    yield from find_deviations(
-        tensors, config, is_quantized=scheme is not None or has_own_file or bool(narrow)
-    )
+    is_quantized = scheme is not None or has_own_file or bool(narrow)
+    missing: list[str] = []
+    if not is_quantized:
+        missing += islice(find_missing_hf_tensors(tensors.keys(), config), _MOST_MISSING)
+    for name in missing:
+        yield Problem(
+            kind="missing",
+            message="the tensor is missing",
+            key=name,
+            expected="a tensor of the model",
+            found="no such tensor",
+            is_lack=True,
+        )
+    for deviation in find_deviations(tensors, config, is_quantized=is_quantized):
+        # What the table has named is not repeated, nor is its layer.
+        if not any(f"{name}.".startswith(f"{deviation.key}.") for name in missing):
+            yield Problem(
+                kind="layers" if deviation.is_layer else "sisters",
+                message=deviation.message,
+                key=deviation.key,
+                expected=deviation.expected,
+                found=deviation.found,
+                is_lack=deviation.is_lack,
+            )
 
 
 def _check_output_layer(

@@ -4,7 +4,7 @@ Used for families whose tensor names are unknown. Only these contradictions are 
 
 * a single token embedding with fewer rows than the vocabulary (more are usual: audio, images,
   padding), or with a width that is nowhere in the configuration;
-* a single stack of layers whose number of layers is nowhere in it, or with gaps in the numbering;
+* a single stack of layers whose number of layers is nowhere in it;
 * a number of experts that is the same in every layer, but nowhere in the configuration;
 * matrices with usual names (``q_proj``, ``up_proj``) with a number of rows that does not follow
   from any of its numbers of heads and sizes.
@@ -124,8 +124,7 @@ def _check_layers(
     if count is None or len(numbers_of) != 1:
         return
     ((stack, numbers),) = numbers_of.items()
-    # The number must be in the configuration, alone or plus that of draft layers, which may follow;
-    # and no layer may be missing below the last.
+    # The number must be in the configuration, alone or plus that of draft layers, which may follow.
     last = max(numbers)
     declared = {number for name, number in _all_numbers(config) if _COUNTS_LAYERS.fullmatch(name)}
     if last + 1 not in declared | {count + number for number in declared}:
@@ -136,16 +135,6 @@ def _check_layers(
             expected=f"{count} layers",
             found=f"{last + 1}",
             is_lack=last + 1 < count,
-        )
-    elif len(numbers) < last + 1:
-        missing = next(number for number in range(last) if number not in numbers)
-        yield Problem(
-            kind="layers",
-            message=f"only {len(numbers)} of {last + 1} layers have tensors",
-            key=f"{stack}.{missing}",
-            expected=f"{last + 1} layers",
-            found=f"{len(numbers)}",
-            is_lack=True,
         )
 
 

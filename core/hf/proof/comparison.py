@@ -80,9 +80,9 @@ def find_differences(
     """
     model = describe_model(config)
     has_own_file = any(name in files for name in OWN_FILES)
-    if model is None:
-        return tuple(find_problems(tensors, config, has_own_file=has_own_file))
     try:
+        if model is None:
+            return tuple(find_problems(tensors, config, has_own_file=has_own_file))
         return tuple(_find_all(_prepare_case(tensors, config, model), has_own_file=has_own_file))
     except CorruptError as err:  # a missing or invalid size
         return (Problem(kind="config", message=err.message),)

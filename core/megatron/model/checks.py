@@ -9,6 +9,8 @@ from dataclasses import replace
 from math import prod
 
 from core.arrays.box import Shape
+from core.catalog.catalog import TensorMeta
+from core.catalog.sister_layers import find_deviations
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -19,7 +21,7 @@ from core.errors import (
 )
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import SYMBOLS
-from core.megatron.rules.rules import Layer, Rule, Rules, replication
+from core.megatron.rules.rules import GPT, Layer, Rule, Rules, replication
 
 _FC1 = ("linear_fc1.weight", "dense_h_to_4h.weight")
 _QKV = tuple(
@@ -28,29 +30,32 @@ _QKV = tuple(
 _SHOWN = 6
 TOWERS = ("vision_model.", "vision_projection.")
 """Beginnings of names of Megatron's layers beside a text model, whose sizes are other ones."""
+GPT_LAYERS = GPT.stacks[0].rstrip(".")
+"""End of the prefix of Megatron's layers in a tower."""
 ADAPTER = ".adapter."
 """Part of the names of adapter parameters."""
 
 
 def check_complete(
-    names: Iterable[str], facts: ModelFacts, rules: Rules, *, report: Report = raising
+    tensors: Mapping[str, TensorMeta], facts: ModelFacts, rules: Rules, *, report: Report = raising
 ) -> None:
     """Raise unless a model is complete.
 
     It must have its embeddings, its output layer unless tied, all layers, all experts of these, and
-    the same parameters in all layers of one kind. A checkpoint of adapters alone is not checked.
+    the same parameters in all layers of one kind. Layers of towers are compared with one another. A
+    checkpoint of adapters alone is not checked.
 
     Args:
-        names: global names of all tensors.
-        report: receives the problems (rules ``layout.tensor``, ``.layers``, ``.experts``); by
-            default, raises them.
+        tensors: all tensors by global name; those of a rank's share may stand for them.
+        report: receives the problems (rules ``layout.tensor``, ``.layers``, ``.experts``,
+            ``.shapes``); by default, raises them.
 
     Raises:
         MissingShardError: a tensor, layer or expert is missing; the error names it.
-        CorruptError: the checkpoint has more layers or experts than the arguments specify, or a
-            layer of another kind than the pattern says.
+        CorruptError: the checkpoint has more layers or experts than the arguments specify, a layer
+            of another kind than the pattern says, or a tower's layer of another shape.
     """
-    present = set(names)
+    present = set(tensors)
     if all(ADAPTER in name for name in present):
         return  # a checkpoint of adapters does not contain the model that they adapt
     for name in (facts.kind.embedding, *(() if facts.is_tied else (facts.kind.output,))):
@@ -70,6 +75,20 @@ def check_complete(
             subs[layer.stack].setdefault(layer.number, set()).add(layer.sub)
     for stack, subs_of in subs.items():
         _check_stack(stack, subs_of, facts, rules, report)
+
+    # No argument gives the number of a tower's layers. Those that are Megatron's are all alike.
+    in_towers = {
+        name: meta
+        for name, meta in tensors.items()
+        if name.startswith(rules.towers) and rules.rule_of(name).kind != "opaque"
+    }
+    for deviation in find_deviations(
+        in_towers, {}, is_quantized=False, is_uniform=lambda prefix: prefix.endswith(GPT_LAYERS)
+    ):
+        error = MissingShardError if deviation.is_lack else CorruptError
+        broken = "layout.layers" if deviation.is_layer else "layout.tensor"
+        broken = broken if deviation.is_lack else "layout.shapes"
+        report(error(deviation.message, key=deviation.key, rule=broken))
 
 
 def _check_stack(

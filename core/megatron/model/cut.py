@@ -28,7 +28,7 @@ from core.megatron.model.parts import check_units, parts_of, with_sizes
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.model.vocabulary import padded_rows
 from core.megatron.rules.experts import packed
-from core.megatron.rules.rules import Rule, Rules
+from core.megatron.rules.rules import LLAVA_PROJECTION, Rule, Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +201,6 @@ def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
     return [Box((rows, *(0 for _ in cut.shape[1:])), (cut.shape[0] - rows, *cut.shape[1:]))]
 
 
-_LLAVA = "vision_projection."
-"""Beginning of names that only Megatron-LM's LLaVA has."""
-
-
 def check_towers(catalog: Catalog, format: str) -> None:
     """Raise if a model with towers is to be written in a format that its trainer does not load.
 
@@ -217,23 +213,25 @@ def check_towers(catalog: Catalog, format: str) -> None:
     model = catalog.facet(MegatronModel)
     if model is None or model.wrapper is None:
         return
-    # Megatron-LM's LLaVA keeps its format: torch_dist stacks the layers of its tower.
-    if any(key.startswith(_LLAVA) for key in catalog.tensors):
-        own = "torch_dist" if model.top_level is None else "megatron"
-        if format != own:
-            raise UnsupportedError(
-                "the model is Megatron-LM's LLaVA, whose tower of Megatron's layers has other "
-                f"names in {format} than in {own}",
-                hint=f"write --to {own}, at any parallel sizes; or drop the tower and its "
-                "projection: --exclude 'vision_model.*' --exclude 'vision_projection.*'",
-            )
-        return
-    if format != "torch_dist":
+    # Megatron-LM builds LLaVA itself.
+    is_llava = any(key.startswith(LLAVA_PROJECTION) for key in catalog.tensors)
+    if format != "torch_dist" and not is_llava:
         raise UnsupportedError(
             "the model has towers beside its text model: only Megatron-Bridge builds it, which "
             f"does not load {format} checkpoints",
             hint="write --to torch_dist; or convert a Hugging Face model's text model alone with "
             "--text-model",
+        )
+    # Optimizers of rank files count parameters; with norms, RADIO's order is not that of CLIP.
+    has_norms, is_radio = (
+        any(key.startswith(f"vision_model.{start}") for key in catalog.tensors)
+        for start in ("ln_", "embedder.")
+    )
+    is_numbered = format == "megatron" and catalog.optimizer is not None
+    if is_radio and has_norms and is_numbered and model.top_level is None:
+        raise UnsupportedError(
+            "in rank files, the optimizer of a RADIO tower with norms is not supported",
+            hint="drop it with --no-optim, or write --to torch_dist",
         )
 
 

@@ -66,6 +66,8 @@ class ModelFacts:
         kind: kind of model: GPT, BERT, T5 …
         noop_layers: numbers of layers that MindSpeed skips; they have no parameters.
         stacks: prefix of the layers' names → number of layers, for every stack of the model.
+        n_tower_layers: number of layers that torch_dist stacks in the tower of Megatron-LM's LLaVA;
+            0 if there is none, or its layers are not stacked.
     """
 
     topology: Topology
@@ -98,6 +100,7 @@ class ModelFacts:
     sizes: Mapping[str, int] = field(default_factory=dict)
     kind: ModelKind = GPT
     stacks: Mapping[str, int] = field(default_factory=dict)
+    n_tower_layers: int = 0
 
     @property
     def fuses_names(self) -> bool:

@@ -60,7 +60,8 @@ class Pipeline:
     """The settings that distribute a run's layers; by default, evenly.
 
     Args:
-        first, last: number of layers in the first and last stage, if set (uneven pipelines).
+        first, last: number of layers in the first and last stage, if set (uneven pipelines); in a
+            V-shaped pipeline, in the first and last chunk.
         counts_embedding, counts_loss: the embedding (the loss) counts as one layer of the first
             (last) chunk.
         layout: letters of every chunk, in the order of the chunks' numbers, or None.
@@ -195,7 +196,19 @@ def split_layers(
         UsageError: the settings do not fit the layers or the stages.
     """
     pipeline = pipeline or Pipeline()
-    if pipeline.layout is not None:
+    if pipeline.is_v_shaped and (pipeline.layout is not None or pipeline.has_embedding_stage):
+        setting = replace(pipeline, is_v_shaped=False)
+        raise UnsupportedError(
+            f"how a V-shaped pipeline distributes its layers with '{setting}' is not known",
+            hint="save the model as torch_dist (--ckpt-format torch_dist), whose layers have the "
+            "numbers that they have in the model",
+        )
+    if pipeline.is_v_shaped and (pipeline.first is not None or pipeline.last is not None):
+        # The numbers are those of the first and the last chunk, both in the first stage.
+        chunks = _chunks(vpp, pp, is_v_shaped=True)
+        n_in = dict(zip(chunks, _uneven_stages(n_layers, pp * vpp, pipeline), strict=True))
+        split = LayerSplit(tuple(tuple(n_in[v, p] for p in range(pp)) for v in range(vpp)))
+    elif pipeline.layout is not None:
         split = _split_by_layout(n_layers, pp, vpp, pipeline.layout, n_mtp=n_mtp)
     elif pipeline.first is not None or pipeline.last is not None:
         split = _split_by_stage(_uneven_stages(n_layers, pp, pipeline), vpp)

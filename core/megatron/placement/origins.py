@@ -19,7 +19,13 @@ from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.model.facts import ModelFacts
-from core.megatron.rules.rules import Layer, Rules
+from core.megatron.rules.rules import (
+    LLAVA_LAYERS,
+    LLAVA_PROJECTION,
+    Layer,
+    Rules,
+    tower_layer_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,10 @@ def origins_of(
             members = names_in(stored, facts, rules)
             expected = tuple(number + 1 for number in members[-1][0])
             if shape[: len(expected)] != expected:
-                model = f"{facts.n_layers} layers and {facts.n_experts or 0} experts"
-                problem = f"a stack of shape {shape} in a model of {model}"
+                model = f"model of {facts.n_layers} layers and {facts.n_experts or 0} experts"
+                if stored.startswith(LLAVA_LAYERS):
+                    model = f"tower of {facts.n_tower_layers} layers"
+                problem = f"a stack of shape {shape} in a {model}"
                 report(CorruptError(problem, key=key, rule="layout.stacks"))
 
                 # If reporting goes on, only the members that the stack has are real.
@@ -91,6 +99,23 @@ def origins_of(
         except CheckpointingException as err:
             report(err.breaking("layout.entries"))
     return origins
+
+
+def with_stacked_tower(facts: ModelFacts, catalog: Catalog, names: Mapping[str, str]) -> ModelFacts:
+    """Return the facts with the number of layers that are stacked in the tower of LLaVA.
+
+    Args:
+        names: key in the source → Megatron's name.
+    """
+    if not any(name.startswith(LLAVA_PROJECTION) for name in names.values()):
+        return facts
+    extents = (
+        catalog.tensors[key].shape[:1]
+        for key, name in names.items()
+        if name.startswith(LLAVA_LAYERS) and tower_layer_of(name) is None
+    )
+    (n_layers,) = next(extents, ()) or (0,)
+    return replace(facts, n_tower_layers=n_layers)
 
 
 def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int, ...], str]]:
@@ -116,6 +141,12 @@ def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int
             )
     elif single is not None:
         names = [((), str(replace(single, sub=_sub(single.sub, facts, rules))))]
+    elif facts.n_tower_layers and name.startswith(LLAVA_LAYERS) and tower_layer_of(name) is None:
+        sub = name.removeprefix(LLAVA_LAYERS)
+        names = [
+            ((layer,), str(Layer(LLAVA_LAYERS, layer, sub)))
+            for layer in range(facts.n_tower_layers)
+        ]
 
     # Name the experts: each layer's tensor may hold none, one, or a stack of all.
     members: list[tuple[tuple[int, ...], str]] = []

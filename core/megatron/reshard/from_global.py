@@ -47,8 +47,15 @@ from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.optimizer.sharded.read import read_states, with_states
 from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
-from core.megatron.placement.origins import Origin, OriginFragments, meta_of, names_in, origins_of
-from core.megatron.rules.rules import Layer, Rules
+from core.megatron.placement.origins import (
+    Origin,
+    OriginFragments,
+    meta_of,
+    names_in,
+    origins_of,
+    with_stacked_tower,
+)
+from core.megatron.rules.rules import GPT, Layer, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.pickle.nesting import LeafEntry, map_leaves
 
@@ -122,7 +129,9 @@ def unshard_global(
         metas[name] = TensorMeta(name, meta.dtype, meta.shape)
         origins[name] = Origin((key,))
 
-    order = sorted([*metas, *objects.state_keys()], key=by_place(rules))
+    # Rank files have a state of the output layer, which torch_dist has not.
+    head_state = f"{GPT.output.removesuffix('weight')}{_EXTRA}"
+    order = sorted({*metas, *objects.state_keys(), head_state}, key=by_place(rules))
     wrapper = rules.wrapper_in(prefix)
     megatron = MegatronModel(
         vocab_size=stored.n_rows,
@@ -239,6 +248,7 @@ def _find_tensors(
         UnknownTensorError: no rule matches a name.
         UsageError: ``vocab_size`` does not fit the stored rows.
     """
+    facts = with_stacked_tower(facts, catalog, names)
     origins = origins_of(catalog, names, facts, rules)
     metas = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
     check_complete(metas, facts, rules)

@@ -56,10 +56,9 @@ from core.megatron.extras.common_state import (
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
-from core.megatron.extras.rank_numbers import check_rank_numbers
+from core.megatron.extras.rank_numbers import check_rank_numbers, have_numbers
 from core.megatron.model.args import facts_of, fields_of, is_multi_query, replaced
 from core.megatron.model.checks import (
-    TOWERS,
     check_complete,
     check_shapes,
     gate_notes,
@@ -73,6 +72,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.placement.qkv_order import CURRENT, old_rows, rows_by_part
 from core.megatron.reshard.equal_shards import one_of_each_kind, raise_if_equal_shards
+from core.megatron.reshard.padding_place import find_misplaced_padding
 from core.megatron.reshard.rank_model import (
     RankModel,
     RankPart,
@@ -115,7 +115,7 @@ def unshard_ranks(
     # Put the tensors of all ranks under global names. Lost extra states go before the rules are
     # settled and the optimizer is read, which both go through the model's tensors.
     model = merge_ranks(catalog, ranks, facts, rules)
-    check_complete(model.tensors, facts, rules)
+    check_complete(model.metas(), facts, rules)
     extras = read_rank_extras(ranks, facts.topology)
     version = check_version(extras.common, has_old_names=facts.kind.is_legacy)
     lost_states = _empty_lost_states(model, store)
@@ -125,6 +125,11 @@ def unshard_ranks(
         if rank_facts is not None and rank_facts.n_unopened:
             tensors = one_of_each_kind(tensors, catalog, facts.topology)
         raise_if_equal_shards(tensors, facts.topology, store)
+        misplaced = None
+        if not have_numbers(ranks.values()):
+            misplaced = find_misplaced_padding(tensors, facts, store)
+        if misplaced is not None:
+            raise misplaced
 
     # Find the optimizer's states by their parameters.
     optimizer = _read_optimizer(catalog, model, facts, rules, optim=optim, store=store)
@@ -478,14 +483,6 @@ def _join_shapes(
     check_shapes(stored, rule_of, sized_facts, n_joined=facts.topology.size_of)
     for name, shape in stored.items():
         check_parts(rule_of[name], shape, sized_facts, key=name)
-        second = stored.get(name.replace("linear_fc1", "linear_fc2"), ())
-        is_first = name.startswith(TOWERS) and name.endswith("linear_fc1.weight")
-        if is_first and second and shape[0] == 2 * second[-1]:
-            raise UnsupportedError(
-                "the MLP of this tower has a gate: rank files of such towers are not supported",
-                key=name,
-                hint="save the model as torch_dist (--ckpt-format torch_dist)",
-            )
 
     # Drop the padding, also that of the states.
     order = sorted(model.order, key=model.order.__getitem__)

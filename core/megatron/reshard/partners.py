@@ -8,10 +8,12 @@ has one of these tensors has the other::
     mlp.experts.*                       mlp.router.weight
     a norm before attention             a norm before the MLP
 
-A stack of GPT layers whose norms are tensors ends with a final norm.
+A stack of GPT layers whose norms are tensors ends with a final norm. Towers of Megatron's layers
+have these pairs as well, numbered or stacked, and a projection to the size of the text model.
 
 Source: Megatron-LM d98e8a64 ``core/transformer/attention.py``, ``mlp.py``, ``moe/moe_layer.py``,
-``transformer_block.py``; tests/golden.
+``transformer_block.py``, ``models/multimodal/llava_model.py``; Megatron-Bridge 067f987d
+``models/*/modeling_*.py``; tests/golden.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from core.errors import MissingShardError, Report
-from core.megatron.model.checks import ADAPTER
+from core.megatron.model.checks import ADAPTER, TOWERS
 from core.megatron.rules.rules import GPT, Layer, ModelKind, Rules
 
 _PARTNERS = (
@@ -29,6 +31,21 @@ _PARTNERS = (
     ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"),
     ("mlp.experts.weight1", "mlp.experts.weight2"),
 )
+_IN_TOWERS = (
+    (".linear_qkv.weight", ".linear_proj.weight"),
+    (".linear_fc1.weight", ".linear_fc2.weight"),
+    (".linear_fc1.bias", ".linear_fc2.bias"),
+    (".self_attention.linear_proj.bias", ".mlp.linear_fc2.bias"),
+    (".input_layernorm.weight", ".pre_mlp_layernorm.weight"),
+    (".input_layernorm.bias", ".pre_mlp_layernorm.bias"),
+    (".self_attention.linear_qkv.layer_norm_weight", ".mlp.linear_fc1.layer_norm_weight"),
+    (".self_attention.linear_qkv.layer_norm_bias", ".mlp.linear_fc1.layer_norm_bias"),
+)
+"""Ends of the names of tensors of a tower that occur only together."""
+_TOWER, _PROJECTION, _MERGER = "vision_model.", "vision_projection.", "vision_model.merger."
+"""Beginnings of the names of a tower of Megatron's layers and of its projection: that of
+Megatron-LM's LLaVA, or that of Megatron-Bridge's models."""
+_NUMBER = re.compile(r"\.\d+\.")
 _EXPERT = "mlp.experts."
 _ROUTER = "mlp.router.weight"
 _FIRST, _SECOND = "linear_fc1.weight", "linear_fc2.weight"
@@ -70,6 +87,10 @@ def check_partners(names: Iterable[str], kind: ModelKind, rules: Rules, *, repor
                 key = str(Layer(stack, number, missing))
                 report(MissingShardError(problem, key=key, rule="layout.tensor"))
 
+    for missing, partner in _missing_in_towers({n for n in present if n.startswith(TOWERS)}):
+        problem = f"it is not in the checkpoint, which has {partner}"
+        report(MissingShardError(problem, key=missing, rule="layout.tensor"))
+
     # A stack whose layers have norms ends with one.
     has_norms = any(map(_ANY_NORM.search, set().union(*subs_of_stack.values())))
     if has_norms and not any(name.startswith("decoder.final") for name in present):
@@ -93,6 +114,24 @@ def _missing_partners(subs: set[str]) -> Iterator[tuple[str, str]]:
         for partner in (sub.replace(_FIRST, _SECOND), sub.replace(_SECOND, _FIRST)):
             if partner not in subs:
                 yield partner, sub
+
+
+def _missing_in_towers(names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (missing tensor or part of a tower, its partner) for the names in towers."""
+    # What some layer has is left to ``check_complete``, too.
+    in_any_layer = {_NUMBER.sub(".", name) for name in names}
+    for name in sorted(names):
+        for pair in _IN_TOWERS:
+            for present, missing in (pair, pair[::-1]):
+                absent = name.removesuffix(present) + missing
+                if name.endswith(present) and _NUMBER.sub(".", absent) not in in_any_layer:
+                    yield absent, name
+    has_projection = any(name.startswith((_PROJECTION, _MERGER)) for name in names)
+    in_tower = min((name for name in names if name.startswith(_TOWER)), default=None)
+    if in_tower is not None and not has_projection:
+        yield _PROJECTION.rstrip("."), in_tower
+    elif in_tower is None and has_projection:
+        yield _TOWER.rstrip("."), min(name for name in names if name.startswith(_PROJECTION))
 
 
 def _missing_norms(subs: set[str]) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from core.megatron.model.parts import check_parts, with_sizes
 from core.megatron.optimizer.rank_state import RankFile
 from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
-from core.megatron.placement.origins import meta_of, origins_of
+from core.megatron.placement.origins import meta_of, origins_of, with_stacked_tower
 from core.megatron.reshard.from_global import (
     common_entries,
     is_random_state,
@@ -100,7 +100,7 @@ def _read_ranks(
 
     # Check the names first: every layer, every partner.
     model = merge_ranks(catalog, ranks, facts, rules, report=report_unless_sampled)
-    check_complete(model.tensors, facts, rules, report=report)
+    check_complete(model.metas(), facts, rules, report=report)
     check_partners(model.tensors, facts.kind, rules, report=report)
     for name, tensor in model.tensors.items():
         tensor.parts = _agreeing_parts(name, tensor, report)
@@ -212,6 +212,7 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
             report(err.breaking("layout.entries"))
 
     # Find the per-layer tensors in the stored ones.
+    facts = with_stacked_tower(facts, catalog, names)
     origins = origins_of(catalog, names, facts, rules, report=report)
     metas: dict[str, TensorMeta] = {}
     for name, origin in origins.items():

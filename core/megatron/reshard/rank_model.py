@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.arrays.fast_value import value
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Coords, StoredArray
 from core.errors import (
@@ -89,6 +89,11 @@ class RankModel:
     files: dict[Rank, RankFile] = field(default_factory=dict)
     outer: str = ""
     wrapper: Wrapper | None = None
+
+    def metas(self) -> dict[str, TensorMeta]:
+        """Return the name, element type and shape that one rank's share of each tensor has."""
+        arrays = {name: tensor.parts[0].array for name, tensor in self.tensors.items()}
+        return {name: TensorMeta(name, item.dtype, item.shape) for name, item in arrays.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ Megatron writes for a rank (TP rank r, pipeline stage p) of a homogeneous model:
 Models whose layers differ, or may differ (``moe_layer_freq``), have one key per layer:
 ``decoder.layers.3.mlp.experts.experts.linear_fc2.weight`` (E, rows, columns). The output layer of a
 GPT model has no extra state and, where embeddings are tied, no weight. The names of a text model
-with towers beside it begin with ``language_model.`` (``Rules.wrappers``). The states of an
-optimizer are stacked, cut and named like their parameters
-(``core.megatron.optimizer.sharded.write``).
+with towers beside it begin with ``language_model.`` (``Rules.wrappers``); the layers of LLaVA's
+tower are stacked like the text model's. The states of an optimizer are stacked, cut and named like
+their parameters (``core.megatron.optimizer.sharded.write``).
 
 Source: Megatron-LM d98e8a64 and megatron-core 0.16.1, pinned in tests/golden
     (``mcore*_torch_dist``).
@@ -63,7 +63,7 @@ from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.sharded.write import StackedOptimizer
 from core.megatron.placement.adapter_rows import is_halved, to_stored_order
 from core.megatron.placement.joined import separate_parts
-from core.megatron.rules.rules import GPT, Rules, Wrapper
+from core.megatron.rules.rules import GPT, LLAVA_LAYERS, Rules, Wrapper, tower_layer_of
 from core.pickle.inert import TensorLeaf, walk
 
 
@@ -159,6 +159,7 @@ def stack(
 
     # Decide whether layers share a key. Megatron does not stack all models whose layers are alike.
     can_stack = _is_homogeneous(catalog, cuts, stages, rules)
+    stacks_tower = is_stacked is not False
     if is_stacked is None:
         is_stacked = can_stack and facts.is_stacked
     elif is_stacked and not can_stack:
@@ -168,7 +169,9 @@ def stack(
         )
 
     # Collect the tensors of every key; the optimizer decides how keys of its states are named.
-    names = _StackedNames(stages, topology, facts, rules, is_stacked, wrapper)
+    in_tower = [layer.number for layer in map(tower_layer_of, catalog.tensors) if layer is not None]
+    n_tower_layers = max(in_tower, default=-1) + 1 if stacks_tower else 0
+    names = _StackedNames(stages, topology, facts, rules, is_stacked, wrapper, n_tower_layers)
     target = None
     if catalog.optimizer is not None:
         target = ReshardTarget(
@@ -250,6 +253,7 @@ class _StackedNames:
     Args:
         is_stacked: layers share a key.
         wrapper: names of the model of which the text model is a part, or None.
+        n_tower_layers: number of layers of LLaVA's tower that share a key; 0 if none do.
     """
 
     stages: Stages
@@ -258,6 +262,7 @@ class _StackedNames:
     rules: Rules
     is_stacked: bool
     wrapper: Wrapper | None = None
+    n_tower_layers: int = 0
 
     def of(self, key: str) -> tuple[str, _StackedTensor]:
         """Return (key in torch_dist, the tensor's place in it) for a global name."""
@@ -267,6 +272,11 @@ class _StackedNames:
     def _of_text(self, key: str) -> tuple[str, _StackedTensor]:
         """Return the same for a model without towers."""
         rules = self.rules
+        tower_layer = tower_layer_of(key)
+        if self.n_tower_layers and tower_layer is not None:
+            axes_of_tower = (tower_layer.number,), (self.n_tower_layers,)
+            _, stage = self.stages.chunk_at("first")
+            return LLAVA_LAYERS + tower_layer.sub, _StackedTensor(key, *axes_of_tower, stage)
         layer = rules.layer_of(key)
         if layer is None:
             _, stage = self.stages.chunk_at(rules.stage_of(key) or "last")

@@ -188,6 +188,18 @@ class Layer:
         return f"{self.stack}{self.number}.{self.sub}"
 
 
+LLAVA_LAYERS, LLAVA_PROJECTION = "vision_model.decoder.layers.", "vision_projection."
+"""Beginnings of the names of Megatron-LM's LLaVA: of the layers of its tower, which torch_dist
+stacks and rank files do not, and of its projection, which no other model has."""
+
+
+def tower_layer_of(name: str) -> Layer | None:
+    """Return the layer of LLaVA's tower to which a parameter belongs; None if it is stacked."""
+    number, dot, sub = name.removeprefix(LLAVA_LAYERS).partition(".")
+    is_numbered = name.startswith(LLAVA_LAYERS) and dot and number.isascii() and number.isdigit()
+    return Layer(LLAVA_LAYERS, int(number), sub) if is_numbered else None
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The rules of a layout.
@@ -358,6 +370,11 @@ class Rules:
         Its layer may be numbered or stacked.
         """
         return name.startswith(self.main_stacks)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Beginnings of the names of towers beside a GPT model."""
+        return tuple(tower for wrapper in self.wrappers for tower in wrapper.towers)
 
     @property
     def main_stacks(self) -> tuple[str, ...]:

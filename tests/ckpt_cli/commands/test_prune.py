@@ -38,8 +38,10 @@ def test_a_dry_run_shows_what_stays_and_why(root: Path, capsys: pytest.CaptureFi
     assert words[4][:2] == ["remove", "checkpoint-1"]
     assert out.splitlines()[5:7] == [
         "  the data of the newest valid iteration were not read (--deep)",
-        "would remove 1 iteration and free 83.5 KiB with --deep or --trust-metadata; "
-        "3 iterations stay",
+        (
+            "would remove 1 iteration and free 83.5 KiB with --deep or --trust-metadata; "
+            "3 iterations stay"
+        ),
     ]
     assert err == ""
     assert numbers(root) == [1, 2, 3, 4]

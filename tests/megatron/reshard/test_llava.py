@@ -6,18 +6,24 @@ from one model (tests/golden).
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import core
+from core.checks.finding import Finding, Severity
+from core.checks.level import Level
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
-from core.errors import UnsupportedError
+from core.errors import MissingShardError, UnsupportedError
+from core.validate.run import validate
 from tests.opening.test_config_beside import errors_of, stored_tensors
 from tests.support.archives import unpacked
+from tests.support.edited import lose_tensors
 from tests.support.rank_files import (
     assert_same_bits,
     assert_same_weights,
@@ -27,6 +33,12 @@ from tests.support.rank_files import (
 
 TOWERS = ("vision_model.*", "vision_projection.*")
 LAYERS = "vision_model.decoder.layers."
+LOST_LAYER = f"{LAYERS}0.*"
+LOST_TENSORS = (
+    f"{LAYERS}0.mlp.linear_fc2.bias",
+    f"{LAYERS}1.input_layernorm.weight",
+    "vision_projection.encoder.linear_fc2.weight",
+)
 _LOCAL = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -38,15 +50,79 @@ def models(tmp_path: Path) -> Path:
     return unpacked("megatron_frameworks", tmp_path)
 
 
-def reshard(source: Path, target: Path, *, tp: int, pp: int = 1) -> Path:
+def errors_in(path: Path) -> list[Finding]:
+    findings = validate(path, level=Level.METADATA).findings
+    return [finding for finding in findings if finding.severity > Severity.NOTE]
+
+
+def reshard(source: Path, target: Path, *, tp: int, pp: int = 1, to: str | None = None) -> Path:
     topology = TopologyChange(tp=tp, pp=pp)
-    run(Job(src=source, dst=target, topology=topology, keeps_layout=True, fsync=False))
+    run(Job(src=source, dst=target, to=to, topology=topology, keeps_layout=True, fsync=False))
     return target
 
 
+def assert_same_torch_dist(ours: Path, theirs: Path) -> None:
+    """The same tensors, chunks and objects."""
+    values, expected = stored_tensors(ours), stored_tensors(theirs)
+    assert values.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_same_bits(values[key], value, key)
+    metas, expected_metas = (
+        dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for folder in (ours, theirs)
+    )
+    assert metas.keys() == expected_metas.keys()
+    for key in expected:
+        boxes, expected_boxes = (
+            sorted((*chunk.offsets, *chunk.sizes) for chunk in item[key].chunks)
+            for item in (metas, expected_metas)
+        )
+        assert boxes == expected_boxes, key
+
+
+@pytest.mark.parametrize("level", Level)
 @pytest.mark.parametrize("name", ["llava", "llava_dist"])
-def test_a_complete_model_has_no_findings(name: str, models: Path) -> None:
-    assert not errors_of(models / name)
+def test_a_complete_model_has_no_findings(name: str, level: Level, models: Path) -> None:
+    findings = validate(models / name, level=level).findings
+    assert not [finding for finding in findings if finding.severity > Severity.NOTE]
+
+
+@pytest.mark.parametrize("lost", [LOST_LAYER, *LOST_TENSORS, *TOWERS])
+def test_what_rank_files_lack_of_the_tower_is_found(lost: str, models: Path) -> None:
+    for folder in rank_dirs(models / "llava").values():
+        path = folder / "model_optim_rng.pt"
+        content = load_rank_file(path)
+        names = [name for name in content["model"] if fnmatch(name, lost)]
+        assert names
+        for name in names:
+            del content["model"][name]
+        torch.save(content, path)
+    (finding,) = errors_in(models / "llava")
+    assert finding.code == ("CK304" if lost == LOST_LAYER else "CK311")
+    assert lost.removesuffix(".*") == finding.key
+    if lost not in ("vision_projection.encoder.linear_fc2.weight", *TOWERS):
+        with pytest.raises(MissingShardError):
+            reshard(models / "llava", models / "one", tp=1)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        *TOWERS,
+        f"{LAYERS}mlp.linear_fc1.bias",
+        f"{LAYERS}pre_mlp_layernorm.weight",
+        f"{LAYERS}self_attention.linear_proj.weight",
+    ],
+)
+def test_what_torch_dist_lacks_of_the_tower_is_found(lost: str, models: Path) -> None:
+    lose_tensors(models / "llava_dist/iter_0000005", lost)
+    findings = errors_in(models / "llava_dist")
+    assert {finding.code for finding in findings} == {"CK311"}
+    # A stack of layers is missing from each of them.
+    keys = {lost.removesuffix(".*")}
+    if lost.startswith(LAYERS):
+        keys = {lost.replace(LAYERS, f"{LAYERS}{layer}.") for layer in range(2)}
+    assert {finding.key for finding in findings} == keys
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
@@ -90,18 +166,37 @@ def test_torch_dist_is_written_at_other_sizes(models: Path) -> None:
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize(
-    ("name", "to", "own"),
-    [("llava", "torch_dist", "megatron"), ("llava_dist", "megatron", "torch_dist")],
-)
-def test_the_hint_for_a_format_with_other_names_leads_on(
-    name: str, to: str, own: str, models: Path
+def test_rank_files_become_the_torch_dist_that_megatron_saves(models: Path) -> None:
+    reshard(models / "llava", models / "one", tp=2, to="torch_dist")
+    ours, theirs = models / "one/iter_0000005", models / "llava_dist/iter_0000005"
+    assert_same_torch_dist(ours, theirs)
+
+
+def test_torch_dist_becomes_the_rank_files_that_megatron_saves(models: Path) -> None:
+    back = reshard(models / "llava_dist", models / "back", tp=2, to="megatron")
+    assert_same_weights(back, models / "llava")
+    for name, folder in rank_dirs(back).items():
+        ours, theirs = (
+            load_rank_file(path / "model_optim_rng.pt")["model"]
+            for path in (folder, rank_dirs(models / "llava")[name])
+        )
+        assert list(ours) == list(theirs)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
+def test_torch_dist_through_rank_files_of_other_sizes_is_the_same(
+    tp: int, pp: int, models: Path
 ) -> None:
-    with pytest.raises(UnsupportedError, match="Megatron-LM's LLaVA") as caught:
-        core.convert(models / name, models / "out", to=to)
-    hint = caught.value.hint or ""
-    assert f"--to {own}" in hint
-    assert all(f"--exclude '{tower}'" in hint for tower in TOWERS)
+    other = reshard(models / "llava_dist", models / "other", tp=tp, pp=pp, to="megatron")
+    assert not errors_of(other)
+    reshard(other, models / "back", tp=2, to="torch_dist")
+    assert_same_torch_dist(models / "back/iter_0000005", models / "llava_dist/iter_0000005")
+
+
+@pytest.mark.parametrize(("name", "to"), [("llava", "torch_dist"), ("llava_dist", "megatron")])
+def test_the_language_model_alone_is_converted_under_its_own_names(
+    name: str, to: str, models: Path
+) -> None:
     run(Job(src=models / name, dst=models / "text", to=to, exclude=TOWERS, fsync=False))
     assert not errors_of(models / "text")
     core.convert(models / "text", models / "text.safetensors")
@@ -116,16 +211,25 @@ def test_transformers_has_no_such_model(models: Path) -> None:
     assert all(f"--exclude '{tower}'" in (caught.value.hint or "") for tower in TOWERS)
 
 
-def test_a_projection_with_a_gate_is_refused_by_name(models: Path) -> None:
-    for folder in rank_dirs(models / "llava").values():
+@pytest.mark.parametrize("to", ["megatron", "torch_dist"])
+def test_gate_and_up_rows_of_a_projection_are_cut_apart(to: str, models: Path) -> None:
+    name = "vision_projection.encoder.linear_fc1.weight"
+    gates, ups = [], []
+    for rank, folder in enumerate(rank_dirs(models / "llava").values()):
         path = folder / "model_optim_rng.pt"
         content = load_rank_file(path)
-        for kind in ("weight", "bias"):
-            name = f"vision_projection.encoder.linear_fc1.{kind}"
-            content["model"][name] = content["model"][name].repeat_interleave(2, 0)
+        model = content["model"]
+        gates.append(model[name])
+        ups.append(model[name] + 1 + rank)
+        model[name] = torch.cat([gates[-1], ups[-1]])
+        bias = name.replace("weight", "bias")
+        model[bias] = torch.cat([model[bias], model[bias]])
         torch.save(content, path)
-    with pytest.raises(UnsupportedError, match="has a gate"):
-        reshard(models / "llava", models / "one", tp=1)
+    one = reshard(models / "llava", models / "one", tp=1, to=to)
+    core.convert(one, models / "one.safetensors")
+    assert torch.equal(load_file(models / "one.safetensors")[name], torch.cat([*gates, *ups]))
+    back = reshard(one, models / "back", tp=2, to="megatron")
+    assert_same_weights(back, models / "llava")
 
 
 def test_a_projection_without_its_second_layer_is_no_internal_error(models: Path) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from core.checks.finding import Finding
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
-from core.errors import CorruptError
+from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.megatron.model.pipeline import Pipeline, split_layers
 from core.validate.run import validate
 from tests.support.edited import edit_rank
 from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs
 
+V_OF_TWO = ((0, 0), (0, 1), (1, 1), (1, 0))
+"""(virtual stage, stage) of each chunk in the order of the model."""
 V_ARGUMENTS: dict[str, dict[str, object]] = {
     "sail-sg": {"zero_bubble_v_schedule": True, "enable_zero_bubble": True},
     "1F1B-V": {"enable_1f1b_v": True, "enable_zero_bubble": True},
@@ -111,6 +114,124 @@ def test_the_chunks_of_a_v_are_numbered_down_and_up() -> None:
     assert split_layers(6, pp=2, vpp=2, pipeline=loss).counts == ((1, 2), (1, 2))
 
 
+def make_uneven(golden: Path, root: Path, counts: list[list[int]], **arguments: object) -> Path:
+    """A V of two stages and four chunks of as many layers; ``root.whole`` has them in one stage."""
+    n_layers = sum(map(sum, counts))
+    single = copied(golden, "dense_gqa/tp1_pp1", root.with_suffix(".whole"))
+
+    def lengthen(file: dict[str, Any]) -> None:
+        vars(file["args"]).update(num_layers=n_layers, encoder_num_layers=n_layers)
+        for name, tensor in [*file["model"].items()]:
+            start, _, rest = name.partition(".0.")
+            for number in range(4, n_layers) if start == "decoder.layers" else ():
+                is_tensor = isinstance(tensor, torch.Tensor)
+                file["model"][f"{start}.{number}.{rest}"] = tensor + number if is_tensor else tensor
+
+    edit_rank(rank_dirs(single)["mp_rank_00"], lengthen)
+    (whole,) = rank_dirs(shutil.copytree(single, root)).values()
+    model, numbers = load_rank_file(whole / MODEL_FILE)["model"], iter(range(n_layers))
+    layers = {chunk: [*islice(numbers, counts[chunk[0]][chunk[1]])] for chunk in V_OF_TWO}
+    assert not [*numbers]
+    fields = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    ends = {(0, 0): "embedding.", (1, 0): ("decoder.final_layernorm.", "output_layer.")}
+    chunks = {
+        chunk: {
+            f"decoder.layers.{local}.{name.split('.', 3)[3]}": tensor
+            for local, number in enumerate(layers[chunk])
+            for name, tensor in model.items()
+            if name.startswith(f"decoder.layers.{number}.")
+        }
+        | {name: model[name] for name in model if name.startswith(ends.get(chunk, ()))}
+        for chunk in V_OF_TWO
+    }
+    for stage in range(2):
+        path = shutil.copytree(whole, whole.parent / f"mp_rank_00_{stage:03d}")
+
+        def change(file: dict[str, Any], stage: int = stage) -> None:
+            del file["model"]
+            file |= {f"model{v}": chunks[v, stage] for v in range(2)}
+            vars(file["args"]).update({**fields, "schedules_method": "dualpipev", **arguments})
+
+        edit_rank(path, change)
+    shutil.rmtree(whole)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("counts", "first", "last"),
+    [([[2, 1], [2, 1]], 2, 2), ([[3, 1], [1, 1]], 3, None), ([[1, 1], [3, 1]], None, 3)],
+)
+def test_an_uneven_v_is_read_by_the_layers_of_its_first_and_last_chunk(
+    golden: Path, tmp_path: Path, counts: list[list[int]], first: int | None, last: int | None
+) -> None:
+    source = make_uneven(
+        golden,
+        tmp_path / "v",
+        counts,
+        decoder_first_pipeline_num_layers=first,
+        decoder_last_pipeline_num_layers=last,
+    )
+    expected = as_tensors(tmp_path / "v.whole", tmp_path / "expected")
+    assert as_tensors(source, tmp_path / "out") == expected
+    assert not [finding for finding in findings_of(source) if finding.severity > Severity.NOTE]
+    same = tmp_path / "same"
+    convert(source, same, to="megatron", topology=TopologyChange(tp=2, pp=2, vpp=2))
+    assert as_tensors(same, tmp_path / "same again") == expected
+
+
+def test_an_uneven_v_that_its_files_contradict_is_refused(golden: Path, tmp_path: Path) -> None:
+    source = make_uneven(
+        golden, tmp_path / "v", [[2, 1], [2, 1]], decoder_first_pipeline_num_layers=3
+    )
+    assert "CK304" in {finding.code for finding in findings_of(source)}
+    with pytest.raises(CheckpointingException, match="layers"):
+        convert(source, tmp_path / "out", to="safetensors")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"pipeline_model_parallel_layout": "Et|t|t|tL"},
+        {"num_layer_list": "1,1,1,1"},
+        {"standalone_embedding_stage": True},
+    ],
+)
+def test_a_v_with_a_layout_is_refused_with_the_way_out(
+    golden: Path, tmp_path: Path, arguments: dict[str, object]
+) -> None:
+    source = make_uneven(golden, tmp_path / "v", [[1, 1], [1, 1]], **arguments)
+    with pytest.raises(UnsupportedError, match="V-shaped pipeline distributes") as caught:
+        convert(source, tmp_path / "out", to="safetensors")
+    assert "torch_dist" in (caught.value.hint or "")
+    assert {finding.code for finding in findings_of(source)} >= {"CK319"}
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_multi_token_prediction_is_at_the_end_of_a_v(
+    megatron_predictions: Path, tmp_path: Path, has_copy: bool
+) -> None:
+    whole, source = megatron_predictions / "one/rank_files", tmp_path / "v"
+    sizes = TopologyChange(tp=1, pp=2, vpp=2, pipeline=Pipeline())
+    convert(whole, source, to="megatron", topology=sizes, optim="drop")
+    for manifest in source.rglob("ckpt-manifest.json"):
+        manifest.unlink()
+    paths = [*rank_dirs(source).values()]
+    chunks = [load_rank_file(path / MODEL_FILE)["model1"] for path in paths]
+    for path, other in zip(paths, reversed(chunks), strict=True):
+
+        def change(file: dict[str, Any], other: dict[str, object] = other) -> None:
+            file["model1"] = other
+            vars(file["args"])["schedules_method"] = "dualpipev"
+            if not has_copy:
+                other.pop("embedding.word_embeddings.weight", None)
+
+        edit_rank(path, change)
+    assert any(name.startswith("mtp.") for name in chunks[1])
+    assert not [finding for finding in findings_of(source) if finding.severity > Severity.NOTE]
+    convert(whole, tmp_path / "whole", to="megatron", optim="drop")
+    assert as_tensors(source, tmp_path / "out") == as_tensors(tmp_path / "whole", tmp_path / "all")
+
+
 def change_args(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
     def change_file(file: dict[str, Any]) -> None:
         change(vars(file["args"]))
@@ -162,8 +283,66 @@ def test_what_nothing_proves_is_a_note(golden: Path, tmp_path: Path) -> None:
     root = copied(golden, "dense_gqa/tp2_pp1", tmp_path / "a")
     assert findings_of(root) == []
     forget_ranks(root)
+    fill_padding(root, draw)  # as Megatron initializes it
     exchange(root, "mp_rank_00", "mp_rank_01")
     assert [finding.code for finding in findings_of(root)] == ["CK509"]
     two_stages = copied(golden, "dense_gqa/tp1_pp2", tmp_path / "b")
     forget_ranks(two_stages)
     assert findings_of(two_stages) == []  # the embedding and the output layer tell them apart
+
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def fill_padding(root: Path, fill: Callable[[torch.Tensor, int], object]) -> None:
+    """Change the rows of a vocabulary of 300 that pad the last of two ranks."""
+
+    def change(file: dict[str, Any]) -> None:
+        for name in VOCABULARY:
+            fill(file["model"][name], 300 - len(file["model"][name]))
+
+    edit_rank(rank_dirs(root)["mp_rank_01"], change)
+
+
+def repeat(rows: torch.Tensor, n_true: int) -> None:
+    rows[n_true:] = rows[n_true - 1]
+
+
+def draw(rows: torch.Tensor, n_true: int) -> None:
+    rows[n_true:] = torch.randn(rows[n_true:].shape)
+
+
+@pytest.mark.parametrize("fill", [repeat, None])
+def test_padding_that_another_rank_than_the_last_has_proves_an_exchange(
+    golden: Path, tmp_path: Path, fill: Callable[[torch.Tensor, int], object] | None
+) -> None:
+    # The padding is zeros, or the last row again, as Megatron's converters write it.
+    root = copied(golden, "dense_gqa/tp2_pp1", tmp_path / "a")
+    forget_ranks(root)
+    if fill is not None:
+        fill_padding(root, fill)
+    assert "CK507" not in {finding.code for finding in findings_of(root)}
+    exchange(root, "mp_rank_00", "mp_rank_01")
+    (finding,) = [finding for finding in findings_of(root) if finding.code == "CK507"]
+    assert (finding.rank or "").endswith("mp_rank_00")
+    with pytest.raises(CorruptError, match="padding of the vocabulary"):
+        convert(root, tmp_path / "out", to="safetensors")
+
+
+@pytest.mark.parametrize("n_equal", [20, 84, 90])
+def test_rows_that_are_equal_on_the_first_rank_are_no_padding_beside_it(
+    golden: Path, tmp_path: Path, n_equal: int
+) -> None:
+    root = copied(golden, "dense_gqa/tp2_pp1", tmp_path / "a")
+    forget_ranks(root)
+
+    def change(file: dict[str, Any]) -> None:
+        for name in VOCABULARY:
+            file["model"][name][-n_equal:] = 0
+
+    edit_rank(rank_dirs(root)["mp_rank_00"], change)
+    assert "CK507" not in {finding.code for finding in findings_of(root)}
+    # Without padding to compare with, rows in another number prove nothing.
+    if n_equal != 84:
+        fill_padding(root, draw)
+        assert "CK507" not in {finding.code for finding in findings_of(root)}
