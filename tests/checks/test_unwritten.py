@@ -124,6 +124,22 @@ def test_a_raw_chunk_of_zeros_is_reported_if_other_chunks_are_not(
     assert not lost(tmp_path / "run")
 
 
+def test_a_checksum_after_a_raw_chunk_does_not_make_it_compressed(tmp_path: Path) -> None:
+    weight = tensors()["layers.0.o_proj.weight"]
+    weight[64:128] = 0
+    array = zarr.create_array(
+        tmp_path / "run",
+        name="linear.weight",
+        shape=weight.shape,
+        chunks=weight.shape,
+        dtype="f4",
+        compressors=[zarr.codecs.Crc32cCodec()],
+    )
+    array[:] = weight.numpy()
+    chunk = tmp_path / "run/linear.weight/c/0/0"
+    assert not lost(digged(chunk, 64 << 10, 128 << 10).parents[3])
+
+
 def test_a_chunk_of_megatron_s_zarr_is_reported(golden: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(golden / "mcore0121_zarr/dense_gqa/tp4_pp1", tmp_path / "run"))
     assert not lost(root)

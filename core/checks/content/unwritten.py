@@ -45,6 +45,8 @@ UNWRITTEN = Code(
 CODES = (UNWRITTEN,)
 
 _VOCABULARY = re.compile(r"embed|wte|lm_head|output_layer|vocab", re.IGNORECASE)
+_COMPRESSED = re.compile(r"zstd|gzip|zlib|blosc|lz4|bz2|lzma|deflate")
+"""Names of encodings whose bytes are not zeros where the elements are."""
 _N_SAMPLES = 16
 _SAMPLE_BYTES = 512
 
@@ -133,7 +135,7 @@ def _measure_loss(
     extent, n_bytes, is_packed = array.extent, n_stored_bytes(array), False
     if extent.encoding is not None:
         n_bytes = stored_bytes_of(extent.encoding) or size - extent.offset
-        is_packed = extent.encoding.name not in WITHOUT_HEADER
+        is_packed = _COMPRESSED.search(extent.encoding.name) is not None
     stop = extent.offset + n_bytes
     n_lost = sum(
         max(0, min(hole_stop, stop) - max(hole_start, extent.offset))
