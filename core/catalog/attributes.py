@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, cast
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.key_patterns import matcher
-from core.pickle.inert import ObjectLeaf, as_mapping
+from core.pickle.inert import ObjectLeaf
 from core.pickle.nesting import REMOVED, LeafEntry, map_leaves
 
 if TYPE_CHECKING:
@@ -189,14 +189,20 @@ def turn_into_entries(catalog: Catalog) -> Catalog:
 
 
 def turn_into_attributes(catalog: Catalog) -> Catalog:
-    """Turn the entries of ``turn_into_entries`` into attributes; keep those of another form."""
+    """Turn the entries of ``turn_into_entries`` into attributes.
+
+    Entries that it could not have written, and could not write again, stay what they are: somebody
+    else's.
+    """
     by_path: dict[str, Attributes] = {}
     names = []
     for name in ENTRIES:
         value = _find_entry(catalog, name)
         if not isinstance(value, dict) or not value or not _is_json(value):
             continue
-        if name == PATHS_ENTRY and not all(isinstance(item, dict) for item in value.values()):
+        if name == PATHS_ENTRY and not all(
+            path != ROOT and isinstance(item, dict) and item for path, item in value.items()
+        ):
             continue
         names.append(name)
         by_path |= value if name == PATHS_ENTRY else {ROOT: value}
@@ -206,24 +212,23 @@ def turn_into_attributes(catalog: Catalog) -> Catalog:
 
 
 def _find_entry(catalog: Catalog, name: str) -> object:
-    """Return the value of an entry at the root, plain if it can be; None without it.
+    """Return the value of an entry at the root, or None.
 
-    Megatron's own common state is not searched.
+    Megatron's own common state is not searched, nor a root that is no plain dict.
     """
     if catalog.common is not None and catalog.args is None and name in catalog.common:
-        return _to_plain(catalog.common[name])
+        return catalog.common[name]
     if catalog.skeleton is None:
         item = catalog.objects.get(name)
-        return None if item is None else _to_plain(item.value)
-    root = as_mapping(catalog.skeleton)
-    if root is None or name not in root:
+        return None if item is None else item.value
+    if not isinstance(catalog.skeleton, dict) or name not in catalog.skeleton:
         return None
 
     def load_leaf(entry: LeafEntry) -> object:
         leaf = entry.leaf
         return catalog.objects[leaf.key].value if isinstance(leaf, ObjectLeaf) else leaf
 
-    return _to_plain(map_leaves(root[name], load_leaf, (name,)))
+    return map_leaves(catalog.skeleton[name], load_leaf, (name,))
 
 
 def _remove_entries(catalog: Catalog, names: Collection[str]) -> Catalog:
@@ -252,14 +257,6 @@ def is_axis_names(value: object, rank: int) -> bool:
         and len(value) == rank
         and all(name is None or isinstance(name, str) for name in value)
     )
-
-
-def _to_plain(value: object) -> object:
-    """Return a value with dicts in place of inert mappings."""
-    mapping = as_mapping(value)
-    if mapping is not None:
-        return {key: _to_plain(item) for key, item in mapping.items()}
-    return [_to_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _copy_json(values: Mapping[str, object]) -> dict[str, object]:

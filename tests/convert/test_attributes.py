@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -284,3 +285,24 @@ def test_a_tensor_that_has_the_name_of_the_entry_stays(tmp_path: Path) -> None:
     assert not any("become the entry" in note for note in report.notes)
     run(Job(src=tmp_path / "z", dst=tmp_path / "again", to="zarr3"))
     assert read_attributes(tmp_path / "again") == {"": {"step": 3, "ckpt": {"mine": 1}}}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        OrderedDict(w=torch.ones(2), __metadata__={"a": 1}),
+        {"w": torch.ones(2), "__metadata__": Counter(a=1)},
+        {"w": torch.ones(2), "__attributes__": {"w": {}}},
+        {"w": torch.ones(2), "__metadata__": {"a": 1}, "__attributes__": {"": {"b": 2}}},
+    ],
+)
+def test_entries_of_these_names_that_are_somebody_elses_stay_as_they_are(
+    tmp_path: Path, state: dict[str, Any]
+) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    run(Job(src=tmp_path / "a.pt", dst=tmp_path / "b.pt", to="torch", fsync=False))
+    result = torch.load(tmp_path / "b.pt", weights_only=False)
+    assert type(result) is type(state) and result.keys() == state.keys()
+    assert {name: (type(value), value) for name, value in result.items() if name != "w"} == {
+        name: (type(value), value) for name, value in state.items() if name != "w"
+    }
