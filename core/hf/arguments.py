@@ -24,6 +24,7 @@ _OFF = [
     "dsa_indexer_rope_interleaved",
     "experimental_attention_variant",
     "falconh1_ratio",
+    "geglu",
     "heterogeneous_layers_config_encoded_json",
     "heterogeneous_layers_config_path",
     "hybrid_layer_pattern",
@@ -39,6 +40,7 @@ _OFF = [
     "openai_gelu",
     "qk_l2_norm",
     "quick_geglu",
+    "reglu",
     "rotary_interleaved",
     "squared_relu",
     "use_mup",
@@ -59,6 +61,7 @@ _FACTORS = (
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
+    "glu_activation": ("swiglu", None),
     "position_embedding_type": ("rope",),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "rotary_percent": (1, 1.0, None),
@@ -134,7 +137,7 @@ def _without_effect(fields: Mapping[str, object]) -> frozenset[str]:
     if "*" not in layers:
         names |= {"position_embedding_type", "rotary_percent", "qk_layernorm"}
     if "-" not in layers and "E" not in layers:
-        names |= {"swiglu", "squared_relu", "openai_gelu", "quick_geglu"}
+        names |= {"swiglu", "squared_relu", "openai_gelu", "quick_geglu", "glu_activation"}
     if "E" not in layers:
         names |= {"moe_router_score_function", "moe_latent_size"}
     return frozenset(names)

@@ -75,6 +75,7 @@ _ACTIVATIONS = {
     "squared-relu": "megatron.core.activations.squared_relu",
     "swiglu": "torch.nn.functional.silu",
 }
+_TANH_GELU = "megatron.core.activations.fast_gelu"
 _PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -116,7 +117,8 @@ def _read_model(store: ReadStore) -> dict[str, object]:
 
     Raises:
         CorruptError: the file is not YAML, or not that of a model.
-        UnsupportedError: the model is not one of Megatron-core.
+        UnsupportedError: the model is not one of Megatron-core, or has an unknown activation or
+            norm.
     """
     content = {str(name): value for name, value in read_yaml(store, MODEL_CONFIG).items()}
     # What refers to another field, or is missing (???), is no value.
@@ -141,11 +143,17 @@ def _read_model(store: ReadStore) -> dict[str, object]:
     norm = str(stated.get("normalization", "layernorm")).lower()
     if norm == "layernorm1p":
         model["layernorm_zero_centered_gamma"] = True
-    model["normalization"] = _NORMS.get(norm, norm)
     activation = str(stated.get("activation", "gelu")).removeprefix("fast-")
+    for name, value, table in (
+        ("normalization", norm, _NORMS),
+        ("activation", activation, _ACTIVATIONS),
+    ):
+        if value not in table:
+            raise UnsupportedError(f"{name} {value[:80]!r} is not one of {', '.join(table)}")
+    model["normalization"] = _NORMS[norm]
     model["gated_linear_unit"] = activation.endswith("glu")
     # The GELU by tanh takes precedence over the function of any activation.
-    function = None if stated.get("openai_gelu") is True else _ACTIVATIONS.get(activation)
+    function = _TANH_GELU if stated.get("openai_gelu") is True else _ACTIVATIONS[activation]
     model["activation_func"] = {"_target_": function}
     has_engine = stated.get("transformer_engine") is True
     model["transformer_impl"] = "transformer_engine" if has_engine else "local"

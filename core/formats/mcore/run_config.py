@@ -237,6 +237,8 @@ def arguments_of(model: Mapping[str, object]) -> dict[str, object]:
     is_gated = bool(model.get("gated_linear_unit"))
     fields["swiglu"] = is_gated and activation == "torch.nn.functional.silu"
     fields["quick_geglu"] = is_gated and (activation or "").endswith(".quick_gelu")
+    if is_gated and activation in _OTHER_GATES:
+        fields["glu_activation"] = _OTHER_GATES[activation]
     fields["squared_relu"] = not is_gated and (activation or "").endswith(".squared_relu")
     if not is_gated and activation == "torch.nn.functional.gelu":
         fields["bias_gelu_fusion"] = bool(model.get("bias_activation_fusion"))
@@ -252,6 +254,10 @@ def arguments_of(model: Mapping[str, object]) -> dict[str, object]:
         fields["params_dtype"] = Global("torch", dtype)
     fields.setdefault("max_position_embeddings", model.get("seq_length"))
     return fields
+
+
+_OTHER_GATES = {"torch.nn.functional.gelu": "geglu", "torch.nn.functional.relu": "reglu"}
+"""Activation of a gate → its name in the argument of forks; Megatron itself has no argument."""
 
 
 def _target_of(value: object) -> str | None:

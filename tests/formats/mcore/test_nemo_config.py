@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
+from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
 from tests.support.archives import unpacked
@@ -152,3 +153,22 @@ def test_a_file_that_cannot_be_used_is_noted(text: str, reason: str, gpt: Path) 
     catalog = open_checkpoint(gpt / "torch_dist").catalog
     assert catalog.args is None
     assert reason in "\n".join(catalog.notes)
+
+
+@pytest.mark.parametrize("activation", ["reglu", "fast-geglu"])
+def test_a_gate_that_no_family_has_is_no_model_of_hugging_face(activation: str, gpt: Path) -> None:
+    config = yaml.safe_dump(LLAMA | {"activation": activation})
+    (gpt / "torch_dist/model_config.yaml").write_text(config)
+    with pytest.raises(UnsupportedError, match="glu_activation"):
+        run(Job(src=gpt / "torch_dist", dst=gpt / "hf", to="hf", vocab_size=128, fsync=False))
+    ranks = TopologyChange(tp=2)
+    run(Job(src=gpt / "torch_dist", dst=gpt / "r", to="megatron", topology=ranks, vocab_size=128))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("activation", "mish-glu"), ("normalization", "low_precision_layernorm")]
+)
+def test_an_unknown_activation_or_norm_is_not_guessed(field: str, value: str, gpt: Path) -> None:
+    (gpt / "torch_dist/model_config.yaml").write_text(yaml.safe_dump(LLAMA | {field: value}))
+    catalog = open_checkpoint(gpt / "torch_dist").catalog
+    assert catalog.args is None and any(value in note for note in catalog.notes)
