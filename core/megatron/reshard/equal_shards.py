@@ -26,7 +26,7 @@ from core.errors import UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.rank_model import RankPart, RankTensor
-from core.megatron.rules.rules import replication
+from core.megatron.rules.rules import format_table
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")
 _SAMPLE_BYTES = 1 << 14
@@ -156,10 +156,16 @@ def suggest_rules(equal: Sequence[EqualShards]) -> str:
             "ranks share); if these are shards that happen to be equal, pass a file with --rules "
             'that says so: rule = "split" with the axis'
         )
+    axes = {item.axis for item in equal if item.is_on_all_ranks}
+    axis = f"axis = {axes.pop()}" if len(axes) == 1 else "the axis of each"
     return (
         "if every rank holds the complete tensor, pass a file with --rules that contains:\n"
-        f"{replication(names)}\n(or, if they are shards that happen to be equal, rule = "
-        '"split" with the axis)'
+        + format_table(
+            "rule",
+            names,
+            'rule = "replicate"',
+            f'# or rule = "split" and {axis}, if these are shards that happen to be equal',
+        )
     )
 
 

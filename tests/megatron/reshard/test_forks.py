@@ -17,6 +17,7 @@ from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.validate.run import validate
+from tests.support.followed_hints import read_rules
 from tests.support.rank_files import MODEL_FILE
 
 LAYERS, HIDDEN, HEADS, HEAD, FFN, ROWS = 2, 16, 4, 4, 24, 128
@@ -272,11 +273,26 @@ def test_tensors_that_every_rank_holds_complete_need_a_rule(tmp_path: Path, whol
     assert "CK317" in codes(source, Level.METADATA)
 
     # What the hint says leads on.
-    text = str(caught.value.hint)
     rules = tmp_path / "rules.toml"
-    rules.write_text(text[text.index("[[rule]]") : text.index("\n(or")])
+    rules.write_text(read_rules(caught.value.hint))
     assert_shards(reshard(source, tmp_path / "c", 1, rules), tensors, cut=cut)
     assert_shards(reshard(source, tmp_path / "d", 4, rules), tensors, cut=cut)
+
+
+def test_the_tables_that_hints_propose_lead_on_as_they_are(tmp_path: Path) -> None:
+    tensors = complete()
+    source = save(tmp_path / "a", tensors)
+    for path in source.glob(f"*/*/{MODEL_FILE}"):
+        content = torch.load(path, weights_only=False)
+        content["model"]["language_model"]["extra.0"] = {"weight": torch.ones(3)}
+        torch.save(content, path)
+    rules = tmp_path / "rules.toml"
+    rules.touch()
+    for what in ("no layout rule matches", "no rule assigns this tensor"):
+        with pytest.raises(UnsupportedError, match=what) as caught:
+            reshard(source, tmp_path / "b", 1, rules)
+        rules.write_text(rules.read_text() + read_rules(caught.value.hint) + "\n")
+    assert_shards(reshard(source, tmp_path / "b", 1, rules), tensors)
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
