@@ -536,6 +536,21 @@ def format_table(kind: str, names: Iterable[str], *lines: str) -> str:
     return "\n".join((f"[[{kind}]]", f"pattern = {text}", *lines))
 
 
+def format_cut(rule: Rule) -> tuple[str, ...]:
+    """Return the lines of a table ``[[rule]]`` that cuts tensors as a rule does."""
+    lines = [f'rule = "{rule.kind}"', f"axis = {rule.axis}"]
+    if rule.segments:
+        parts = [[size.text for size in sizes] for sizes in rule.segments]
+        lines.append(f"parts = {json.dumps(parts)}")
+    elif rule.parts != "whole":
+        lines.append(f'parts = "{rule.parts}"')
+    if rule.unit is not None:
+        lines.append(f'unit = "{rule.unit}"')
+    if rule.group != "tp":
+        lines.append(f'group = "{rule.group}"')
+    return tuple(lines)
+
+
 def proposal(
     name: str, shapes: Sequence[Shape], *, hidden_size: int | None = None, tp: int | None = None
 ) -> str:

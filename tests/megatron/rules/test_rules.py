@@ -183,28 +183,36 @@ def test_a_proposed_row_holds_any_name(tmp_path: Path, name: str) -> None:
     assert not rules.rule_of("decoder.layers.0.mlp.linear_fc2.weight").is_users
 
 
-@pytest.mark.parametrize("axes", [(0,), (1, 1), (0, 1)])
+CUT = (
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.0.mlp.linear_fc2.weight",
+    "decoder.layers.0.self_attention.linear_qkv.weight",
+    "decoder.layers.0.self_attention.linear_q_up_proj.weight",
+    "decoder.layers.0.mixer.in_proj.weight",
+    "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
+    "embedding.word_embeddings.weight",
+)
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in CUT), CUT[:2], CUT])
 def test_rules_for_equal_shards_can_be_copied_as_they_are(
-    tmp_path: Path, axes: tuple[int, ...]
+    tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    equal = [
-        EqualShards(f"extra{number}.weight", axis, (0, 1), 2, "TP")
-        for number, axis in enumerate(axes)
-    ]
+    equal = [EqualShards(name, RULES.rule_of(name), (0, 1), 2) for name in names]
     path = tmp_path / "rules.toml"
     path.write_text(read_rules(suggest_rules(equal)))
     rules = load_rules(path)
-    assert {rules.rule_of(item.name).kind for item in equal} == {"replicate"}
-    # So can the alternative in the comment, where there is only one.
-    if len({*axes}) == 1:
-        path.write_text(
-            path.read_text()
-            .replace('rule = "replicate"\n# or ', "")
-            .replace(" and ", "\n")
-            .replace(", if", "  # if")
-        )
-        rules = load_rules(path)
-        assert {rules.rule_of(item.name).cut_axis for item in equal} == {axes[0]}
+    assert {rules.rule_of(name).kind for name in names} == {"replicate"}
+
+    # So can the alternative, without its marks: it cuts as before.
+    lines = path.read_text().replace('rule = "replicate"\n# or', "# Or").split("\n")
+    path.write_text("\n".join(line.removeprefix("# ") for line in lines if "# Or" not in line))
+    rules = load_rules(path)
+    for name in names:
+        old, new = RULES.rule_of(name), rules.rule_of(name)
+        assert new.is_users
+        for field in ("kind", "axis", "parts", "segments", "unit", "group"):
+            assert getattr(new, field) == getattr(old, field), (name, field)
 
 
 def test_the_first_of_two_rows_that_fit_decides(tmp_path: Path) -> None:
