@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, Fragment
-from core.catalog.optimizer_keys import MOMENTS
+from core.catalog.optimizer_keys import is_moment
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -161,7 +161,7 @@ def _compare(
         name, like_name = (_RANK_IN_KEY.sub("", item.key) for item in (part, like))
         if like.key != part.key and like_name == name:
             continue
-        is_proven = like.key == part.key or _is_moment(part.key)
+        is_proven = like.key == part.key or is_moment(part.key)
         if (suspicion is not None and not is_proven) or _is_constant(store, file, address, part):
             continue
         copied = CopiedFile(file, other, part.key, like.key, is_proven)
@@ -169,11 +169,6 @@ def _compare(
             return copied
         suspicion = copied
     return suspicion
-
-
-def _is_moment(key: str) -> bool:
-    """Return whether a tensor is a moment of an optimizer, by its name."""
-    return not MOMENTS.isdisjoint(key.split("."))
 
 
 def _is_constant(store: ReadStore, file: str, address: int, part: _HeldPart) -> bool:

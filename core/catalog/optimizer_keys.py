@@ -63,6 +63,11 @@ NOT_IN_HF = "Hugging Face checkpoints have none"
 KINDS = ("fp32", "float16", "distributed")
 
 
+def is_moment(key: str) -> bool:
+    """Return whether a key names a moment, from which no weight is computed."""
+    return not MOMENTS.isdisjoint(key.split("."))
+
+
 def state_key(state: str, param: str) -> str:
     """Return the key of a parameter's state in the global form.
 

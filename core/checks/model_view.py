@@ -45,8 +45,14 @@ class ModelView:
         return self.catalog.args or common_entries(self.catalog).get("args")
 
 
-def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> ModelView:
-    """Find the Megatron model in a catalog, which may be incomplete (salvaged)."""
+def model_view(
+    catalog: Catalog | None, store: ReadStore, rules: Rules, *, is_quick: bool
+) -> ModelView:
+    """Find the Megatron model in a catalog, which may be incomplete (salvaged).
+
+    Args:
+        is_quick: compare the shards of one tensor of each kind only.
+    """
     # A single rank file is only part of a model.
     ranks = None if catalog is None else catalog.facet(RankFacts)
     if catalog is None or (ranks is not None and ranks.is_single_rank):
@@ -70,5 +76,7 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
             opened.setdefault((dict(coords).get("pp"), size), folder)
         sample = set(opened.values())
     problems: list[CheckpointingException] = []
-    model = understood(catalog, rules, report=problems.append, sample=sample)
+    model = understood(
+        catalog, rules, store, report=problems.append, sample=sample, is_quick=is_quick
+    )
     return ModelView(catalog, model, tuple(problems), is_sample=sample is not None)

@@ -304,7 +304,12 @@ class Subject:
     @cached_property
     def model(self) -> ModelView:
         """The Megatron model; empty if the tensors do not have Megatron's names."""
-        return model_view(self.salvaged.catalog, self.store, self.rules)
+        return model_view(
+            self.salvaged.catalog,
+            self.store,
+            self.rules,
+            is_quick=self.level == Level.METADATA,
+        )
 
     @cached_property
     def tensor_names(self) -> TensorNames:

@@ -8,7 +8,6 @@ Every note names the entries that it is about, so that the user can look them up
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 _STRING_KEYS = "non-string keys are converted to strings"
 _SEPARATE = "shared objects become separate copies"
-_DISTINCT = re.compile(r"\\\.|~\d+$")
-"""An escaped dot or a number, by which a key differs from an equal one."""
 
 
 def nesting_notes(catalog: Catalog) -> list[str]:
@@ -196,11 +193,7 @@ def _tensor_notes(catalog: Catalog) -> list[str]:
     if parameters:
         notes.append(f"Parameter and requires_grad become plain tensors: {listed_keys(parameters)}")
     # Where several paths join to one key, all but the first get a number or an escaped dot.
-    collisions = [
-        entry.key
-        for entry, _ in leaves
-        if _DISTINCT.search(entry.key) and entry.key != _path_text(entry.path)
-    ]
+    collisions = [entry.key for entry, _ in leaves if entry.is_altered]
     if collisions:
         notes.append(
             f"tensors whose dotted paths collide get distinct keys: {listed_keys(collisions)}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import StridedLayout, dense_layout, is_dense, read_box
+from core.catalog.optimizer_keys import is_moment
 from core.copy.interleave import Interleaver
 from core.copy.output import Output
 from core.device.compare import is_equal
@@ -157,7 +158,10 @@ class CopyWorker:
                 other = self._extra[:n_bytes]
                 self._read_dense(copy, delta, band, size, other)
                 if not is_equal(device, first, other):
-                    raise _mismatch_error(item, copy, band, bytes(first), bytes(other))
+                    has_config = self._source.exists("config.json")
+                    raise _mismatch_error(
+                        item, copy, band, bytes(first), bytes(other), has_config=has_config
+                    )
 
     def _device_for(self, work: str) -> Device | None:
         """Return the device if it does a kind of work; tries the work at the first call."""
@@ -200,9 +204,13 @@ def band_bytes_of(buffer_bytes: int) -> int:
 
 
 def _mismatch_error(
-    item: Comparison, copy: Source, band: Box, first: bytes, other: bytes
+    item: Comparison, copy: Source, band: Box, first: bytes, other: bytes, *, has_config: bool
 ) -> ReplicaMismatchError:
-    """Build the error for two copies that differ, with the index of the first different element."""
+    """Build the error for two copies that differ, with the index of the first different element.
+
+    Args:
+        has_config: the source has a config.json.
+    """
     n_equal_bytes = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
     flat = n_equal_bytes // itemsize(item.dtype)
     # Unravel the flat index in the band's C order, last axis first.
@@ -210,14 +218,27 @@ def _mismatch_error(
     for extent, offset in zip(reversed(band.shape), reversed(band.offset), strict=True):
         index.append(offset + flat % extent)
         flat //= extent
+    if item.is_tied:
+        ties = (
+            "tie_word_embeddings in config.json, or as heads of multi-token prediction"
+            if has_config
+            else "--tie, the file of --config, or the model's arguments"
+        )
+        hint = (
+            f"two tensors are one in the destination (tied by {ties}): correct that, or leave one "
+            "of them out with --exclude"
+        )
+    else:
+        hint = (
+            "copies of different ranks: the checkpoint is damaged or was saved by diverged ranks; "
+            "--on-replica-mismatch first takes the copy of the first rank"
+        )
+        if is_moment(item.key):
+            hint += "; --no-optim leaves the optimizer out"
     return ReplicaMismatchError(
         f"two copies differ, first at index {tuple(reversed(index))}: "
         f"{item.primary.file} and {copy.file}",
         file=copy.file,
         key=item.key,
-        hint="copies of different ranks: the checkpoint is damaged or was saved by diverged ranks; "
-        "--on-replica-mismatch first takes the copy of the first rank. Two tensors of a model that "
-        "are one in the destination (embeddings that are tied by tie_word_embeddings in "
-        "config.json, heads of multi-token prediction): correct config.json, or leave one of them "
-        "out with --exclude",
+        hint=hint,
     )

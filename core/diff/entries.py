@@ -26,8 +26,7 @@ from core.pickle.inert import (
     TensorLeaf,
     as_mapping,
 )
-from core.pickle.key_text import class_of_key, text_of
-from core.pickle.nesting import containers, join_path
+from core.pickle.key_text import text_of
 
 MAX_PAIRS = 5_000_000
 """Maximum number of pairs to compare; a checkpoint of 10⁵ parameters has about as many."""
@@ -127,44 +126,12 @@ def entry_diffs(
     return diffs, n_leaves
 
 
-def diff_key_types(a: object, b: object) -> list[EntryDiff]:
-    """Compare the types of the keys in the dicts around entries: 0 and ``"0"`` give one name.
-
-    Args:
-        a, b: skeletons of the two checkpoints.
-
-    Returns:
-        The entries below keys of different types, at most ``MAX_FOUND``.
-    """
-    keys_a, keys_b = _keys_by_path(a), _keys_by_path(b)
-    return [
-        EntryDiff(path, "changed", f"key {_key_text(key)}", f"key {_key_text(keys_b[path])}")
-        for path, key in keys_a.items()
-        if path in keys_b and class_of_key(key) != class_of_key(keys_b[path])
-    ][:MAX_FOUND]
-
-
-def _keys_by_path(skeleton: object) -> dict[str, object]:
-    """Return the joined path of every entry of a dict around others → its key."""
-    return {
-        join_path((*path, key)): key
-        for path, node in containers({} if skeleton is None else skeleton, once=True)
-        for key in as_mapping(node) or ()
-    }
-
-
-def _key_text(key: object) -> str:
-    """Return a key and its type."""
-    text = _value_text(key) if isinstance(key, (str, int, float)) else text_of(key)
-    return f"{text} ({class_of_key(key)})"
-
-
 def _entry(path: str, a: object, b: object, same_tensors: SameTensors) -> EntryDiff | None:
     """Compare two values without parts; return None if they are equal."""
     if a is _ABSENT:
-        return EntryDiff(path, "only_b", b=_value_text(b))
+        return EntryDiff(path, "only_b", b=value_text(b))
     if b is _ABSENT:
-        return EntryDiff(path, "only_a", a=_value_text(a))
+        return EntryDiff(path, "only_a", a=value_text(a))
     difference = _difference(a, b, same_tensors)
     return None if difference is None else EntryDiff(path, "changed", *difference)
 
@@ -261,7 +228,7 @@ def _name(key: object) -> str:
     """Return the text of a key in a path."""
     if isinstance(key, str):
         return key if len(key) <= _MAX_NAME else f"{key[:_MAX_NAME]}…"
-    return _value_text(key) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
+    return value_text(key) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
 
 
 def _difference(a: object, b: object, same_tensors: SameTensors) -> tuple[str, str] | None:
@@ -275,7 +242,7 @@ def _difference(a: object, b: object, same_tensors: SameTensors) -> tuple[str, s
         n_differing = sum(not _equal(x, y) for x, y in zip(a, b, strict=True))
         return (f"{len(a)} numbers", f"{n_differing} of them differ") if n_differing else None
     # Equal texts of different values need something that distinguishes them.
-    text_a, text_b = _value_text(a), _value_text(b)
+    text_a, text_b = value_text(a), value_text(b)
     if text_a != text_b:
         return text_a, text_b
     if _kind(a) != _kind(b):
@@ -316,7 +283,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _value_text(value: object) -> str:
+def value_text(value: object) -> str:
     """Return a short text for a value, in little time even for a huge value."""
     if value is None or isinstance(value, (bool, float, complex, Global)):
         return str(value)
@@ -332,7 +299,7 @@ def _value_text(value: object) -> str:
         return f"{len(value)} bytes"
     if isinstance(value, (list, tuple, set, frozenset)):
         if len(value) <= 8 and all(map(_is_number, value)):
-            return f"[{', '.join(map(_value_text, value))}]"
+            return f"[{', '.join(map(value_text, value))}]"
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
     return _kind(value)
@@ -345,4 +312,4 @@ def _kind(value: object) -> str:
     if not isinstance(value, Inert):
         return type(value).__name__
     member = _enum_value(value)
-    return f"{value.class_name}({_value_text(member)})" if member is not value else value.class_name
+    return f"{value.class_name}({value_text(member)})" if member is not value else value.class_name

@@ -31,9 +31,10 @@ from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.key_patterns import matcher
 from core.changes.select import is_optimizer_key
 from core.convert.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
-from core.diff.entries import EntryDiff, diff_key_types, entry_diffs
+from core.diff.entries import EntryDiff, entry_diffs
 from core.diff.fingerprints import RecordedEquality, recorded_as_equal
 from core.diff.layout import is_of_layout
+from core.diff.places import diff_places
 from core.diff.prefix import prefix_hint, without_prefixes
 from core.diff.result import Diff, TensorDiff
 from core.diff.share import SharedComparison
@@ -241,7 +242,7 @@ class _Comparison:
         """Return the complete comparison; runs on the lead."""
         tensors = sorted(self._tensors.values(), key=lambda tensor: tensor.order)
         read_bytes = sum(self._n_bytes(tensor.key) for tensor in tensors if _is_read(tensor))
-        entries, of_layout, n_entries = self._entries()
+        entries, of_layout, n_entries, place_notes = self._entries()
 
         # A tensor on one side only is not a difference if it shares the bytes of one on both sides.
         aliases = [tensor for tensor in self._tensors.values() if self._is_alias(tensor)]
@@ -260,7 +261,7 @@ class _Comparison:
             of_layout=tuple(of_layout),
             n_entries=n_entries,
             left_out=left_out,
-            notes=self._notes(aliases),
+            notes=(*self._notes(aliases), *place_notes),
             warnings=tuple(
                 warning
                 for name, source in (("A", self._a.source), ("B", self._b.source))
@@ -392,28 +393,27 @@ class _Comparison:
             self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance, share=share
         )
 
-    def _entries(self) -> tuple[list[EntryDiff], list[EntryDiff], int]:
+    def _entries(self) -> tuple[list[EntryDiff], list[EntryDiff], int, list[str]]:
         """Compare the entries that are not tensors.
 
         Returns:
-            Entries that differ, entries that differ only because the layout does, and the number of
-            values that were compared.
+            Entries that differ, entries that differ only because the layout does, the number of
+            values that were compared, and notes on the places of entries.
         """
         # ``include`` selects tensors, so the other entries are not compared.
         if not self._job.with_entries or self._job.include:
-            return [], [], 0
+            return [], [], 0, []
         entries_a, entries_b = (
             {name: value for name, value in side.entries.items() if self._is_wanted(name)}
             for side in (self._a, self._b)
         )
         diffs, n_values = entry_diffs(entries_a, entries_b, same_tensors=self._same_tensors)
-        # Formats whose keys are all text cannot differ in the types of keys.
-        if not any(side.source.format.has_text_keys for side in (self._a, self._b)):
-            skeletons = (self._a.catalog.skeleton, self._b.catalog.skeleton)
-            diffs += [diff for diff in diff_key_types(*skeletons) if self._is_wanted(diff.path)]
+        moved, notes = diff_places(self._a, self._b, is_wanted=self._is_wanted)
+        diffs += moved
         judged = [(entry, is_of_layout(entry, self._a, self._b)) for entry in diffs]
         differing = [entry for entry, is_layout in judged if not is_layout]
-        return differing, [entry for entry, is_layout in judged if is_layout], n_values
+        of_layout = [entry for entry, is_layout in judged if is_layout]
+        return differing, of_layout, n_values, notes
 
     def _same_tensors(self, key: str, other: str) -> str | None:
         """Compare two tensors inside entries; return None if they are equal, else a text."""

@@ -11,6 +11,7 @@ tests.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from core.arrays.fast_value import value
@@ -19,6 +20,8 @@ from core.pickle.inert import PLAIN, Inert, ObjectLeaf, TensorLeaf, as_mapping, 
 from core.pickle.key_text import text_of
 
 MAX_DEPTH = 100
+_ALTERED = re.compile(r"\\\.|~\d+$")
+"""An escaped dot or a number, by which a key differs from an equal one."""
 
 Path = tuple[object, ...]
 """Mapping keys and, as ``ListIndex``, list indexes from the root to a leaf."""
@@ -51,6 +54,11 @@ class LeafEntry:
         if isinstance(self.leaf, (TensorLeaf, ObjectLeaf)):
             return self.leaf.key
         return join_path(self.path)
+
+    @property
+    def is_altered(self) -> bool:
+        """Whether the key is not the path's because several paths join to the same text."""
+        return _ALTERED.search(self.key) is not None and self.key != join_path(self.path)
 
 
 def entries(skeleton: object, path: Path = ()) -> Iterator[LeafEntry]:

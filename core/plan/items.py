@@ -16,6 +16,7 @@ integers; only late-bound addresses are looked up through ``bind``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -38,6 +39,7 @@ _MANY_ENDS = 16
 _SMALL_BYTES = 64 << 10
 """Runs shorter than this on average are interleaved, if there are more than ``_MANY_RUNS``."""
 _MANY_RUNS = 64
+_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class Comparison:
         copies: the other sources.
         bands: parts of the box, each at most as long as a digest block.
         dtype: dtype of all sources.
+        is_tied: whether the sources are different tensors of one rank or checkpoint, such as an
+            embedding and the output layer, not replicas.
     """
 
     key: str
@@ -112,6 +116,7 @@ class Comparison:
     copies: tuple[Source, ...]
     bands: Sequence[Box]
     dtype: str
+    is_tied: bool = False
 
 
 Item = Move | Interleave | Comparison
@@ -269,11 +274,16 @@ def _list_comparisons(
     size = itemsize(match.dtype)
     for (box, number), fragments in groups.items():
         used = ends.bound(primaries[number], box)
+        # The names of one rank's or checkpoint's replicas differ in numbers at most.
+        arrays = [fragment.array for fragment in (primaries[number], *fragments)]
+        names = {array.name.partition(":") for array in arrays if array is not None}
+        owners = {owner if colon else "" for owner, colon, _ in names}
+        is_tied = len(owners) == 1 and len({_DIGITS.sub("", "".join(name)) for name in names}) > 1
         copies = tuple(dict.fromkeys(ends.bound(fragment, box) for fragment in fragments))
         axis, rows = cut_rows(box.shape, size, band_bytes)
         group_bytes = _item_bytes(item_bytes, 1 + len(copies))
         for bands in _group_bands(box, axis, rows, size, 1, group_bytes):
-            yield Comparison(match.meta.key, box, used, copies, bands, match.dtype)
+            yield Comparison(match.meta.key, box, used, copies, bands, match.dtype, is_tied)
 
 
 def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:

@@ -316,6 +316,8 @@ def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared() -> None:
     with pytest.raises(ReplicaMismatchError, match=r"\(1, 2\)") as caught:
         moved(tie(catalog, [(HEAD, EMBED)]), store)
     assert caught.value.key == EMBED
+    hint = caught.value.hint or ""
+    assert "--tie" in hint and "rank" not in hint and "config.json" not in hint
 
 
 def test_an_alias_is_tied_for_nothing() -> None:

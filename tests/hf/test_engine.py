@@ -92,8 +92,10 @@ def test_a_copy_of_tied_embeddings_that_differs_is_found(tmp_path: Path) -> None
     store = LocalStore(folder)
     middle = to_megatron(safetensors.FORMAT.read(store), config_of(folder))
     ranks = shard(middle, Topology(tp=2), rules=RULES)
-    with pytest.raises(ReplicaMismatchError, match="word_embeddings"):
+    with pytest.raises(ReplicaMismatchError, match="word_embeddings") as caught:
         copied(megatron.FORMAT, middle, ranks, store, tmp_path / "ranks")
+    hint = caught.value.hint or ""
+    assert "tie_word_embeddings in config.json" in hint and "rank" not in hint
 
 
 def test_pieces_that_torch_wrote_of_parts_are_put_together(golden: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -72,6 +73,18 @@ def read_options(verb: str) -> dict[str, Any]:
     }
 
 
+def read_rules(hint: str | None) -> str:
+    """Return the rules file in a hint, from its first table to the end: "" if there is none.
+
+    Raises:
+        tomllib.TOMLDecodeError: who copies it gets a file that is not TOML.
+    """
+    table = re.search(r"\[\[\w+\]\]\s*\n.*|\[\[\w+\]\] \w+ = .*", hint or "", re.DOTALL)
+    text = "" if table is None else table[0]
+    tomllib.loads(text)
+    return text
+
+
 Run = Callable[[Sequence[str]], CommandEnd]
 
 
@@ -100,6 +113,7 @@ def _follow(
 ) -> Iterator[tuple[list[str], CommandEnd]]:
     assert ended.code not in (1, 70), (line, ended.err)
     assert ended.problem not in problems, f"{shlex.join(line)}: again {ended.err}"
+    read_rules(ended.hint)
     yield line, ended
     if not ended.code or not most:
         return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
@@ -22,6 +22,7 @@ from core.checks.level import Level
 from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.errors import CheckpointingException
+from core.megatron.optimizer.form import role_of
 
 if TYPE_CHECKING:
     from core.arrays.box import Box
@@ -51,6 +52,12 @@ _OWN_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked
 _OWN_HINT = (
     "no action needed: FSDP and DDP leave each rank its own statistics of BatchNorm; a conversion"
     " takes those of the first rank with --on-replica-mismatch first"
+)
+
+
+_MOMENTS_HINT = (
+    "convert with --no-optim, as the weights do not differ; or use an older checkpoint; or convert"
+    " with --on-replica-mismatch first, which takes the first copy"
 )
 
 
@@ -107,6 +114,7 @@ def check_replicas(subject: Subject) -> Iterator[Finding]:
     if canonical is None:
         return
     sums = subject.byte_scan.scanned.arrays
+    findings: list[Finding] = []
     for replicas in _all_replicas(subject):
         # Number of each fragment → digest of its array, where the scan could read it.
         digests: dict[int, str] = {}
@@ -119,7 +127,15 @@ def check_replicas(subject: Subject) -> Iterator[Finding]:
             digests = {}
         elif len(set(digests.values())) == 1:
             continue
-        yield from _compare_replicas(subject, canonical.catalog, replicas, digests)
+        findings += _compare_replicas(subject, canonical.catalog, replicas, digests)
+    # Without its moments, a checkpoint whose other tensors agree is a good one.
+    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
+    if all(item.code == DIFFERENT.code and role_of(item.key or "") == "moments" for item in errors):
+        findings = [
+            replace(item, hint=_MOMENTS_HINT) if item.severity is Severity.ERROR else item
+            for item in findings
+        ]
+    yield from findings
 
 
 def _compare_replicas(

@@ -14,7 +14,6 @@ from itertools import chain, islice
 
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
-from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import (
     CheckpointingException,
@@ -28,8 +27,6 @@ from core.megatron.model.args import fields_of, size_in
 from core.megatron.model.checks import ADAPTER
 from core.megatron.model.vocabulary import explains
 from core.megatron.reshard.equal_shards import (
-    find_equal_shards,
-    one_of_each_kind,
     suggest_rules,
 )
 from core.megatron.reshard.problems import Understood
@@ -232,13 +229,8 @@ def check_equal_shards(subject: Subject) -> Iterator[Finding]:
 
     At the lowest level, one tensor of each kind is compared.
     """
-    model, catalog = subject.model.understood, subject.model.catalog
-    if model is None or catalog is None:
-        return
-    topology, tensors = model.facts.topology, model.held
-    if subject.level == Level.METADATA:
-        tensors = one_of_each_kind(tensors, catalog, topology)
-    for item in find_equal_shards(tensors, topology, subject.store):
+    model = subject.model.understood
+    for item in () if model is None else model.equal:
         yield WHOLE.finding(str(item), key=item.name, hint=suggest_rules([item]))
 
 

@@ -21,7 +21,7 @@ from core.errors import (
 )
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import SYMBOLS
-from core.megatron.rules.rules import GPT, Layer, Rule, Rules, replication
+from core.megatron.rules.rules import GPT, Layer, Rule, Rules, format_table
 
 _FC1 = ("linear_fc1.weight", "dense_h_to_4h.weight")
 _QKV = tuple(
@@ -234,7 +234,7 @@ def check_shapes(
                         err.hint = (
                             f"if each of the {n} {rule.group.upper()} ranks holds the complete "
                             f"tensor, pass a file with --rules that contains:\n"
-                            f"{replication([name])}"
+                            + format_table("rule", [name], 'rule = "replicate"')
                         )
                 report(err.breaking("layout.shapes"))
 

@@ -14,7 +14,7 @@ from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank, Topology
-from core.megatron.rules.rules import Rules
+from core.megatron.rules.rules import Rules, format_table
 
 T = TypeVar("T")
 FINAL_NORM = "decoder.final_layernorm"
@@ -72,8 +72,8 @@ class Homes:
                 raise UnsupportedError(
                     "no rule assigns this tensor to a pipeline stage",
                     key=key,
-                    hint="pass a file with --rules that contains: "
-                    f"[[stage]] pattern = '^{key}$' stage = \"last\"",
+                    hint="pass a file with --rules that contains, beside its other tables:\n"
+                    + format_table("stage", [key], 'stage = "last"   # or "first"'),
                 )
 
             # Multi-token prediction may be in a chunk of its own after the last layer and its norm.

@@ -26,7 +26,7 @@ from core.errors import UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.rank_model import RankPart, RankTensor
-from core.megatron.rules.rules import replication
+from core.megatron.rules.rules import Rule, format_cut, format_table
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")
 _SAMPLE_BYTES = 1 << 14
@@ -40,17 +40,15 @@ class EqualShards:
 
     Args:
         name: global name of the tensor.
-        axis: the axis that its rule cuts.
+        rule: the rule that cuts it.
         ranks: ranks with one and the same shard.
         n: number of shards.
-        group: ``TP`` or ``ETP``.
     """
 
     name: str
-    axis: int
+    rule: Rule
     ranks: tuple[int, ...]
     n: int
-    group: str
 
     @property
     def is_on_all_ranks(self) -> bool:
@@ -59,12 +57,14 @@ class EqualShards:
 
     def __str__(self) -> str:
         numbers = ", ".join(map(str, self.ranks))
+        group = self.rule.group.upper()
         ranks = (
-            f"all {self.n} {self.group} ranks"
+            f"all {self.n} {group} ranks"
             if self.is_on_all_ranks
-            else f"{self.group} ranks {numbers} of {self.n}"
+            else f"{group} ranks {numbers} of {self.n}"
         )
-        return f"{ranks} hold the same values, but the rule of this tensor cuts axis {self.axis}"
+        axis = self.rule.cut_axis
+        return f"{ranks} hold the same values, but the rule of this tensor cuts axis {axis}"
 
 
 def find_equal_shards(
@@ -90,7 +90,12 @@ def find_equal_shards(
             ranks = _equal_ranks(shards, rule.cut_axis, store)
         if len(shards) == n and ranks:
             equal[name] = ranks
-            yield EqualShards(name, rule.cut_axis, ranks, n, rule.group.upper())
+            yield EqualShards(name, rule, ranks, n)
+
+
+def kind_of(name: str) -> str:
+    """Return a tensor's name without the numbers of layers and experts."""
+    return _NUMBER.sub("", name)
 
 
 def one_of_each_kind(
@@ -110,7 +115,7 @@ def one_of_each_kind(
     files = {folder: topology.rank_at(coords) for coords, (folder, _) in facts.ranks.items()}
     firsts: dict[str, tuple[str, RankTensor]] = {}
     for name, tensor in tensors.items():
-        firsts.setdefault(_NUMBER.sub("", name), (name, tensor))
+        firsts.setdefault(kind_of(name), (name, tensor))
     completed = {}
     for name, tensor in firsts.values():
         sampled = tensor.parts[0]
@@ -149,17 +154,30 @@ def raise_if_equal_shards(
 
 def suggest_rules(equal: Sequence[EqualShards]) -> str:
     """Return the hint for tensors with equal shards: the rules that decide what they are."""
-    names = [item.name for item in equal if item.is_on_all_ranks]
+    # One table for all tensors that are cut alike.
+    names: dict[tuple[str, ...], list[str]] = {}
+    for item in equal:
+        if item.is_on_all_ranks:
+            names.setdefault(format_cut(item.rule), []).append(item.name)
     if not names:
         return (
             "convert it with the software that wrote it (no rule describes a tensor that some "
             "ranks share); if these are shards that happen to be equal, pass a file with --rules "
             'that says so: rule = "split" with the axis'
         )
+    tables = [
+        format_table(
+            "rule",
+            alike,
+            'rule = "replicate"',
+            "# or, if these are shards that happen to be equal:",
+            *(f"# {line}" for line in cut),
+        )
+        for cut, alike in names.items()
+    ]
     return (
         "if every rank holds the complete tensor, pass a file with --rules that contains:\n"
-        f"{replication(names)}\n(or, if they are shards that happen to be equal, rule = "
-        '"split" with the axis)'
+        + "\n".join(tables)
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
@@ -15,6 +16,7 @@ from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.stored import Coords
 from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
+from core.files.store import ReadStore
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_complete, check_shapes
@@ -24,6 +26,12 @@ from core.megatron.optimizer.rank_state import RankFile
 from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import meta_of, origins_of, with_stacked_tower
+from core.megatron.reshard.equal_shards import (
+    EqualShards,
+    find_equal_shards,
+    kind_of,
+    one_of_each_kind,
+)
 from core.megatron.reshard.from_global import (
     common_entries,
     is_random_state,
@@ -52,25 +60,36 @@ class Understood:
         shapes: global per-layer name → shape, padding rows included.
         held: global name → the shards of the tensor on all ranks; {} for global tensors.
         files: the parameters of each rank's file; () for global tensors.
+        equal: tensors whose shards are equal although a rule cuts them; their shapes are those of
+            the complete tensors that all ranks hold.
     """
 
     facts: ModelFacts
     shapes: Mapping[str, Shape]
     held: Mapping[str, RankTensor] = field(default_factory=dict)
     files: Sequence[RankFile] = ()
+    equal: Sequence[EqualShards] = ()
 
 
 def understood(
-    catalog: Catalog, rules: Rules, *, report: Report, sample: Collection[str] | None = None
+    catalog: Catalog,
+    rules: Rules,
+    store: ReadStore,
+    *,
+    report: Report,
+    sample: Collection[str] | None = None,
+    is_quick: bool = False,
 ) -> Understood | None:
     """Read the model of a catalog with Megatron's names, and report its problems.
 
     Args:
         catalog: a catalog of rank files, which may be incomplete, or of global tensors; its objects
             are loaded.
+        store: the checkpoint's files.
         report: takes the problems: the rules of ``merge_ranks``, ``origins_of`` and
             ``check_complete``, and ``layout.args``, ``.ranks_differ``, ``.shapes``, ``.tied``.
         sample: the rank directories to read, which represent all others; None reads every rank.
+        is_quick: compare the shards of one tensor of each kind only.
 
     Returns:
         The readable part of the model; None if its arguments or names are not understood.
@@ -78,14 +97,20 @@ def understood(
     try:
         if not catalog.is_rank_local:
             return _read_global(catalog, rules, report)
-        return _read_ranks(catalog, rules, report, sample)
+        return _read_ranks(catalog, rules, store, report, sample, is_quick=is_quick)
     except CheckpointingException as err:
         report(err.breaking("layout.args"))
         return None
 
 
 def _read_ranks(
-    catalog: Catalog, rules: Rules, report: Report, sample: Collection[str] | None
+    catalog: Catalog,
+    rules: Rules,
+    store: ReadStore,
+    report: Report,
+    sample: Collection[str] | None,
+    *,
+    is_quick: bool,
 ) -> Understood:
     """Read the model of rank files, and report its problems."""
     ranks = ranks_of(catalog)
@@ -109,15 +134,27 @@ def _read_ranks(
 
     # Then check the shapes, which are known only for names that have a rule.
     settle_rules(model, facts)
+    topology, tensors = facts.topology, model.tensors
+    equal: list[EqualShards] = []
+    with suppress(CheckpointingException):  # the checks of files report what cannot be read
+        if is_quick:
+            tensors = one_of_each_kind(tensors, catalog, topology)
+        equal += find_equal_shards(tensors, topology, store)
+    complete = {item.name for item in equal if item.is_on_all_ranks}
+    kinds = {kind_of(name) for name in complete} if is_quick else frozenset()
     shapes: dict[str, Shape] = {}
     for name, tensor in model.tensors.items():
         try:
-            shapes[name] = global_shape_of(name, tensor, facts.topology)
+            # A complete tensor is judged as it is, not as many times as there are ranks.
+            is_complete = name in complete or kind_of(name) in kinds
+            shape = tensor.parts[0].array.shape if is_complete else None
+            shapes[name] = shape or global_shape_of(name, tensor, topology)
         except CheckpointingException as err:
             report(err.breaking("layout.shapes"))
     rule_of = {name: tensor.rule for name, tensor in model.tensors.items()}
-    facts = _check_shapes(shapes, rule_of, facts, rules, report, n_joined=facts.topology.size_of)
-    return Understood(facts, shapes, held=model.tensors, files=tuple(model.files.values()))
+    facts = _check_shapes(shapes, rule_of, facts, rules, report, n_joined=topology.size_of)
+    files = tuple(model.files.values())
+    return Understood(facts, shapes, held=model.tensors, files=files, equal=tuple(equal))
 
 
 def _sampled(

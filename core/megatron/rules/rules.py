@@ -6,6 +6,7 @@ without a rule is an error that proposes one. ``megatron/rules/megatron.toml`` e
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -534,18 +535,37 @@ def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
     return sub
 
 
-def replication(names: Iterable[str]) -> str:
-    """Return a rule, in TOML, that replicates tensors, in layers and experts of any number."""
-    return f"[[rule]]\npattern = '{_pattern_of(names)}'\nrule = \"replicate\""
+def format_table(kind: str, names: Iterable[str], *lines: str) -> str:
+    """Return a table of a rules file for tensors, in layers and experts of any number.
 
-
-def _pattern_of(names: Iterable[str]) -> str:
-    """Return a pattern for names that are alike but for the numbers of layers and experts."""
+    Args:
+        kind: ``rule`` or ``stage``.
+        lines: the lines after the pattern.
+    """
     patterns = dict.fromkeys(
         r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
         for name in names
     )
-    return f"^{next(iter(patterns))}$" if len(patterns) == 1 else f"^({'|'.join(patterns)})$"
+    pattern = f"^{next(iter(patterns))}$" if len(patterns) == 1 else f"^({'|'.join(patterns)})$"
+    # Literal strings need no second backslash, but cannot hold every character.
+    is_literal = pattern.isprintable() and "'" not in pattern
+    text = f"'{pattern}'" if is_literal else json.dumps(pattern, ensure_ascii=False)
+    return "\n".join((f"[[{kind}]]", f"pattern = {text}", *lines))
+
+
+def format_cut(rule: Rule) -> tuple[str, ...]:
+    """Return the lines of a table ``[[rule]]`` that cuts tensors as a rule does."""
+    lines = [f'rule = "{rule.kind}"', f"axis = {rule.axis}"]
+    if rule.segments:
+        parts = [[size.text for size in sizes] for sizes in rule.segments]
+        lines.append(f"parts = {json.dumps(parts)}")
+    elif rule.parts != "whole":
+        lines.append(f'parts = "{rule.parts}"')
+    if rule.unit is not None:
+        lines.append(f'unit = "{rule.unit}"')
+    if rule.group != "tp":
+        lines.append(f'group = "{rule.group}"')
+    return tuple(lines)
 
 
 def proposal(
@@ -560,24 +580,23 @@ def proposal(
         shapes: shape of the tensor on every rank that has it.
         tp: number of shards.
     """
-    rule = ["[[rule]]", f"pattern = '{_pattern_of([name])}'"]
     shape = shapes[0] if shapes else ()
 
     # Linear layers are not cut on the axis of the hidden size.
     undecided = 'rule = "replicate"   # if every TP rank holds the same; else "split" with an axis'
     other_axes = [axis for axis, extent in enumerate(shape) if extent != hidden_size]
     if len(set(shapes)) > 1:
-        rule += ['rule = "replicate"   # the ranks hold different shapes, which no rule describes']
+        rule = ['rule = "replicate"   # the ranks hold different shapes, which no rule describes']
     elif shape and hidden_size is not None and not other_axes:
         shards = "" if tp in (None, 1) else f", on each of {tp} TP ranks"
-        rule += [f'rule = "replicate"   # the hidden size on every axis{shards}']
+        rule = [f'rule = "replicate"   # the hidden size on every axis{shards}']
     elif len(shape) < 2:
-        rule += [undecided]
+        rule = [undecided]
     elif hidden_size is not None and len(shape) == 2 and len(other_axes) == 1:
-        rule += ['rule = "split"   # the other axis is the hidden size', f"axis = {other_axes[0]}"]
+        rule = ['rule = "split"   # the other axis is the hidden size', f"axis = {other_axes[0]}"]
     else:
-        rule += [
+        rule = [
             'rule = "split"   # or "replicate", if every TP rank holds the same',
             f"axis = {int(shape[0] > shape[1])}",
         ]
-    return "\n".join(rule)
+    return format_table("rule", [name], *rule)

@@ -274,23 +274,55 @@ def test_fused_sub_parameters_are_divided_by_their_widths() -> None:
     assert plan.extras == {"sub_param_shape": sub}
 
 
-def test_replicas_are_compared_to_their_last_element(tmp_path: Path) -> None:
+def save_with_a_replica_that_differs(folder: Path, *states: str) -> Path:
+    """Save two tensor-parallel ranks with equal parameters but for an element of some states."""
     # More than the first bytes of the parameter that opening compares.
     groups = ({"embed": (1 << 15,)}, {"bias": (5,)})
     info = {REPLICATED: [".*"], "universal_checkpoint_version": 0.2}
     sizes = {"tp_degree": 2, "pp_degree": 1}
-    folder = tmp_path / "run"
     for rank in (1, 0):
 
         def change(name: str, content: dict[str, Any], rank: int = rank) -> None:
             if name == "mp_rank_00_model_states.pt":
                 content |= {HINT: info, "checkpoint_parallel_dimensions": sizes, "mp_world_size": 2}
             elif rank:
-                content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0][-1] += 1
+                optimizer = content["optimizer_state_dict"]
+                moments = optimizer["base_optimizer_state"]["state"][0]
+                masters = optimizer["single_partition_of_fp32_groups"][0]
+                for state in states:
+                    (masters if state == "fp32" else moments[state])[-1] += 1
 
         Zero(1, 1, groups).write(folder, change)
         for path in list(folder.glob("*mp_rank_00*")) if rank else []:
             path.rename(path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+    return folder
+
+
+@pytest.mark.parametrize("states", [("exp_avg",), ("exp_avg", "exp_avg_sq"), ("exp_avg", "fp32")])
+def test_moments_that_differ_alone_leave_the_weights(
+    tmp_path: Path, states: tuple[str, ...]
+) -> None:
+    folder = save_with_a_replica_that_differs(tmp_path / "run", *states)
+    hints = {
+        item.hint or ""
+        for item in validate(folder, level=Level.DEEP).findings
+        if item.code == "CK720"
+    }
+    has_weights = "fp32" not in states
+    assert ["--no-optim, as the weights do not differ" in hint for hint in hints] == [has_weights]
+    with pytest.raises(ReplicaMismatchError) as caught:
+        run(Job(src=folder, dst=tmp_path / "a", to="torch", fsync=False))
+    hint = caught.value.hint or ""
+    assert "config.json" not in hint and "--exclude" not in hint
+    # What the hints say leads on, and is said only where it does.
+    assert ("--no-optim" in hint) == (caught.value.key or "").endswith(".exp_avg")
+    if has_weights:
+        run(Job(src=folder, dst=tmp_path / "b.pt", to="torch", optim="drop", fsync=False))
+        assert torch.load(tmp_path / "b.pt")["embed"].numel() == 1 << 15
+
+
+def test_replicas_are_compared_to_their_last_element(tmp_path: Path) -> None:
+    folder = save_with_a_replica_that_differs(tmp_path / "run", "fp32")
     (finding,) = [
         item for item in validate(folder, level=Level.DEEP).findings if item.code == "CK720"
     ]

@@ -17,6 +17,7 @@ from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.validate.run import validate
+from tests.support.followed_hints import read_rules
 from tests.support.rank_files import MODEL_FILE
 
 LAYERS, HIDDEN, HEADS, HEAD, FFN, ROWS = 2, 16, 4, 4, 24, 128
@@ -252,6 +253,22 @@ def test_copies_of_glm_s_keys_on_several_ranks_are_refused(tmp_path: Path) -> No
         reshard(source, tmp_path / "b", 1)
 
 
+@pytest.mark.parametrize("level", [Level.METADATA, Level.HEADERS, Level.DEEP])
+@pytest.mark.parametrize("whole", ["dense_h_to_4h", "dense_4h_to_h"])
+def test_a_complete_half_of_a_gated_mlp_does_not_blame_the_other(
+    tmp_path: Path, whole: str, level: Level
+) -> None:
+    cut = {end: axis for end, axis in AXES.items() if not end.startswith(whole)}
+    source = save(tmp_path / "a", complete(gated=True), gated=True, cut=cut, swiglu=True)
+    findings = validate(source, level=level).findings
+    errors = [item for item in findings if item.severity is not Severity.NOTE]
+    assert {item.code for item in errors} == {"CK317"}
+    assert all(whole in (item.key or "") for item in errors)
+    with pytest.raises(UnsupportedError) as caught:
+        reshard(source, tmp_path / "b", 1)
+    assert caught.value.message.startswith(errors[0].message)
+
+
 WHOLE = [
     "query_key_value",
     "dense.weight",
@@ -268,15 +285,30 @@ def test_tensors_that_every_rank_holds_complete_need_a_rule(tmp_path: Path, whol
     source = save(tmp_path / "a", tensors, cut=cut)
     with pytest.raises(UnsupportedError, match="all 2 TP ranks hold the same values") as caught:
         reshard(source, tmp_path / "b", 1)
-    assert "CK317" in codes(source)
-    assert "CK317" in codes(source, Level.METADATA)
+    # The shapes follow from that, and are no findings of their own.
+    assert codes(source) == codes(source, Level.METADATA) == {"CK317"}
 
     # What the hint says leads on.
-    text = str(caught.value.hint)
     rules = tmp_path / "rules.toml"
-    rules.write_text(text[text.index("[[rule]]") : text.index("\n(or")])
+    rules.write_text(read_rules(caught.value.hint))
     assert_shards(reshard(source, tmp_path / "c", 1, rules), tensors, cut=cut)
     assert_shards(reshard(source, tmp_path / "d", 4, rules), tensors, cut=cut)
+
+
+def test_the_tables_that_hints_propose_lead_on_as_they_are(tmp_path: Path) -> None:
+    tensors = complete()
+    source = save(tmp_path / "a", tensors)
+    for path in source.glob(f"*/*/{MODEL_FILE}"):
+        content = torch.load(path, weights_only=False)
+        content["model"]["language_model"]["extra.0"] = {"weight": torch.ones(3)}
+        torch.save(content, path)
+    rules = tmp_path / "rules.toml"
+    rules.touch()
+    for what in ("no layout rule matches", "no rule assigns this tensor"):
+        with pytest.raises(UnsupportedError, match=what) as caught:
+            reshard(source, tmp_path / "b", 1, rules)
+        rules.write_text(rules.read_text() + read_rules(caught.value.hint) + "\n")
+    assert_shards(reshard(source, tmp_path / "b", 1, rules), tensors)
 
 
 @pytest.mark.parametrize("is_zip", [True, False])

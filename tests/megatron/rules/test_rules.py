@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError, UsageError
+from core.megatron.reshard.equal_shards import EqualShards, suggest_rules
 from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.rules import format_table
+from tests.support.followed_hints import read_rules
 
 RULES = load_rules()
 
@@ -139,10 +142,8 @@ def test_an_unknown_name_is_an_error_with_shapes_and_a_row_that_works(tmp_path: 
     with pytest.raises(UnknownTensorError) as caught:
         RULES.rule_of(name, shapes=[(4, 8), (4, 8)])
     assert "2 ranks: 4×8" in caught.value.message
-    hint = caught.value.hint
-    assert hint is not None
     path = tmp_path / "rules.toml"
-    path.write_text(hint.split("\n", 1)[1])
+    path.write_text(read_rules(caught.value.hint))
     more = load_rules(path)
     assert more.rule_of(name).kind == "split"
     assert more.rule_of(name.replace("3", "17")).kind == "split"
@@ -167,9 +168,51 @@ def test_a_proposed_row_follows_the_hidden_size(
             "decoder.layers.3.mlp.extra.weight", shapes=[shape] * tp, hidden_size=16, tp=tp
         )
     path = tmp_path / "rules.toml"
-    path.write_text((caught.value.hint or "").split("\n", 1)[1])
+    path.write_text(read_rules(caught.value.hint))
     rule = load_rules(path).rule_of("decoder.layers.7.mlp.extra.weight")
     assert (rule.kind, rule.cut_axis) == (kind, axis)
+
+
+@pytest.mark.parametrize("name", ["a'b.weight", "a\nb", 'a"b\\d.0.weight', "ä.[x]", "\u2028", ""])
+def test_a_proposed_row_holds_any_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(format_table("rule", [name, "other"], 'rule = "replicate"'))
+    rules = load_rules(path)
+    assert rules.rule_of(name).is_users
+    assert rules.rule_of("other").is_users
+    assert not rules.rule_of("decoder.layers.0.mlp.linear_fc2.weight").is_users
+
+
+CUT = (
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.0.mlp.linear_fc2.weight",
+    "decoder.layers.0.self_attention.linear_qkv.weight",
+    "decoder.layers.0.self_attention.linear_q_up_proj.weight",
+    "decoder.layers.0.mixer.in_proj.weight",
+    "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
+    "embedding.word_embeddings.weight",
+)
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in CUT), CUT[:2], CUT])
+def test_rules_for_equal_shards_can_be_copied_as_they_are(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    equal = [EqualShards(name, RULES.rule_of(name), (0, 1), 2) for name in names]
+    path = tmp_path / "rules.toml"
+    path.write_text(read_rules(suggest_rules(equal)))
+    rules = load_rules(path)
+    assert {rules.rule_of(name).kind for name in names} == {"replicate"}
+
+    # So can the alternative, without its marks: it cuts as before.
+    lines = path.read_text().replace('rule = "replicate"\n# or', "# Or").split("\n")
+    path.write_text("\n".join(line.removeprefix("# ") for line in lines if "# Or" not in line))
+    rules = load_rules(path)
+    for name in names:
+        old, new = RULES.rule_of(name), rules.rule_of(name)
+        assert new.is_users
+        for field in ("kind", "axis", "parts", "segments", "unit", "group"):
+            assert getattr(new, field) == getattr(old, field), (name, field)
 
 
 def test_the_first_of_two_rows_that_fit_decides(tmp_path: Path) -> None:
