@@ -243,6 +243,16 @@ def _is_to_hf(job: Job) -> bool:
     return (job.names or job.to or "").lower().startswith(HF_ALIASES)
 
 
+def _leaves_optimizer_out(job: Job) -> bool:
+    """Return whether the destination has no optimizer, by request or because it is Hugging Face's.
+
+    Other formats keep it under Hugging Face's names.
+    """
+    if job.optim is not None:
+        return job.optim == "drop"
+    return _is_to_hf(job) and job.to is not None and format_called(job.to).carries_files
+
+
 @contextmanager
 def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepared]:
     """Open the source, prepare the job, and close the source after the block.
@@ -271,7 +281,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             iteration=job.iteration,
             missing_chunks=job.missing_chunks,
             drop_missing=job.drop_missing,
-            needs_optimizer=not (job.optim == "drop" or (job.optim is None and _is_to_hf(job))),
+            needs_optimizer=not _leaves_optimizer_out(job),
             needs_masters=job.optim != "drop",
             on_open=count_steps(progress, Phase.PLANNING, unit="files"),
         )

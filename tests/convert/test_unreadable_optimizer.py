@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,10 @@ def test_weights_for_hugging_face_need_no_optimizer(golden: Path, tmp_path: Path
     )
     for key, tensor in result.items():
         assert_same_bits(tensor, expected[key].to(tensor.dtype), key)
+    # Other formats keep the optimizer under Hugging Face's names.
+    for to in ("dcp", "torch", "ucp"):
+        with pytest.raises(CheckpointingException, match=r"zip|cut"):
+            run(replace(job, dst=tmp_path / to, to=to, names="hf"))
 
 
 DISTRIBUTED = "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"
