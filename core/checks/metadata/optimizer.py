@@ -58,7 +58,7 @@ NOT_HANDLED = Code(
     "CK411",
     Severity.NOTE,
     "an unsupported optimizer",
-    "convert with --no-optim, or without changing the layout",
+    "convert with --no-optim",
 )
 NOT_COMPARED = Code(
     "CK412",

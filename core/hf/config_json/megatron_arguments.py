@@ -81,6 +81,9 @@ def derive_arguments(
         for d in _DIVISORS
         if padded_vocab_size(n_rows, divisible_by=d, tp=tp) == embedding.shape[0]
     )
+    # Nothing says how many ranks shared the data; buffers alone show how many shared the experts.
+    for name in ("world_size", "data_parallel_size", "expert_tensor_parallel_size"):
+        fields[name] = None
     fields |= {
         "make_vocab_size_divisible_by": next(divisors, _DIVISORS[-1]),
         "ckpt_format": "torch_dist",
@@ -88,9 +91,6 @@ def derive_arguments(
         ARGUMENT: text,
         **sizes,
     }
-    # Nothing says how many ranks shared the data, or the experts.
-    for name in ("world_size", "data_parallel_size", "expert_tensor_parallel_size"):
-        fields[name] = None
     if has_output:
         fields["untie_embeddings_and_output_weights"] = True
     return fields

@@ -44,6 +44,8 @@ from core.megatron.model.checks import (
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
+from core.megatron.optimizer.sharded.buckets import has_buckets
+from core.megatron.optimizer.sharded.proven_order import read_in_proven_order
 from core.megatron.optimizer.sharded.read import read_states, with_states
 from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
@@ -161,10 +163,16 @@ def unshard_global(
     )
     if not carries_optimizer:
         return model
-    states = read_states(
-        catalog, model, entries.optimizer, stored.facts, rules, prefix=prefix, store=store
-    )
-    return with_schedule(with_states(model, states))
+
+    def read(model: Catalog, facts: ModelFacts) -> Catalog:
+        entry = entries.optimizer
+        states = read_states(catalog, model, entry, facts, rules, prefix=prefix, store=store)
+        return with_states(model, states)
+
+    # Without values, the order of parameters in buffers is that of the arguments.
+    if store is not None and has_buckets(catalog):
+        return with_schedule(read_in_proven_order(model, stored.facts, rules, read=read))
+    return with_schedule(read(model, stored.facts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,20 +13,15 @@ is not supported yet raises an error with its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import state_of
-from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import ReadStore
-from core.megatron.model.args import fields_of, replaced, topology_of
+from core.megatron.model.args import topology_of
 from core.megatron.model.checks import listed
-from core.megatron.optimizer.flat.layout import UNPROVEN
 from core.megatron.optimizer.proof import strange_masters
 from core.megatron.optimizer.remainders import check_dtypes, check_values
 from core.megatron.placement.adapter_rows import is_halved, to_matrix_order
-from core.megatron.reshard.from_global import common_entries, is_megatron, unshard_global
+from core.megatron.reshard.from_global import is_megatron, unshard_global
 from core.megatron.reshard.from_ranks import unshard_ranks
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import Stacked, stack
@@ -34,28 +29,6 @@ from core.megatron.rules.rules import UNKNOWN_SOURCE, Rules
 from core.megatron.rules.tables import load_rules
 
 __all__ = ["Rules", "Stacked", "is_megatron", "load_rules", "shard", "stack", "unshard"]
-
-
-def _unshard_in_other_order(
-    catalog: Catalog, unshard_model: Callable[[Catalog], Catalog], failure: UnsupportedError
-) -> Catalog:
-    """Return the global form of a model of the other implementation than the arguments state.
-
-    Raises:
-        UnsupportedError: ``failure``, as the values prove neither.
-    """
-    common = common_entries(catalog)
-    is_local = fields_of(common.get("args")).get("transformer_impl") == "local"
-    other = "transformer_engine" if is_local else "local"
-    args = replaced(common["args"], {}, added={"transformer_impl": other})
-    if catalog.common is not None:
-        catalog = replace(catalog, common={**catalog.common, "args": args})
-    try:
-        model = unshard_model(replace(catalog, args=args))
-    except CheckpointingException:
-        raise failure from None
-    note = f"transformer_impl is {other}: the optimizer's buffers have the order of its parameters"
-    return model.noted([note])
 
 
 def unshard(
@@ -99,25 +72,15 @@ def unshard(
     """
     is_rank_local = catalog.is_rank_local
 
-    def unshard_model(source: Catalog) -> Catalog:
-        return (unshard_ranks if is_rank_local else unshard_global)(
-            source,
-            rules=rules,
-            vocab_size=vocab_size,
-            optim=optim,
-            keep_padded_vocab=keep_padded_vocab,
-            target_tp=target_tp,
-            store=store,
-        )
-
-    # Arguments that were not saved by Megatron may not state the implementation, whose order of
-    # parameters is that of the optimizer's buffers: the one counts whose masters round to weights.
-    try:
-        model = unshard_model(catalog)
-    except UnsupportedError as err:
-        if is_rank_local or store is None or err.rule != UNPROVEN:
-            raise
-        model = _unshard_in_other_order(catalog, unshard_model, err)
+    model = (unshard_ranks if is_rank_local else unshard_global)(
+        catalog,
+        rules=rules,
+        vocab_size=vocab_size,
+        optim=optim,
+        keep_padded_vocab=keep_padded_vocab,
+        target_tp=target_tp,
+        store=store,
+    )
 
     # Compare master weights with weights; for rank files, reading the optimizer already did.
     check_dtypes(model.tensors)
