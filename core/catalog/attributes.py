@@ -108,27 +108,46 @@ def without_stale_attributes(catalog: Catalog, source: Catalog) -> Catalog:
     return replace(catalog, tensors={**catalog.tensors, **stale}) if stale else catalog
 
 
+def list_attribute_keys(catalog: AnyCatalog) -> list[str]:
+    """List the keys of all attributes as entries, and of what holds them, for globs.
+
+    For a tensor ``w`` with a ``scale``: ``__attributes__``, ``__attributes__.w`` and
+    ``__attributes__.w.scale``.
+    """
+    keys: dict[str, None] = {}
+    for path, values in collect_attributes(catalog).items():
+        entry = _entry_key(path)
+        keys |= dict.fromkeys((entry.partition(".")[0], entry))
+        keys |= dict.fromkeys(f"{entry}.{name}" for name in values)
+    return list(keys)
+
+
 def drop_matching_attributes(catalog: Catalog, globs: Sequence[str]) -> Catalog:
     """Return a copy of a catalog without the attributes that globs name by the keys of entries.
 
     Args:
-        globs: such as ``__metadata__``, ``__metadata__.ss_*`` and ``__attributes__.w.scale``; a
-            glob that does not begin with the name of an entry drops nothing.
+        globs: such as ``__metadata__``, ``__metadata__.ss_*`` and ``*.scale``.
     """
-    matchers = [matcher(glob) for glob in globs if glob.startswith(ENTRIES)]
+    matchers = [matcher(glob) for glob in globs]
     by_path = collect_attributes(catalog) if matchers else {}
     kept: dict[str, Attributes] = {}
     for path, values in by_path.items():
-        keys = [ROOT_ENTRY] if path == ROOT else [PATHS_ENTRY, f"{PATHS_ENTRY}.{path}"]
-        if not any(matches(key) for matches in matchers for key in keys):
+        key = _entry_key(path)
+        owners = (key,) if path == ROOT else (PATHS_ENTRY, key)
+        if not any(matches(owner) for matches in matchers for owner in owners):
             kept[path] = {
                 name: value
                 for name, value in values.items()
-                if not any(matches(f"{keys[-1]}.{name}") for matches in matchers)
+                if not any(matches(f"{key}.{name}") for matches in matchers)
             }
     if kept == by_path:
         return catalog
     return with_attributes(without_any_attributes(catalog), kept)
+
+
+def _entry_key(path: str) -> str:
+    """Return the key of the entry that holds the attributes of a path."""
+    return ROOT_ENTRY if path == ROOT else f"{PATHS_ENTRY}.{path}"
 
 
 def find_lost_attributes(source: AnyCatalog, catalog: AnyCatalog) -> dict[str, Attributes]:

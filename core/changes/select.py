@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.dtypes import dtype_called, dtype_of
-from core.catalog.attributes import drop_matching_attributes
+from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attribute_keys
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import LIST_THEM, matcher
@@ -52,7 +52,8 @@ def select(
     """Keep the entries that match an ``include`` glob, if any is given, and no ``exclude`` glob.
 
     If ``exclude`` drops a parameter, the optimizer's entries for it are dropped too. Attributes
-    leave with their tensors, or by a glob of ``exclude`` that begins with the name of their entry.
+    leave with their tensors, or by a glob of ``exclude`` that matches nothing else, or begins with
+    the name of their entry.
 
     Args:
         include, exclude: patterns of ``core.catalog.key_patterns`` over whole keys, of tensors and
@@ -68,12 +69,18 @@ def select(
     keys = [*catalog.tensors, *catalog.objects]
     wanted = [matcher(glob) for glob in include]
     unwanted = [matcher(glob) for glob in exclude]
-    opened = catalog
-    catalog = drop_matching_attributes(catalog, exclude)
+    attribute_keys = list_attribute_keys(catalog)
     for glob, matches in zip((*include, *exclude), (*wanted, *unwanted), strict=True):
-        is_used = any(map(matches, keys)) or drop_matching_attributes(opened, [glob]) is not opened
-        if not is_used:
+        if not any(map(matches, (*keys, *attribute_keys))):
             raise UsageError(f"no tensor or object matches {glob!r}", hint=LIST_THEM)
+
+    # A glob that is about tensors or objects leaves attributes of others alone.
+    about_attributes = [
+        glob
+        for glob, matches in zip(exclude, unwanted, strict=True)
+        if glob.startswith(ENTRIES) or not any(map(matches, keys))
+    ]
+    catalog = drop_matching_attributes(catalog, about_attributes)
 
     # Exclude the optimizer's entries for the excluded parameters as well.
     excluded = {key for key in keys if any(matches(key) for matches in unwanted)}

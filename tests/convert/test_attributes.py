@@ -306,3 +306,26 @@ def test_entries_of_these_names_that_are_somebody_elses_stay_as_they_are(
     assert {name: (type(value), value) for name, value in result.items() if name != "w"} == {
         name: (type(value), value) for name, value in state.items() if name != "w"
     }
+
+
+@pytest.mark.parametrize(
+    ("glob", "metadata", "attributes"),
+    [
+        ("*metadata*", None, {"a": {"k": 1}}),
+        ("__met*", None, {"a": {"k": 1}}),
+        ("*.s", {"t": 2}, {"a": {"k": 1}}),
+        ("*.k", {"s": 1, "t": 2}, None),
+        ("*attributes*", {"s": 1, "t": 2}, None),
+        ("b", {"s": 1, "t": 2}, {"a": {"k": 1}}),
+    ],
+)
+def test_attributes_are_excluded_by_any_glob_that_matches_nothing_else(
+    tmp_path: Path, glob: str, metadata: object, attributes: object
+) -> None:
+    weights = {"a": torch.ones(2), "b": torch.ones(2)}
+    entries = {"__metadata__": {"s": 1, "t": 2}, "__attributes__": {"a": {"k": 1}}}
+    torch.save({**weights, **entries}, tmp_path / "a.pt")
+    run(Job(src=tmp_path / "a.pt", dst=tmp_path / "b.pt", to="torch", exclude=(glob,), fsync=False))
+    result = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert result.get("__metadata__") == metadata
+    assert result.get("__attributes__") == attributes
