@@ -29,7 +29,7 @@ from core.hf.proof.expected import count_labels, describe_model
 from core.megatron.rules.rules import GPT, has_value_head
 
 _BIAS = "output_layer.bias"
-_OTHER_NAMES = ("score.weight", "classifier.weight", "reward_head.weight")
+_HEADS = ("score.weight", "classifier.weight", "reward_head.weight")
 NOTE = (
     "the output layer is a value head of one row, which frameworks for reinforcement learning put "
     "in the place of Megatron's"
@@ -122,7 +122,7 @@ def find_value_head(tensors: Mapping[str, TensorMeta], family: Family) -> ValueH
     Raises:
         UnsupportedError: the head has several rows.
     """
-    name = next((name for name in (*_OTHER_NAMES, family.head) if name in tensors), None)
+    name = next((name for name in (*_HEADS, family.head) if name in tensors), None)
     shape = () if name is None else tensors[name].shape
     if name is None or (name == family.head and shape[:1] != (1,)):
         return None

@@ -69,13 +69,15 @@ def count_elements(data: bytes, start: int = 0) -> int:
 
 @cache
 def _tables() -> tuple[list[int], list[int], dict[int, int], dict[int, int], set[int], set[int]]:
-    """Return the effects of opcodes, by their bytes.
+    """Return what each opcode does, by its byte.
 
     Returns:
-        Bytes of opcode and operand, 0 for those that need more than that and the change of the
-        stack's depth, which comes next; bytes of the lengths before operands; lines of operands
-        that end with a line; the opcodes that go down to a mark, whose change is counted from
-        there; those that fill a container.
+        steps: bytes of opcode and operand; 0 if ``changes`` does not tell all that it does.
+        changes: by how much it changes the stack's depth; with a mark, from the mark on.
+        lengths: bytes of the length in front of its operand.
+        lines: number of operands that are lines of text.
+        to_mark: the opcodes that take everything down to a mark.
+        filling: the opcodes that fill a container.
     """
     steps, changes = [0] * 256, [0] * 256
     lengths: dict[int, int] = {}
