@@ -168,6 +168,7 @@ def _open(
             path,
             iteration=iteration,
             needs_optimizer=needs_optimizer,
+            needs_masters=needs_optimizer,
             missing_chunks=missing_chunks,
             on_open=on_open,
             team=team,

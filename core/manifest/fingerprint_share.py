@@ -109,6 +109,7 @@ def open_on_all_ranks(
     *,
     iteration: int | None = None,
     needs_optimizer: bool = True,
+    needs_masters: bool = True,
     missing_chunks: str = FILL,
     on_open: Callable[[int], None] | None = None,
     team: Team,
@@ -116,7 +117,7 @@ def open_on_all_ranks(
     """Open a checkpoint on every rank, and check that all ranks find the same one.
 
     Args:
-        path, iteration, needs_optimizer, missing_chunks, on_open: as for
+        path, iteration, needs_optimizer, needs_masters, missing_chunks, on_open: as for
             ``core.opening.open.open_checkpoint``.
         team: the ranks.
 
@@ -131,6 +132,7 @@ def open_on_all_ranks(
             path,
             iteration=iteration,
             needs_optimizer=needs_optimizer,
+            needs_masters=needs_masters,
             missing_chunks=missing_chunks,
             on_open=on_open,
         ),

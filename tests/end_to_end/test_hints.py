@@ -337,12 +337,12 @@ REFUSALS = (
         "validate SRC --ignore CK199", "ckpt validate --list-checks", "torch_dcp/tp2_only", "*"
     ),
     Refusal("inspect SRC no.such", "ckpt inspect SRC --flat", "torch_dcp/tp2_only", "*"),
-    Refusal("inspect SRC", "--iteration", "tracker"),
+    Refusal("inspect SRC", "iter_0000010", "tracker", "SRC"),
     Refusal("convert SRC DST --to dcp", "--force", "existing"),
     Refusal("manifest SRC", "--force", "manifest"),
     Refusal("manifest SRC", "ckpt validate", "manifest", "manifest"),
 )
-COMPLETED = {"--exclude": "--exclude s", "--iteration": "--iteration 10"}
+COMPLETED = {"--exclude": "--exclude s", "iter_0000010": "SRC/iter_0000010"}
 """Advice whose value the message names in another sentence."""
 
 

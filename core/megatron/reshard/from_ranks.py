@@ -188,7 +188,7 @@ def unshard_ranks(
         common = {**common, "args": args}
         notes.append(
             "rows of query, key and value are now in Megatron's order, by group "
-            "(--group-query-attention), not in that of multi_query_attention"
+            "(group_query_attention), not in that of multi_query_attention"
         )
 
     # Keep the tensors to which objects refer, and those of the optimizer that are not states.
