@@ -29,7 +29,6 @@ from ckpt_cli.options.shared.values import (
     whole_number,
 )
 from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
-from core.files.object_client import limit_requests, set_storage_options
 from core.files.remote_path import RemotePath
 from core.files.url import refuse_url
 
@@ -108,8 +107,10 @@ def accepts(
                         urls.append(item)
                     elif isinstance(item, Path):
                         refuse_url(item)
-            if "storage_option" in values:
-                texts = values["storage_option"] or ()
+            texts = values.get("storage_option") or ()
+            if "storage_option" in values and (urls or texts):
+                from core.files.object_client import limit_requests, set_storage_options
+
                 set_storage_options(parse_storage_options(texts, schemes={u.scheme for u in urls}))
                 limit_requests(values.get("threads"))
             values[WORDS] = given_words()

@@ -14,7 +14,6 @@ from typing import NoReturn, Self
 from urllib.parse import unquote
 
 from core.errors import AccessDeniedError, UsageError
-from core.files.object_listing import find_object, is_listed, is_refused, list_root
 from core.files.store import override
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
@@ -79,6 +78,8 @@ class RemotePath(PosixPath):
 
     @override
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        from core.files.object_listing import find_object, is_listed, is_refused, list_root
+
         if not self.key:
             return False
         if is_listed(self):
@@ -94,6 +95,8 @@ class RemotePath(PosixPath):
 
     @override
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        from core.files.object_listing import list_root
+
         content = list_root(self)
         return bool(content.objects or content.folders)
 
@@ -103,6 +106,8 @@ class RemotePath(PosixPath):
 
     @override
     def iterdir(self) -> Generator[Self, None, None]:
+        from core.files.object_listing import list_root
+
         content = list_root(self)
         for name in sorted((*content.objects, *content.folders)):
             yield self / name

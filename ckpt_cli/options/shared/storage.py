@@ -9,7 +9,6 @@ from typer import Option
 
 from ckpt_cli.options.typer_command import PANELS
 from core.errors import UsageError
-from core.files.requests.client_settings import sort_options
 
 _WEB = frozenset({"http", "https"})
 _HELP = "Setting of the object store of a URL, such as endpoint=URL or region=NAME; repeatable."
@@ -34,6 +33,8 @@ def parse_storage_options(texts: Sequence[str], *, schemes: Set[str]) -> dict[st
         UsageError: a text is not of the form KEY=VALUE, or all URLs are those of web servers, and
             an option is one of object stores.
     """
+    from core.files.requests.client_settings import sort_options
+
     options = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -9,10 +9,7 @@ Source: RFC 9110, section 10.2.3: a number of seconds, or a date.
 from __future__ import annotations
 
 import time
-import urllib.error
-import urllib.request
 from datetime import timedelta
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 _TIMEOUT_S = 10.0
@@ -30,6 +27,10 @@ def ask_retry_after(client: Any, url: str, key: str) -> float | None:
     Raises:
         Exception: the question could not be asked; the text may have a signature.
     """
+    # Slow to import, and asked by few.
+    import urllib.error
+    import urllib.request
+
     if not url.startswith("http"):
         import obstore
 
@@ -48,6 +49,8 @@ def parse_retry_after(text: str | None, *, now: float) -> float | None:
     Args:
         now: the time, in seconds since 1970.
     """
+    from email.utils import parsedate_to_datetime
+
     if text is None:
         return None
     text = text.strip()
