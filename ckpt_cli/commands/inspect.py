@@ -95,16 +95,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ckpt_cli.html_report.page import announce_report, check_html_path, write_report
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.pages.damage import damage_json, damage_lines
-from ckpt_cli.pages.inspect_json import inspect_json
-from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
-from ckpt_cli.pages.inspect_object import object_json, value_cell
 from ckpt_cli.pages.inspect_page import detail_lines, header_lines, map_page, optimizer_lines
-from ckpt_cli.pages.inspect_stats import stats_lines
-from ckpt_cli.pages.pictures.ranks import grid_json, rank_lines
-from ckpt_cli.pages.pictures.sizes import size_lines, sizes_json
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -124,15 +117,12 @@ from core.catalog.key_patterns import LIST_THEM
 from core.errors import UnsupportedError, UsageError
 from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
-from core.inspect.stats import measure_layers, merged_layers
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
 from core.opening.damaged import open_readable_part
-from core.opening.listing import list_checkpoints
 from core.opening.open import FILL, Checkpoint
 from core.opening.unrecognised import CHECKPOINTS_BELOW
-from core.pictures.sizes import sizes_of
 from core.progress import Phase, begin_phase, report_bytes
 
 if TYPE_CHECKING:
@@ -156,6 +146,8 @@ def inspect(options: InspectOptions) -> int:
     """
     _check_pictures(options)
     if options.report is not None:
+        from ckpt_cli.html_report.page import announce_report, check_html_path
+
         check_html_path(options.report)
     # A KEY may select something that only one rank has: read every rank file then. So does a
     # report, which shows every shard.
@@ -228,13 +220,23 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     if options.map and not tensors:
         raise UsageError("--map needs tensors, but KEY selects only objects", hint=LIST_THEM)
     layers = _measure(checkpoint, summary, tensors, options)
-    statistics = merged_layers(layers)
+    statistics: dict[str, ValueStatistics | None] = {}
+    if layers:
+        from core.inspect.stats import merged_layers
+
+        statistics = merged_layers(layers)
     if options.report is not None:
         from ckpt_cli.html_report.inspect_report import inspect_html
+        from ckpt_cli.html_report.page import write_report
 
         html = inspect_html(checkpoint, summary, tensors, statistics, layers)
         write_report(options.report, html, is_quiet=True)
     if options.json:
+        from ckpt_cli.pages.inspect_json import inspect_json
+        from ckpt_cli.pages.pictures.ranks import grid_json
+        from ckpt_cli.pages.pictures.sizes import sizes_json
+        from core.pictures.sizes import sizes_of
+
         fields = inspect_json(
             checkpoint,
             summary,
@@ -293,6 +295,8 @@ def _page(
     yield from _note_lines(screen, checkpoint, notes)
     tensors = list(selection.tensors.values())
     if statistics:
+        from ckpt_cli.pages.inspect_stats import stats_lines
+
         measured = [meta for meta in tensors if meta.key in statistics]
         is_flat = options.tree is False
         lines = stats_lines(
@@ -376,6 +380,10 @@ def _picture_lines(
         grid: its ranks, if they are drawn.
         limit: maximum number of lines of each; 0 for all.
     """
+    from ckpt_cli.pages.pictures.ranks import rank_lines
+    from ckpt_cli.pages.pictures.sizes import size_lines
+    from core.pictures.sizes import sizes_of
+
     yield screen.styled(escaped(summary.path), "bold")
     if options.sizes:
         yield ""
@@ -403,6 +411,9 @@ def _print_listing(options: InspectOptions) -> None:
     Raises:
         UnsupportedError: there are none.
     """
+    from ckpt_cli.pages.inspect_listing import listing_json, listing_lines
+    from core.opening.listing import list_checkpoints
+
     listing = list_checkpoints(options.path)
     if not listing.checkpoints:
         # A root whose tracker names a missing iteration, for example.
@@ -444,6 +455,8 @@ def _measure(
             ),
             hint=LIST_THEM,
         )
+    from core.inspect.stats import measure_layers
+
     with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
         return measure_layers(
             checkpoint,
@@ -481,6 +494,8 @@ def _lines(
         return
     # More selected entries, or --flat: a list, which has no limit by default.
     if options.tree is False or (options.tree is None and options.keys):
+        from ckpt_cli.pages.inspect_object import object_json, value_cell
+
         rows = [
             [
                 Cell(escaped(meta.key)),
