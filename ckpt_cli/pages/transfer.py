@@ -23,11 +23,11 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.terminal import Screen, escaped
 from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.work_state import store_traffic, traffic_text
-from core.convert.explain import LayoutLine
 from core.pictures.shards import shard_move
 from core.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
+    from core.convert.explain import LayoutLine
     from core.convert.prepare import Prepared
     from core.convert.run import Report
     from core.forecast.forecast import Forecast

@@ -29,11 +29,8 @@ from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, without_tensors_of
-from core.changes.optimizer_states import dequantize_states
 from core.changes.quantize import dequantize, is_float8, quantize
 from core.changes.rename import RenamedCatalog, add_prefix, is_optimizer_key, rename, strip_prefix
-from core.changes.restack.stack import stack_layers
-from core.changes.restack.unstack import unstack_layers
 from core.changes.select import cast_of, select
 from core.changes.tie import INPUT, OUTPUT, tie, untie
 from core.convert.job import Job
@@ -180,6 +177,8 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
 
 def _dequantize_optim(catalog: Catalog) -> _ChangeStep:
     """Dequantize the states of the optimizer."""
+    from core.changes.optimizer_states import dequantize_states
+
     result = dequantize_states(catalog)
     notes = [f"{len(result.keys)} optimizer states of 8 or 4 bits become float32"]
     if result.renamed:
@@ -318,9 +317,13 @@ def _restack(catalog: Catalog, job: Job) -> _ChangeStep:
             "--stack-layers and --unstack-layers contradict each other", hint="use only one of them"
         )
     if job.stack_layers:
+        from core.changes.restack.stack import stack_layers
+
         result = stack_layers(catalog, axis=job.layer_axis)
         note = f"layers stacked into {result.n_groups} tensors"
     elif job.unstack_layers is not None:
+        from core.changes.restack.unstack import unstack_layers
+
         result = unstack_layers(catalog, job.unstack_layers, axis=job.layer_axis)
         note = f"{result.n_groups} stacked tensors split into one per layer"
     else:

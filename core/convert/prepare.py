@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
@@ -18,10 +19,8 @@ from core.catalog.key_patterns import folded, matcher
 from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
-from core.convert.explain import LayoutLine, explain_layout
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
-from core.convert.hard_links import link_data_files
 from core.convert.job import Job as Job
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
@@ -55,7 +54,6 @@ from core.convert.target_form import (
     settle_attributes,
     with_folders_beside,
 )
-from core.convert.verify import check_memory
 from core.errors import (
     CapacityError,
     CheckpointingException,
@@ -75,7 +73,6 @@ from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.proof import find_different_copies
 from core.megatron.reshard.reshard import load_rules
-from core.merge.sources import open_others, with_joined_store
 from core.opening.code_in_pickles import naming_code_first
 from core.opening.numbered_optimizers import with_integer_keys
 from core.opening.objects import (
@@ -93,6 +90,9 @@ from core.pickle.inert import count_values
 from core.pickle.reader import gc_paused, limiting_values
 from core.plan.plan import MIB, RUNTIME_BYTES, Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
+
+if TYPE_CHECKING:
+    from core.convert.explain import LayoutLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +203,8 @@ class Prepared:
         Raises:
             UsageError: the destination is not cut by a parallel layout.
         """
+        from core.convert.explain import explain_layout
+
         if self.form.facet(MegatronModel) is None or not is_cut(self.target_format):
             raise UsageError(
                 f"--explain: this conversion to {self.target_format.name} uses no layout rules",
@@ -290,6 +292,8 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         source = _compare_copies(source)
         # The other sources of a merge share a store with the first one.
         if merge is not None:
+            from core.merge.sources import open_others, with_joined_store
+
             with _limiting_objects(job):
                 others += open_others(
                     merge,
@@ -528,6 +532,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
             "the first copy is used"
         )
     if job.verify:
+        from core.convert.verify import check_memory
+
         check_memory(plan, job.memory_bytes)
     return Prepared(
         job=job,
@@ -694,6 +700,8 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         CheckpointingException: data would have to change, the model cannot be cut to the requested
             sizes, or an object is unsafe.
     """
+    from core.convert.hard_links import link_data_files
+
     linked = link_data_files(job, source)
 
     # The model must load at the requested sizes: plan the layout, without writing it.

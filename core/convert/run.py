@@ -28,8 +28,6 @@ from core.convert.stage import (
     report_of,
     stage_of,
 )
-from core.convert.stored_plan.file import identity_of
-from core.convert.verify import verify
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.files.remote_path import RemotePath
@@ -70,8 +68,11 @@ def run(
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
 
         # Choose the staging directory: a new one, or that of an interrupted run of the same job.
-        is_known = job.resume or isinstance(prepared.dst, RemotePath)
-        identity = identity_of(plan, source.store, options=identity_text(job)) if is_known else ""
+        identity = ""
+        if job.resume or isinstance(prepared.dst, RemotePath):
+            from core.convert.stored_plan.file import identity_of
+
+            identity = identity_of(plan, source.store, options=identity_text(job))
         stage = stage_of(prepared, identity=identity)
 
         # Compute fingerprints of the copied bytes on the way, which saves reading them back.
@@ -119,6 +120,8 @@ def run(
             # Check the result before it becomes visible.
             n_verified = 0
             if job.verify:
+                from core.convert.verify import verify
+
                 stage.make_readable(from_disk=True, progress=progress)
                 begin_phase(progress, Phase.VERIFYING)
                 n_verified = verify(

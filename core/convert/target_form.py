@@ -47,8 +47,6 @@ from core.formats.torch.format import load_object
 from core.formats.torch.other_pickles import has_pickled_name, look_into
 from core.formats.torch.refused import names_importable
 from core.megatron.placement.adapter_rows import to_stored_order
-from core.megatron.reshard.fsdp.tensors import with_padding
-from core.megatron.reshard.fsdp.to_fsdp_dtensor import to_fsdp_dtensor
 from core.megatron.reshard.reshard import load_rules, shard, stack
 from core.megatron.rules.experts import transposed
 from core.opening.code_in_pickles import list_dangerous_names
@@ -290,6 +288,9 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
 
     # Megatron-FSDP's checkpoints: DCP with names of their own, and a padded vocabulary.
     if catalog.facet(MegatronModel) is not None and writes_fsdp_dtensor(job):
+        from core.megatron.reshard.fsdp.tensors import with_padding
+        from core.megatron.reshard.fsdp.to_fsdp_dtensor import to_fsdp_dtensor
+
         form = to_fsdp_dtensor(
             catalog,
             target_topology(job, catalog, format),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from core.arrays.checksum import BLOCK_BYTES, RunSum
 from core.convert.prepare import Prepared
 from core.convert.stage import identity_text, stage_of
-from core.convert.stored_plan.file import identity_of
 from core.errors import CapacityError, CheckpointingException
 from core.files.folders import SYNC_THREADS, nearest_folder
 from core.files.remote_path import RemotePath
@@ -92,6 +91,8 @@ def _forecast_run(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
         return Forecast(unknown="the speed of an object store is not measured")
     identity = ""
     if job.resume:
+        from core.convert.stored_plan.file import identity_of
+
         identity = identity_of(prepared.plan, store, options=identity_text(job))
     stage = stage_of(prepared, identity=identity)
     assert isinstance(stage, Stage), "local destinations have a staging directory"

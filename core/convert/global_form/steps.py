@@ -17,8 +17,6 @@ from core.errors import MissingShardError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
 from core.formats.torch.format import refuse_unsupported
-from core.merge.forms import FormOptions
-from core.merge.sources import merge_others
 from core.opening.open import Checkpoint
 
 
@@ -45,6 +43,9 @@ def merge_if_requested(request: FormRequest, step: GlobalStep, source: Checkpoin
     job = request.job
     if job.merge is None:
         return step
+    from core.merge.forms import FormOptions
+    from core.merge.sources import merge_others
+
     options = FormOptions(
         rules=request.rules, vocab_size=job.vocab_size, keep_padded_vocab=job.keep_padded_vocab
     )
