@@ -19,8 +19,6 @@ from core.catalog.catalog import Catalog
 from core.catalog.files_beside import with_documents
 from core.changes.rename import rename_entries
 from core.changes.tie import INPUT, OUTPUT, untie
-from core.hf.proof.expected import describe_model
-from core.hf.tensors.spelling import match_names
 from core.hf.values import CONFIG
 
 TIE = "tie_word_embeddings"
@@ -54,6 +52,9 @@ def find_tie_pair(
     Returns:
         None if no tensor, or more than one, can be the embedding or the output layer.
     """
+    from core.hf.proof.expected import describe_model
+    from core.hf.tensors.spelling import match_names
+
     described = None if config is None else describe_model(config)
     if described is not None:
         (embedding,) = described.family.first[0].hf
@@ -87,6 +88,8 @@ def is_tied(config: Mapping[str, object], *, has_head: bool) -> bool:
         has_head: the output layer is stored; without it, a model whose defaults are unknown is
             tied.
     """
+    from core.hf.proof.expected import describe_model
+
     text = config.get(TEXT_CONFIG)
     stated = [
         part[TIE]

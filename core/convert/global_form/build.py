@@ -69,10 +69,7 @@ def global_form(
             source or the destination.
     """
     from core.hf.adapters.peft import is_peft
-    from core.hf.family import read_family
     from core.hf.names import is_hf
-    from core.hf.text_model import text_model_of
-    from core.hf.torchtitan.to_hf import from_torchtitan, is_torchtitan
 
     for checkpoint in (source, *others):
         deltas = checkpoint.catalog.facet(WeightDeltas)
@@ -103,11 +100,21 @@ def global_form(
     is_described = job.config is not None and lacks_arguments(catalog)
     catalog, config = read_config(job, catalog, source)
     if job.text_model:
+        from core.hf.text_model import text_model_of
+
         text = text_model_of(catalog, config)
         catalog, config = text.catalog, text.config
-    if config is not None and (names is not None or is_cut(format)) and is_torchtitan(catalog):
-        has_no_optimizer = job.optim == "drop" or (job.optim is None and format.carries_files)
-        catalog = from_torchtitan(catalog, config, has_no_optimizer=has_no_optimizer)
+    if config is not None and (names is not None or is_cut(format)):
+        from core.hf.torchtitan.to_hf import from_torchtitan, is_torchtitan
+
+        if is_torchtitan(catalog):
+            has_no_optimizer = job.optim == "drop" or (job.optim is None and format.carries_files)
+            catalog = from_torchtitan(catalog, config, has_no_optimizer=has_no_optimizer)
+    family = None
+    if job.family is not None:
+        from core.hf.family import read_family
+
+        family = read_family(job.family)
     request = FormRequest(
         job=job,
         format=format,
@@ -116,7 +123,7 @@ def global_form(
         model_type=model_type,
         config=config,
         config_document=config_document(catalog, source),
-        family=None if job.family is None else read_family(job.family),
+        family=family,
         is_described=is_described,
         comes_from_hf=is_hf(catalog, config),
         is_peft=is_peft(catalog, source.store),

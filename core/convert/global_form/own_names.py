@@ -23,14 +23,14 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
         UsageError: the changes leave an incomplete model, or an optimizer that does not fit its
             parameters.
     """
-    from core.hf.proof.proof import check_model
-
     job, format, before = request.job, request.format, step.catalog
     result = apply_checked(before, job, request.config)
     notes = [*step.notes, *result.notes]
 
     # A Hugging Face model that is written as such must fit its configuration.
     if request.comes_from_hf and (request.names == "hf" or job.config is not None):
+        from core.hf.proof.proof import check_model
+
         assert request.config is not None
         config = config_after(result.catalog, request.config)
         with blaming_options(result, "Hugging Face"):

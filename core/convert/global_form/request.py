@@ -21,7 +21,6 @@ from core.files.store import translate_os_errors
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_document_of
 from core.formats.trainer.proven_names import MODEL, ParameterOrder, parse_order
-from core.hf.family import read_family
 from core.megatron.reshard.reshard import Rules
 from core.opening.config_beside import lacks_arguments, with_config_arguments
 from core.opening.open import Checkpoint
@@ -146,7 +145,11 @@ def read_config(
     config = parse_json_object(data, file=str(job.config))
     # The tensors of a Megatron model without arguments are described by the configuration alone.
     if lacks_arguments(catalog) and isinstance(config.get("model_type"), str):
-        family = None if job.family is None else read_family(job.family)
+        family = None
+        if job.family is not None:
+            from core.hf.family import read_family
+
+            family = read_family(job.family)
         catalog = with_config_arguments(
             catalog, data, file=str(job.config), iteration=source.iteration, family=family
         )

@@ -34,15 +34,12 @@ from core.catalog.catalog import AnyCatalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts, WeightFileFacts
 from core.catalog.file_image import FileImage
 from core.changes.select import is_optimizer_key
-from core.convert.report.checkpoint_args import list_uncopied_options
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.formats.torch.weights_only import refused
 from core.hf.adapters.peft import ADAPTER_CONFIG
-from core.hf.adapters.to_peft import is_adapter
 from core.hf.config_json.origin import ARGUMENT as HUGGING_FACE
-from core.hf.towers.models import composite_models
 from core.megatron.extras.common_state import RNG
 from core.megatron.extras.schedule import ENTRY as SCHEDULE
 from core.megatron.extras.schedule import OVERRIDE, is_constant_schedule
@@ -93,13 +90,17 @@ class WrittenResult:
 def load_line(result: WrittenResult) -> str:
     """Return the line that loads the result of a conversion."""
     has_tracker = any(image.path == TRACKER for image in result.images)
-    if has_tracker and result.format.name == "torch_dist" and is_adapter(result.target):
+    if not has_tracker:
+        return _library_call(result)
+    from core.hf.adapters.to_peft import is_adapter
+
+    if result.format.name == "torch_dist" and is_adapter(result.target):
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
         return f"load_peft_adapter_checkpoint(model, {_quoted(result.dst / metadata.parent)}, peft)"
-    if has_tracker and result.format.name == "torch_dist" and _has_towers(result.target):
+    if result.format.name == "torch_dist" and _has_towers(result.target):
         return f"checkpoint.pretrained_checkpoint={shlex.quote(str(result.dst))}"
     # Megatron's training script loads an adapter only as a part of its model.
-    if result.topology is not None and has_tracker and not is_adapter(result.target):
+    if result.topology is not None and not is_adapter(result.target):
         return " ".join(_megatron_options(result, result.topology))
     return _library_call(result)
 
@@ -164,6 +165,8 @@ def _safetensors_call(result: WrittenResult) -> str:
     if ADAPTER_CONFIG in {image.path for image in result.images}:
         return f"PeftModel.from_pretrained(model, {_quoted(dst)})"
     if result.config is not None and CONFIG in {image.path for image in result.images}:
+        from core.hf.towers.models import composite_models
+
         names = result.config.get("architectures")
         composite = composite_models().get(str(result.config.get("model_type")))
         if composite is not None:
@@ -203,6 +206,8 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
     # No script has the arguments of a model that came from Hugging Face yet.
     fields = fields_of(target.args)
     if HUGGING_FACE in fields:
+        from core.convert.report.checkpoint_args import list_uncopied_options
+
         yield from list_uncopied_options(fields)
 
     # Of a release, Megatron loads neither optimizer nor random states anyway.
