@@ -29,7 +29,7 @@ from core.formats.huggingface.files import CONFIG, config_document_of
 from core.formats.mcore.nemo_config import MODEL_WEIGHTS, with_nemo_config
 from core.formats.mcore.nemo_context import WEIGHTS, with_nemo_context
 from core.formats.mcore.run_config import with_arguments
-from core.megatron.reshard.from_global import has_megatron_names
+from core.megatron.rules.prefixes import has_megatron_names
 from core.megatron.rules.tables import load_rules
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from core.convert.options import changes_layout, check_names, check_target
 from core.convert.report.lightning import model_options
 from core.errors import UnsupportedError, UsageError
 from core.formats.huggingface.files import CONFIG
-from core.megatron.reshard.from_global import has_megatron_names
 from core.megatron.reshard.reshard import Rules, is_megatron
+from core.megatron.rules.prefixes import has_megatron_names
 
 
 def check_request(request: FormRequest, catalog: Catalog) -> None:

@@ -31,9 +31,9 @@ from core.megatron.model.args import with_vocab_size
 from core.megatron.optimizer.sharded.write import sharding_of, wanted_sharding
 from core.megatron.placement.expert_kind import with_expert_kind
 from core.megatron.placement.implementation import with_implementation
-from core.megatron.reshard.from_global import OUTER_PREFIXES, prefix_of
 from core.megatron.reshard.reshard import is_megatron, unshard
 from core.megatron.rules.experts import OPTION as EXPERTS
+from core.megatron.rules.prefixes import OUTER_PREFIXES, prefix_of
 from core.opening.open import Checkpoint
 
 

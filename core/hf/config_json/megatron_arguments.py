@@ -23,7 +23,7 @@ from core.hf.family import Family, family_of
 from core.hf.text_model import is_composite, text_config_of
 from core.megatron.extras.saved_sizes import read_saved_sizes
 from core.megatron.model.facts import PREDICTION_STACK
-from core.megatron.reshard.from_global import numbered_names, prefix_of
+from core.megatron.rules.prefixes import numbered_names, prefix_of
 from core.megatron.rules.rules import GPT
 from core.megatron.rules.tables import load_rules
 

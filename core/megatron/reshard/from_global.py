@@ -12,7 +12,7 @@ rank files of this model would have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import filterfalse
 
@@ -57,13 +57,11 @@ from core.megatron.placement.origins import (
     origins_of,
     with_stacked_tower,
 )
-from core.megatron.rules.rules import GPT, Layer, Rules
+from core.megatron.rules.prefixes import list_prefixes, numbered_names, prefix_of, without_prefix
+from core.megatron.rules.rules import GPT, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.pickle.nesting import LeafEntry, map_leaves
 
-OUTER_PREFIXES = ("model.", "module.")
-"""What comes before Megatron's names in the keys of other software than its training script."""
-_PREFIXES = ("", *OUTER_PREFIXES, "model.module.")
 _EXTRA = "_extra_state"
 
 
@@ -291,7 +289,9 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     """
     if catalog.is_rank_local:
         return False
-    beginnings = tuple(prefix + stack for prefix in _prefixes(rules) for stack in rules.main_stacks)
+    beginnings = tuple(
+        prefix + stack for prefix in list_prefixes(rules) for stack in rules.main_stacks
+    )
     if not any(key.startswith(beginnings) for key in catalog.tensors):
         return False
     args = common_entries(catalog).get("args")
@@ -354,80 +354,6 @@ def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
     n_experts = facts.n_experts or 0
     has_some = topology.ep > 1 and experts == set(range(n_experts // topology.ep))
     return is_stage or has_some
-
-
-def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:
-    """Return whether tensors have Megatron's names for attention.
-
-    Unlike the names of layers alone, no other family of models uses them.
-    """
-    attention = [key for key in catalog.tensors if ".self_attention." in key]
-    return any(
-        rules.has_main_stack(key.removeprefix(prefix))
-        for prefix in _prefixes(rules)
-        for key in attention
-    )
-
-
-def _prefixes(rules: Rules) -> list[str]:
-    """Return the prefixes that Megatron's names may have in keys."""
-    wrapped = [prefix + wrapper.text for wrapper in rules.wrappers for prefix in _PREFIXES]
-    return [*_PREFIXES, *wrapped]
-
-
-def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]:
-    """Yield the tensors' names without prefix; for a stack of layers, the name of its last one.
-
-    So the names show how many layers each stack has.
-    """
-    for key, meta in catalog.tensors.items():
-        name = key.removeprefix(prefix)
-        stacked = rules.stacked_of(name)
-        yield (
-            str(Layer(stacked[0], meta.shape[0] - 1, stacked[1]))
-            if stacked and meta.shape
-            else name
-        )
-
-
-def prefix_of(catalog: Catalog, rules: Rules) -> str:
-    """Return the prefix of Megatron's names in the keys, such as ``model.``.
-
-    Raises:
-        UnsupportedError: the keys are not Megatron's.
-    """
-    for prefix in _prefixes(rules):
-        if any(
-            key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :])
-            for key in catalog.tensors
-        ):
-            return prefix
-    example = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
-    raise UnsupportedError(
-        f"the tensors do not have Megatron's names ({example!r} …)",
-        hint="only checkpoints of Megatron models can be given a parallel layout",
-    )
-
-
-def without_prefix(prefix: str, key: str, rules: Rules) -> str:
-    """Return a key without the prefix that all keys of the model have.
-
-    The names of towers beside a text model lack the last part of its prefix.
-
-    Raises:
-        UnsupportedError: the key does not have the prefix.
-    """
-    if key.startswith(prefix):
-        return key[len(prefix) :]
-    wrapper = rules.wrapper_in(prefix)
-    name = "" if wrapper is None else key.removeprefix(prefix.removesuffix(wrapper.text))
-    if wrapper is not None and name.startswith(wrapper.towers):
-        return name
-    raise UnsupportedError(
-        f"the names of other tensors have the prefix {prefix!r}, this one does not",
-        key=key,
-        hint="drop it with --exclude",
-    )
 
 
 def _torch_dist_facet(catalog: Catalog) -> dict[type, object]:

@@ -32,13 +32,7 @@ from core.megatron.reshard.equal_shards import (
     kind_of,
     one_of_each_kind,
 )
-from core.megatron.reshard.from_global import (
-    common_entries,
-    is_random_state,
-    numbered_names,
-    prefix_of,
-    without_prefix,
-)
+from core.megatron.reshard.from_global import common_entries, is_random_state
 from core.megatron.reshard.from_ranks import facts_of_ranks, global_shape_of, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
 from core.megatron.reshard.rank_model import (
@@ -47,6 +41,7 @@ from core.megatron.reshard.rank_model import (
     RankTensor,
     merge_ranks,
 )
+from core.megatron.rules.prefixes import numbered_names, prefix_of, without_prefix
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, walk
 
