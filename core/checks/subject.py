@@ -12,12 +12,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.checks.model_view import ModelView, model_view
 from core.checks.tensor_names import TensorNames
 from core.checks.watch import ByteScan, combine_watches
 from core.device.device import FINGERPRINT, VALUES, Device
@@ -51,6 +49,7 @@ from core.team.protocol import ALONE, Team
 
 if TYPE_CHECKING:
     from core.checks.comparison import ReferenceFingerprints
+    from core.checks.model_view import ModelView
     from core.checks.plan_request import PlanRequest
     from core.fingerprint.definition import Fingerprint
 
@@ -304,6 +303,8 @@ class Subject:
     @cached_property
     def model(self) -> ModelView:
         """The Megatron model; empty if the tensors do not have Megatron's names."""
+        from core.checks.model_view import model_view
+
         return model_view(
             self.salvaged.catalog,
             self.store,
@@ -372,6 +373,8 @@ def run_byte_scan(subject: Subject) -> ByteScan:
     subject.store.on_open = None  # from here on bytes are counted, not files
     # Measure for which kinds of work the device is faster than the CPU.
     if subject.device is not None:
+        from core.calibration.choice import choose_device
+
         subject.device = choose_device(
             subject.device,
             (VALUES,) if subject.against is None else (VALUES, FINGERPRINT),

@@ -26,9 +26,6 @@ from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object
 from core.files.source_store import open_store
 from core.formats.huggingface.files import CONFIG, config_document_of
-from core.formats.mcore.nemo_config import MODEL_WEIGHTS, with_nemo_config
-from core.formats.mcore.nemo_context import WEIGHTS, with_nemo_context
-from core.formats.mcore.run_config import with_arguments
 from core.megatron.rules.prefixes import has_megatron_names
 from core.megatron.rules.tables import load_rules
 
@@ -53,6 +50,9 @@ def with_description(catalog: Catalog, path: Path, *, iteration: int | None) -> 
     """
     if not lacks_arguments(catalog):
         return catalog
+    from core.formats.mcore.nemo_config import MODEL_WEIGHTS, with_nemo_config
+    from core.formats.mcore.nemo_context import WEIGHTS, with_nemo_context
+
     if catalog.common is not None and path.name == WEIGHTS:
         with closing(open_store(path.parent)) as above:
             catalog = with_nemo_context(catalog, above)
@@ -105,6 +105,7 @@ def with_config_arguments(
     Raises:
         UnsupportedError, CorruptError, MissingShardError: as for ``derive_arguments``.
     """
+    from core.formats.mcore.run_config import with_arguments
     from core.hf.config_json.megatron_arguments import derive_arguments
 
     config = parse_json_object(document, file=file)

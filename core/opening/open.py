@@ -61,8 +61,6 @@ from core.formats.dcp.folders import DIST_CKPT
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import with_files, with_folder
-from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
-from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
@@ -527,6 +525,9 @@ def _inner_folder(store: SourceStore) -> str | None:
     """Return the directory below that alone is the checkpoint, as some frameworks save it."""
     if any(map(_WEIGHTS.search, store.files())):
         return None
+    from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
+    from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
+
     if has_weights_below(store):
         return WEIGHTS
     if store.exists(MODEL_CONFIG) and store.files(MODEL_WEIGHTS):
