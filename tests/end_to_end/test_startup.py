@@ -56,6 +56,10 @@ INSPECTED = [
     ["inspect", "deepspeed/zero1_dp2_bf16"],
     ["inspect", "orbax/ocdbt_zarr3"],
 ]
+MOST_OF_OURS = {"--help": 40, "inspect": 430}
+"""Command → modules of this project that it may import. A number that has to rise is a sign that an
+import belongs into the function, or behind the condition, that needs it.
+"""
 NO_SUCH_OPTION = ["inspect", "--no-such-option"]
 
 PROGRAM = """
@@ -155,4 +159,6 @@ def test_the_program_imports_nothing_heavy_before_or_after_its_command(
     assert done.returncode == 0, talk
     names = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     assert "ckpt_cli.app" in names
+    ours = [name for name in names if name.partition(".")[0] in ("ckpt_cli", "core")]
+    assert len(ours) <= MOST_OF_OURS[words[0]]
     assert {name.partition(".")[0] for name in names} & HEAVY == set()
