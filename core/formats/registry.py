@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -39,17 +39,25 @@ class BuiltIn:
         format: Format = import_module(f"core.formats.{self.module}").FORMAT
         return format
 
-    def may_be_of(self, store: ReadStore) -> bool:
-        """Return whether the names in a store allow this format, which ``sniff`` then decides."""
-        if store.entry is not None:
-            name = store.entry.rpartition("/")[2]
-            return bool(self.as_file) and re.fullmatch(self.as_file, name, re.DOTALL) is not None
-        if not self.in_directory:
+    def allows(self, names: Sequence[str], *, is_file: bool) -> bool:
+        """Return whether the names in a store allow this format, which ``sniff`` then decides.
+
+        Args:
+            names: from ``list_names``.
+            is_file: the checkpoint is one file.
+        """
+        pattern = self.as_file if is_file else self.in_directory
+        if not pattern:
             return False
-        matches = re.compile(self.in_directory, re.DOTALL).fullmatch
-        return any(map(matches, store.files())) or any(
-            matches(f"{name}/") for name in store.folders()
-        )
+        matches = re.compile(pattern, re.DOTALL).fullmatch
+        return any(map(matches, names))
+
+
+def list_names(store: ReadStore) -> list[str]:
+    """List the files of a directory, and its subdirectories with a final ``/``; or the one file."""
+    if store.entry is not None:
+        return [store.entry.rpartition("/")[2]]
+    return [*store.files(), *(f"{name}/" for name in store.folders())]
 
 
 BUILT_IN = (
@@ -178,8 +186,9 @@ def sniffed(store: ReadStore) -> Format:
         UnsupportedError: no format recognises the store.
     """
     # The built-in formats are tried first, because finding the plug-ins takes 20 ms.
+    names, is_file = list_names(store), store.entry is not None
     for row in BUILT_IN:
-        if row.may_be_of(store) and (format := row.load()).sniff(store):
+        if row.allows(names, is_file=is_file) and (format := row.load()).sniff(store):
             return format
     all_formats = formats()
     for format in all_formats[len(BUILT_IN) :]:
