@@ -53,7 +53,6 @@ CONTENT_OPTIONS = (
     ("--stack-layers",),
     ("--metadata-only",),
     ("--max-shard-size", "20KB"),
-    ("--dry-run", "--explain"),
 )
 """Options of content, each tried on a few checkpoints of each format."""
 N_WITH_OPTIONS = 4
@@ -164,6 +163,7 @@ def _list_cases(path: str, format_name: str, has_options: bool) -> Iterator[Sequ
         for sizes in SIZES:
             yield ("reshard", path, DST, *sizes, "--json")
         yield ("reshard", path, DST, *SIZES[1])
+        yield ("reshard", path, DST, *SIZES[1], "--explain", "--json")
         yield ("convert", path, DST, "--to", "megatron", *SIZES[2], "--json")
     if has_options:
         for options in CONTENT_OPTIONS:
