@@ -353,7 +353,7 @@ def test_a_run_that_was_killed_while_it_verified_is_repeated(
     source = "s3://runs/hf/llama/safetensors_single"
     words = ["convert", source, "s3://runs/out", "--to", "dcp", "-q", "--verify"]
     with monkeypatch.context() as patch:
-        patch.setattr("core.convert.run.verify", lambda *args, **options: 1 / 0)
+        patch.setattr("core.convert.verify.verify", lambda *args, **options: 1 / 0)
         patch.setattr(BucketStage, "_clean_up", lambda self: None)
         assert run(*words) == 70
     assert ".metadata" in contents(store, "out")
