@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from core.convert.nesting_notes import (
     root_notes,
     sharing_notes,
 )
+from core.convert.object_memory import estimate_object_bytes, limit_objects
 from core.convert.options import HF_ALIASES, check_merge, has_model_form, is_cut
 from core.convert.report.dropped import (
     DroppedEntries,
@@ -55,7 +56,6 @@ from core.convert.target_form import (
     with_folders_beside,
 )
 from core.errors import (
-    CapacityError,
     CheckpointingException,
     CorruptError,
     UnsupportedError,
@@ -86,9 +86,8 @@ from core.opening.objects import (
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_nesting, tensors_only
-from core.pickle.inert import count_values
-from core.pickle.reader import gc_paused, limiting_values
-from core.plan.plan import MIB, RUNTIME_BYTES, Plan, make_plan
+from core.pickle.reader import gc_paused
+from core.plan.plan import Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
 
 if TYPE_CHECKING:
@@ -277,7 +276,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     if merge is not None:
         check_merge(job)
         job = replace(job, optim="drop")
-    with _limiting_objects(job):
+    with limit_objects(job):
         source = open_checkpoint(
             job.src,
             iteration=job.iteration,
@@ -294,7 +293,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         if merge is not None:
             from core.merge.sources import open_others, with_joined_store
 
-            with _limiting_objects(job):
+            with limit_objects(job):
                 others += open_others(
                     merge,
                     missing_chunks=job.missing_chunks,
@@ -427,7 +426,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.
     without_state = without_training_state(source.catalog, job, format)
-    with _limiting_objects(job):
+    with limit_objects(job):
         source = with_objects_loaded(
             replace(source, catalog=without_state.catalog), exclude=job.exclude
         )
@@ -523,7 +522,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         beside_bytes=job.beside_bytes
         + source.store.limit_reading(job.own_memory_bytes, threads=job.threads)
         + _sending_bytes(job, dst, images)
-        + _objects_bytes(source.catalog, 0 if format.nests else len(target.objects)),
+        + estimate_object_bytes(source.catalog, 0 if format.nests else len(target.objects)),
         compares=job.replicas == "error",
     )
     if plan.n_ignored:
@@ -558,40 +557,6 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         ),
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
-
-
-def _limiting_objects(job: Job) -> AbstractContextManager[None]:
-    """Refuse pickles, before they are read, whose values alone take more memory than there is.
-
-    The forecast of ``_objects_bytes`` would refuse them, too, once their values are in memory.
-    """
-    free_bytes = job.own_memory_bytes - RUNTIME_BYTES + _ORDINARY_OBJECTS_BYTES
-
-    def refuse(n_values: int) -> CapacityError:
-        n_bytes = RUNTIME_BYTES + job.beside_bytes + _VALUE_BYTES * n_values
-        least = -(-n_bytes * 9 // (8 * MIB))  # buffers and metadata come on top
-        return CapacityError(
-            f"{n_values:,} values in objects need about {least:,} MiB of memory, but the limit is "
-            f"{job.memory_bytes // MIB:,} MiB",
-            hint=f"set --memory to at least {least}MiB",
-        )
-
-    return limiting_values(max(0, free_bytes) // _VALUE_BYTES, refuse)
-
-
-def _objects_bytes(source: Catalog, n_entries: int) -> int:
-    """Return the memory that objects take in excess of what every process is expected to take.
-
-    Python's values are many times as large as in a pickle.
-
-    Args:
-        source: the catalog with the objects.
-        n_entries: number of objects that are written each by itself.
-    """
-    values = [item.value for item in source.objects.values() if item.raw_key is None]
-    n_values = count_values([values, source.skeleton])
-    n_bytes = _VALUE_BYTES * n_values + _ENTRY_BYTES * n_entries
-    return max(0, n_bytes - _ORDINARY_OBJECTS_BYTES)
 
 
 def _raise_if_empty(source: Checkpoint, target: TargetCatalog, format: Format) -> None:
@@ -866,11 +831,6 @@ def _iteration_path(path: str, iteration: object) -> str:
 
 
 _SUFFIXES = {"torch": ".pt"}
-_VALUE_BYTES, _ENTRY_BYTES = 450, 3 << 10
-"""Memory per value in an object, and per object of the destination, of a process that reads the
-ones and writes the others (measured: 190 bytes for an int in a list to 430 for a value in a dict).
-"""
-_ORDINARY_OBJECTS_BYTES = 16 << 20
 
 
 def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:

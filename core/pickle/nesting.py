@@ -57,7 +57,7 @@ class LeafEntry:
 
     @property
     def is_altered(self) -> bool:
-        """Whether the key is not the path's because several paths join to the same text."""
+        """True if several paths join to the same text, so that the key is another one."""
         return _ALTERED.search(self.key) is not None and self.key != join_path(self.path)
 
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.errors import CorruptError, UnsupportedError
-from core.formats.mcore.run_config import arguments_of, read_yaml, with_arguments
+from core.formats.mcore.run_config import arguments_of, find_embedding, read_yaml, with_arguments
 from core.megatron.extras.saved_sizes import read_saved_sizes
 from core.pickle.inert import Global
 
@@ -81,7 +81,6 @@ _PARALLEL_SIZES = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
@@ -101,9 +100,9 @@ def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
         note = f"no training arguments: {MODEL_CONFIG} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
     fields |= read_saved_sizes(catalog)
-    embedding = next((key for key in catalog.tensors if key.endswith(_EMBEDDING)), None)
+    embedding = find_embedding(catalog)
     if embedding is not None:
-        fields["params_dtype"] = Global("torch", catalog.tensors[embedding].dtype)
+        fields["params_dtype"] = Global("torch", embedding.dtype)
     note = f"the training arguments were taken from {MODEL_CONFIG} (NeMo 1)"
     common: dict[object, object] = {
         "checkpoint_version": 3.0,

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.pickle.inert import Global, make_namespace
@@ -89,6 +89,11 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
     )
 
 
+def find_embedding(catalog: Catalog) -> TensorMeta | None:
+    """Return the word embeddings of a Megatron model, whatever the prefix of their name."""
+    return next((meta for key, meta in catalog.tensors.items() if key.endswith(_EMBEDDING)), None)
+
+
 def with_arguments(
     catalog: Catalog, common: Mapping[object, object], fields: Mapping[str, object], *, note: str
 ) -> Catalog:
@@ -102,9 +107,9 @@ def with_arguments(
     """
     # The rows of the embedding tell how the vocabulary was padded; the file says only to what.
     derived: dict[str, object] = {}
-    embedding = next((key for key in catalog.tensors if key.endswith(_EMBEDDING)), None)
-    if embedding is not None and catalog.tensors[embedding].shape:
-        derived["padded_vocab_size"] = catalog.tensors[embedding].shape[0]
+    embedding = find_embedding(catalog)
+    if embedding is not None and embedding.shape:
+        derived["padded_vocab_size"] = embedding.shape[0]
     if _has_local_norms(catalog.tensors):
         derived["transformer_impl"] = "local"
     args = make_namespace({**fields, **derived})

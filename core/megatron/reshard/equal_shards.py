@@ -52,7 +52,7 @@ class EqualShards:
 
     @property
     def is_on_all_ranks(self) -> bool:
-        """Whether all ranks of the group hold the same shard."""
+        """True if all ranks of the group hold the same shard."""
         return len(self.ranks) == self.n
 
     def __str__(self) -> str:
