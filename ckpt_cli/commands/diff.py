@@ -74,7 +74,7 @@ from core.team.protocol import is_lead
 
 if TYPE_CHECKING:
     from ckpt_cli.options.diff import DiffOptions
-    from core.catalog.catalog import TensorMeta
+    from core.catalog.tensor import Tensor
     from core.diff.result import Diff, TensorDiff
     from core.diff.sides import Side
 
@@ -236,7 +236,7 @@ def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
     return entry
 
 
-def _meta_json(meta: TensorMeta | None) -> dict[str, object] | None:
+def _meta_json(meta: Tensor | None) -> dict[str, object] | None:
     return None if meta is None else {"dtype": meta.dtype, "shape": list(meta.shape)}
 
 

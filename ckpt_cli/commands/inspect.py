@@ -112,8 +112,8 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
-from core.catalog.catalog import TensorMeta
 from core.catalog.key_patterns import LIST_THEM
+from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError, UsageError
 from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
@@ -216,7 +216,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
             print_page(damage_lines(screen, checkpoint.problems), None)
         raise
     summary = with_selected(summary, selection)
-    tensors = list(selection.tensors.values())
+    tensors = selection.tensors
     if options.map and not tensors:
         raise UsageError("--map needs tensors, but KEY selects only objects", hint=LIST_THEM)
     layers = _measure(checkpoint, summary, tensors, options)
@@ -240,7 +240,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         fields = inspect_json(
             checkpoint,
             summary,
-            _in_order(tensors, options.sort)[: options.limit or None],
+            dict(_in_order(tensors, options.sort)[: options.limit or None]),
             list(selection.objects),
             is_selected=bool(options.keys),
             n_values=options.values,
@@ -265,7 +265,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     if options.map:
         notes = _note_lines(screen, checkpoint, selection.notes)
         is_complete = options.limit == 0
-        lines = map_page(screen, summary, checkpoint, tensors, is_complete=is_complete)
+        lines = map_page(screen, summary, checkpoint, list(tensors), is_complete=is_complete)
         print_page(chain(notes, first_lines(screen, list(lines), options.limit or 0)), pager)
         return
     lines = _page(checkpoint, summary, selection, statistics, layers, options, limit=limit)
@@ -293,11 +293,11 @@ def _page(
     if statistics and summary.view.is_rank_local:
         notes.append("measured rank by rank: data that several ranks hold count several times")
     yield from _note_lines(screen, checkpoint, notes)
-    tensors = list(selection.tensors.values())
+    tensors = selection.tensors
     if statistics:
         from ckpt_cli.pages.inspect_stats import stats_lines
 
-        measured = [meta for meta in tensors if meta.key in statistics]
+        measured = {key: tensor for key, tensor in tensors.items() if key in statistics}
         is_flat = options.tree is False
         lines = stats_lines(
             screen,
@@ -432,7 +432,10 @@ def _print_listing(options: InspectOptions) -> None:
 
 
 def _measure(
-    checkpoint: Checkpoint, summary: Summary, tensors: list[TensorMeta], options: InspectOptions
+    checkpoint: Checkpoint,
+    summary: Summary,
+    tensors: Mapping[str, Tensor],
+    options: InspectOptions,
 ) -> dict[str, tuple[ValueStatistics, ...] | None]:
     """Return the descriptions that ``--stats`` requests, by key: of KEY's tensors or of the model.
 
@@ -471,7 +474,7 @@ def _measure(
 def _lines(
     checkpoint: Checkpoint,
     summary: Summary,
-    tensors: list[TensorMeta],
+    tensors: Mapping[str, Tensor],
     objects: list[str],
     options: InspectOptions,
     screen: Screen,
@@ -498,12 +501,12 @@ def _lines(
 
         rows = [
             [
-                Cell(escaped(meta.key)),
+                Cell(escaped(key)),
                 Cell(meta.dtype, ("cyan",)),
                 Cell(shape_text(meta.shape)),
                 Cell(bytes_text(meta.n_bytes), ("dim",)),
             ]
-            for meta in _in_order(tensors, options.sort)
+            for key, meta in _in_order(tensors, options.sort)
         ]
         object_keys = sorted(objects) if options.sort else objects
         # Objects that only KEY selects are shown by their values, if nothing has to be read.
@@ -521,18 +524,19 @@ def _lines(
     # A tree of the tensors, the model first; below a header, unless KEY selected only some of them.
     # The optimizer is one line, unless there is nothing else.
     view = summary.view
-    states: list[TensorMeta] = []
+    states: dict[str, Tensor] = {}
     if not options.keys:
         yield from header_lines(screen, summary, checkpoint)
         yield ""
         if not options.optim:
-            states = [meta for meta in tensors if is_state(bare_key(meta.key, view))]
+            states = {key: t for key, t in tensors.items() if is_state(bare_key(key, view))}
         if len(states) == len(tensors):
-            states = []
-    hidden = {meta.key for meta in states}
-    shown = [meta for meta in tensors if meta.key not in hidden]
-    shown.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, view))))
-    nodes = tree_of(shown, split=lambda key: path_of(key, view), folds_roots=view.is_rank_local)
+            states = {}
+    shown = [(key, tensor) for key, tensor in tensors.items() if key not in states]
+    shown.sort(key=lambda entry: ROLES.index(role_of(bare_key(entry[0], view))))
+    nodes = tree_of(
+        dict(shown), split=lambda key: path_of(key, view), folds_roots=view.is_rank_local
+    )
     rows = list(tree_rows(nodes, sort=options.sort))
     # Only the rows that are shown are laid out: of 10⁵ names, the others would take seconds.
     yield from table(screen, rows[: limit or None], align="<<<>", fits=True)
@@ -542,8 +546,8 @@ def _lines(
         yield from optimizer_lines(screen, states_of(states, bare=lambda key: bare_key(key, view)))
 
 
-def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:
+def _in_order(tensors: Mapping[str, Tensor], sort: str | None) -> list[tuple[str, Tensor]]:
     """Return the tensors sorted by ``size``, the largest first, by ``name``, or as stored."""
     if sort == "size":
-        return sorted(tensors, key=lambda meta: -meta.n_bytes)
-    return sorted(tensors, key=lambda meta: meta.key) if sort == "name" else tensors
+        return sorted(tensors.items(), key=lambda entry: -entry[1].n_bytes)
+    return sorted(tensors.items()) if sort == "name" else list(tensors.items())

@@ -32,7 +32,6 @@ from core.numbers.difference import has_numbers
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry
     from ckpt_cli.explore.source import CheckpointSource
-    from core.catalog.catalog import TensorMeta
     from core.progress import Progress
 
 _Result = TypeVar("_Result")
@@ -56,7 +55,7 @@ class DetailPane(VerticalScroll):
         self._cancellation = Cancellation()
         self._kept: OrderedDict[str, TensorDetails] = OrderedDict()
         self._overview: Draw | None = None
-        self._meta: TensorMeta | None = None
+        self._shown: TensorDetails | None = None
 
     def compose(self) -> ComposeResult:
         """Return the only widget, which has the text."""
@@ -72,11 +71,10 @@ class DetailPane(VerticalScroll):
 
     def stop_reading(self) -> None:
         """Give up what is being read; statistics can be asked for again."""
-        meta = self._meta
-        if meta is None or self._cancellation.is_cancelled():
+        if self._shown is None or self._cancellation.is_cancelled():
             return
         self._cancellation.cancel()
-        details = self._details(meta)
+        details = self._details(self._shown)
         if details.statistics is None or isinstance(details.statistics, Reading):
             self._keep(replace(details, statistics=Reading()))
 
@@ -87,15 +85,16 @@ class DetailPane(VerticalScroll):
             is_root: the entry is the checkpoint.
         """
         self._source = source
-        self._meta = entry.branch.meta if entry.kind == "tensor" else None
+        meta = entry.branch.meta if entry.kind == "tensor" else None
+        self._shown = None if meta is None else TensorDetails(entry.branch.first_key, meta)
         # What was begun for the last entry is of no use.
         cancellation = self._begin()
         if is_root:
             self._set(self._overview or partial(_first_lines_of, source, entry))
             if self._overview is None:
                 self._read(cancellation, partial(self._read_overview, source))
-        elif self._meta is not None:
-            self._show_tensor(source, self._meta, cancellation)
+        elif self._shown is not None:
+            self._show_tensor(source, self._shown, cancellation)
         elif entry.kind == "object":
             self._set(lambda screen: [screen.styled("reading…", "dim")])
             self._read(cancellation, partial(self._read_object, source, entry.key or ""))
@@ -113,13 +112,13 @@ class DetailPane(VerticalScroll):
 
     def read_statistics(self) -> None:
         """Measure the tensor that is shown, whatever its size."""
-        meta, source = self._meta, self._source
-        if meta is None or source is None:
+        shown, source = self._shown, self._source
+        if shown is None or source is None:
             self.app.notify("statistics are those of a tensor: move to one", markup=False)
             return
-        if isinstance(self._details(meta).statistics, Reading | Exception):
+        if isinstance(self._details(shown).statistics, Reading | Exception):
             cancellation = self._begin()
-            self._read(cancellation, partial(self._read_tensor, source, meta, is_asked=True))
+            self._read(cancellation, partial(self._read_tensor, source, shown, is_asked=True))
 
     def _begin(self) -> Cancellation:
         """Cancel what is being read, and return the cancellation of what comes."""
@@ -128,17 +127,17 @@ class DetailPane(VerticalScroll):
         return self._cancellation
 
     def _show_tensor(
-        self, source: CheckpointSource, meta: TensorMeta, cancellation: Cancellation
+        self, source: CheckpointSource, shown: TensorDetails, cancellation: Cancellation
     ) -> None:
         """Show what is kept of a tensor, and read what is missing."""
-        details = self._details(meta)
+        details = self._details(shown)
         self._set(partial(tensor_page, details=details))
         if None in (details.placement, details.values, details.statistics):
-            self._read(cancellation, partial(self._read_tensor, source, meta))
+            self._read(cancellation, partial(self._read_tensor, source, shown))
 
-    def _details(self, meta: TensorMeta) -> TensorDetails:
+    def _details(self, shown: TensorDetails) -> TensorDetails:
         """Return what was read of a tensor so far."""
-        return self._kept.get(meta.key) or TensorDetails(meta)
+        return self._kept.get(shown.key, shown)
 
     def _read(self, cancellation: Cancellation, work: Callable[[Cancellation], None]) -> None:
         """Begin some work in a worker, after the cursor has rested for a moment."""
@@ -152,7 +151,7 @@ class DetailPane(VerticalScroll):
     def _read_tensor(
         self,
         source: CheckpointSource,
-        meta: TensorMeta,
+        shown: TensorDetails,
         cancellation: Cancellation,
         *,
         is_asked: bool = False,
@@ -162,7 +161,7 @@ class DetailPane(VerticalScroll):
         Args:
             is_asked: measure the tensor even if it is large.
         """
-        details = self._details(meta)
+        details = self._details(shown)
         for part in self._missing_parts(source, details, cancellation, is_asked=is_asked):
             cancellation.check()
             details = part
@@ -177,13 +176,13 @@ class DetailPane(VerticalScroll):
         is_asked: bool,
     ) -> Iterator[TensorDetails]:
         """Yield the details with one part more each time; errors are parts, too."""
-        meta = details.meta
+        key, meta = details.key, details.meta
         if details.placement is None:
-            details = replace(details, placement=_or_error(lambda: source.placement(meta.key)))
+            details = replace(details, placement=_or_error(lambda: source.placement(key)))
             yield details
         if details.values is None:
             cancellation.check()
-            details = replace(details, values=_or_error(lambda: source.values(meta.key)))
+            details = replace(details, values=_or_error(lambda: source.values(key)))
             yield details
         # Large tensors are only measured if the user asks for it.
         if not is_asked and details.statistics is not None:
@@ -203,23 +202,26 @@ class DetailPane(VerticalScroll):
                 step = replace(details, statistics=Reading(progress))
                 self.app.call_later(self._show_step, step, cancellation)
 
-        statistics = _or_error(lambda: source.statistics(meta, cancellation, report))
+        statistics = _or_error(lambda: source.statistics(key, meta, cancellation, report))
         yield replace(details, statistics=NO_NUMBERS if statistics is None else statistics)
 
     def _keep(self, details: TensorDetails) -> None:
         """Keep what was read of a tensor, and show it if the cursor is still there."""
-        key = details.meta.key
+        key = details.key
         self._kept[key] = details
         self._kept.move_to_end(key)
         while len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
-        if self._meta is not None and self._meta.key == key:
+        if self._shown is not None and self._shown.key == key:
             self._set(partial(tensor_page, details=details))
+
+    def _is_shown(self, details: TensorDetails) -> bool:
+        return self._shown is not None and self._shown.meta is details.meta
 
     def _show_step(self, details: TensorDetails, cancellation: Cancellation) -> None:
         """Show how far the statistics are, unless they have ended since."""
-        is_over = not isinstance(self._details(details.meta).statistics, Reading | None)
-        if not (cancellation.is_cancelled() or is_over) and self._meta is details.meta:
+        is_over = not isinstance(self._details(details).statistics, Reading | None)
+        if not (cancellation.is_cancelled() or is_over) and self._is_shown(details):
             self._set(partial(tensor_page, details=details))
 
     def _read_overview(self, source: CheckpointSource, cancellation: Cancellation) -> None:

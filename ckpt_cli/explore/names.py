@@ -14,12 +14,12 @@ no ``repr`` of their own, because textual's workers and messages would call it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from core.arrays.box import Shape
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.inspect.tree import MAX_DEPTH
 from core.pickle.reader import gc_paused
 
@@ -29,7 +29,7 @@ MOST_SIBLINGS = 200
 Kind = Literal["module", "tensor", "object", "range"]
 
 
-_Row = tuple[str, TensorMeta, int]
+_Row = tuple[str, Tensor, int]
 """A tensor that is not in a branch of its own yet: its key, metadata, and size in bytes."""
 
 
@@ -46,7 +46,7 @@ class NamedBranch:
 
     name: str
     key: str | None = None
-    meta: TensorMeta | None = None
+    meta: Tensor | None = None
     n_tensors: int = 0
     n_bytes: int = 0
     # The tensors below become branches when the level is needed: their keys are cut at ``_start``.
@@ -78,7 +78,7 @@ class NamedBranch:
             branch = next(iter(branch.below.values()))
         return branch.key
 
-    def tensors(self) -> Iterator[TensorMeta]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors at and below this name, as stored."""
         if self.meta is not None:
             yield self.meta
@@ -178,7 +178,7 @@ class Entry:
         """True if there are entries of a next level."""
         return self.kind == "range" or self.branch.has_below
 
-    def tensors(self) -> Iterator[TensorMeta]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the entry, as stored."""
         for branch in self.branches:
             yield from branch.tensors()
@@ -237,7 +237,7 @@ def _is_rank(branch: NamedBranch, path: tuple[str, ...]) -> bool:
 
 
 @gc_paused()
-def build_names(tensors: Iterable[TensorMeta], *, split: Callable[[str], list[str]]) -> NamedBranch:
+def build_names(tensors: Mapping[str, Tensor], *, split: Callable[[str], list[str]]) -> NamedBranch:
     """Return the root of a tree of tensors.
 
     Args:
@@ -247,14 +247,13 @@ def build_names(tensors: Iterable[TensorMeta], *, split: Callable[[str], list[st
     rows: list[_Row] = []
     others: list[_Row] = []
     sizes: dict[tuple[str, Shape], int] = {}
-    for meta in tensors:
+    for key, meta in tensors.items():
         # Most tensors are like an earlier one, whose size need not be computed again.
         kind = (meta.dtype, meta.shape)
         n_bytes = sizes.get(kind)
         if n_bytes is None:
             n_bytes = sizes[kind] = meta.n_bytes
         # Most keys are only cut at their dots, level by level.
-        key = meta.key
         is_plain = "\\" not in key and ":" not in key and key.count(".") < MAX_DEPTH - 1
         (rows if is_plain else others).append((key, meta, n_bytes))
         root.n_tensors += 1

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.explore.cancellation import Cancellation
 from ckpt_cli.explore.names import Entry, NamedBranch, build_names, build_object_names
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Tensor
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.files.remote_path import RemotePath
 from core.inspect.preview import BoxLocation, Number, first_values, places_of
@@ -127,7 +128,7 @@ class CheckpointSource:
             return first_values(self.checkpoint.store, self.view, key, N_VALUES)
 
     def statistics(
-        self, meta: TensorMeta, cancellation: Cancellation, progress: OnProgress
+        self, key: str, tensor: Tensor, cancellation: Cancellation, progress: OnProgress
     ) -> ValueStatistics | None:
         """Read a tensor and measure its values; None if it has none.
 
@@ -148,11 +149,11 @@ class CheckpointSource:
             return measure_tensors(
                 self.checkpoint,
                 self.view,
-                [meta],
+                {key: tensor},
                 threads=self.options.threads,
                 memory_bytes=self.options.memory_bytes,
                 progress=advance,
-            )[meta.key]
+            )[key]
 
     def compare(
         self, entry: Entry | None, other: Path, cancellation: Cancellation, progress: OnProgress
@@ -238,7 +239,7 @@ def open_source(options: SourceOptions, on_open: Callable[[int], None]) -> Check
             options,
             checkpoint,
             view,
-            build_names(view.tensors.values(), split=split),
+            build_names(view.tensors, split=split),
             build_object_names(view.objects, split=split),
         )
     except BaseException:
@@ -256,12 +257,12 @@ def pattern_of(entry: Entry) -> str | None:
     """
     if entry.key is not None:
         return _SPECIAL.sub("?", entry.key)
-    first = next(entry.tensors(), None)
-    if first is None or not entry.path:
+    if not entry.path or next(entry.tensors(), None) is None:
         return None
+    first_key = entry.branch.first_key
     # The beginning as the key spells it: a rank directory ends with ":", not ".".
     start = ".".join(entry.path)
-    if not first.key.startswith(start):
+    if not first_key.startswith(start):
         start = ":".join((entry.path[0], ".".join(entry.path[1:]))).rstrip(":")
     return _SPECIAL.sub("?", start)
 

@@ -35,7 +35,7 @@ from core.catalog.stored import coords_text
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry
     from ckpt_cli.explore.source import Placement
-    from core.catalog.catalog import TensorMeta
+    from core.catalog.tensor import Tensor
     from core.inspect.preview import BoxLocation, Number
     from core.numbers.statistics import ValueStatistics
     from core.progress import Progress
@@ -63,13 +63,14 @@ class TensorDetails:
     """The facts about a tensor that were read so far; None stands for what is being read.
 
     Args:
-        meta: metadata.
+        key, meta: the tensor.
         placement: where it is stored, or why that is unknown.
         values: the first values, or why they could not be read.
         statistics: the statistics, or why they could not be read; ``NO_NUMBERS`` without any.
     """
 
-    meta: TensorMeta
+    key: str
+    meta: Tensor
     placement: Placement | Exception | None = None
     values: list[Number] | Exception | None = None
     statistics: ValueStatistics | Reading | str | Exception | None = None
@@ -81,7 +82,7 @@ NO_NUMBERS = "the dtype has no numbers"
 def tensor_page(screen: Screen, details: TensorDetails) -> Iterator[str]:
     """Yield the lines of a tensor: facts, statistics, places, and values."""
     meta = details.meta
-    yield from _title(screen, meta.key)
+    yield from _title(screen, details.key)
     pairs: list[tuple[str, Cell | str]] = [
         ("shape", shape_text(meta.shape)),
         ("dtype", meta.dtype),

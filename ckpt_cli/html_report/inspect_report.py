@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.facts import named_facts
@@ -20,7 +20,7 @@ from core.pictures.shards import shard_map
 from core.pictures.sizes import sizes_of
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import TensorMeta
+    from core.catalog.tensor import Tensor
     from core.errors import CheckpointingException
     from core.inspect.summary import Summary, TensorGroup
     from core.numbers.statistics import ValueStatistics
@@ -34,7 +34,7 @@ N_BINS = 20
 def inspect_html(
     checkpoint: Checkpoint,
     summary: Summary,
-    tensors: Sequence[TensorMeta],
+    tensors: Mapping[str, Tensor],
     statistics: Mapping[str, ValueStatistics | None],
     layers: Mapping[str, tuple[ValueStatistics, ...] | None],
 ) -> str:

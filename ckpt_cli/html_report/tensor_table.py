@@ -15,7 +15,7 @@ from core.errors import CheckpointingException
 from core.megatron.optimizer.form import role_of
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import TensorMeta
+    from core.catalog.tensor import AnyTensor
     from core.numbers.statistics import ValueStatistics
     from core.pictures.shards import ShardMap, ShardMove
 
@@ -26,7 +26,7 @@ MAX_STATISTICS = 6_000
 
 
 def table_json(
-    tensors: Sequence[TensorMeta],
+    tensors: Mapping[str, AnyTensor],
     *,
     bare: Callable[[str], str] = str,
     map_of: Callable[[str], ShardMap] | None = None,
@@ -50,11 +50,10 @@ def table_json(
         numbers_of: returns what the report shows of a description.
     """
     # Fold the names, and leave out the smallest tensors if there are too many names.
-    metas = {meta.key: meta for meta in tensors}
     names = fold_names(
-        {key: (meta.dtype, meta.shape, role_of(bare(key))) for key, meta in metas.items()}
+        {key: (tensor.dtype, tensor.shape, role_of(bare(key))) for key, tensor in tensors.items()}
     )
-    names.sort(key=lambda name: -metas[name.keys[0]].n_bytes * len(name.keys))
+    names.sort(key=lambda name: -tensors[name.keys[0]].n_bytes * len(name.keys))
     layouts = ShardLayouts()
     rows: list[list[object]] = []
     n_characters = n_left_out = n_described = n_without_map = 0
@@ -63,8 +62,9 @@ def table_json(
         if n_characters > MAX_CHARACTERS:
             n_left_out += len(name.keys)
             continue
-        meta = metas[name.keys[0]]
-        row = [name.parts, meta.dtype, meta.shape, meta.n_bytes, role_of(bare(meta.key))]
+        first_key = name.keys[0]
+        first = tensors[first_key]
+        row = [name.parts, first.dtype, first.shape, first.n_bytes, role_of(bare(first_key))]
         # Shard maps, as long as there is room for them.
         before, after, moves = _maps_of(name.keys, layouts, map_of=map_of, move_of=move_of)
         n_without_map += len(name.keys) - len(before)
@@ -78,7 +78,7 @@ def table_json(
             described = described if any(described) else []
             n_described += len(described)
         stacked: list[object] = []
-        parts = (layers or {}).get(meta.key) or ()
+        parts = (layers or {}).get(first_key) or ()
         if len(name.keys) == 1 and len(parts) > 1 and described and numbers_of is not None:
             stacked = [numbers_of(part) for part in parts]
             n_described += len(stacked)

@@ -39,7 +39,11 @@ def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
     # The pictures: bytes by module in the destination, the matrix, and the tensors.
     sizes = sizes_view(sizes_of(prepared.form))
     matrix = moves_table(rank_moves(plan))
-    tensors = [plan.target.meta(key) for key in plan.keys() if key in plan.target.tensors]  # noqa: SIM118
+    tensors = {
+        key: plan.target.tensors[key]
+        for key in plan.keys()  # noqa: SIM118
+        if key in plan.target.tensors
+    }
     table = table_json(tensors, move_of=move_of)
     source = shown_name(str(prepared.source.path))
     command = {"command": f"ckpt {verb} {source} … --explain --map KEY"}

@@ -15,7 +15,7 @@ from core.inspect.summary import bare_key
 from core.megatron.optimizer.form import role_of
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import TensorMeta
+    from core.catalog.tensor import Tensor
     from core.inspect.model_description import ModelDescription
     from core.inspect.summary import Summary
     from core.numbers.statistics import ValueStatistics
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def inspect_json(
     checkpoint: Checkpoint,
     summary: Summary,
-    tensors: list[TensorMeta],
+    tensors: Mapping[str, Tensor],
     objects: list[str],
     *,
     is_selected: bool,
@@ -87,10 +87,12 @@ def inspect_json(
             if path not in checkpoint.catalog.tensors
         },
         "tensors": [
-            _tensor_json(checkpoint, summary, meta, is_selected=is_selected, n_values=n_values)
-            | ({"stats": stats_json(statistics[meta.key])} if meta.key in statistics else {})
-            | ({"map": map_json(map_of(summary, checkpoint, meta.key))} if has_maps else {})
-            for meta in tensors
+            _tensor_json(
+                checkpoint, summary, key, tensor, is_selected=is_selected, n_values=n_values
+            )
+            | ({"stats": stats_json(statistics[key])} if key in statistics else {})
+            | ({"map": map_json(map_of(summary, checkpoint, key))} if has_maps else {})
+            for key, tensor in tensors.items()
         ],
         "objects": [
             {"key": key, "value": object_json(summary.view.objects[key], checkpoint)}
@@ -124,25 +126,26 @@ def _architecture_json(model: ModelDescription) -> dict[str, object]:
 def _tensor_json(
     checkpoint: Checkpoint,
     summary: Summary,
-    meta: TensorMeta,
+    key: str,
+    tensor: Tensor,
     *,
     is_selected: bool,
     n_values: int,
 ) -> dict[str, object]:
     """Return a tensor, with its places and values only if it was selected by KEY."""
-    catalog = catalog_of(summary, checkpoint, meta.key)
+    catalog = catalog_of(summary, checkpoint, key)
     entry: dict[str, object] = {
-        "key": meta.key,
-        "dtype": meta.dtype,
-        "shape": list(meta.shape),
-        "bytes": meta.n_bytes,
-        "group": role_of(bare_key(meta.key, catalog)),
+        "key": key,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": tensor.n_bytes,
+        "group": role_of(bare_key(key, catalog)),
     }
-    if meta.key in summary.attributes:
-        entry["attributes"] = plain_json(summary.attributes[meta.key])
+    if key in summary.attributes:
+        entry["attributes"] = plain_json(summary.attributes[key])
     if is_selected:
-        entry["places"] = [place_json(place) for place in places_of(catalog, meta.key)]
+        entry["places"] = [place_json(place) for place in places_of(catalog, key)]
         if n_values:
-            values = first_values(checkpoint.store, catalog, meta.key, n_values)
+            values = first_values(checkpoint.store, catalog, key, n_values)
             entry["values"] = [number_json(value) for value in values]
     return entry

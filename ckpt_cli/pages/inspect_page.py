@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import attributes_text, object_json, object_lines
@@ -26,7 +26,8 @@ from core.inspect.preview import first_values, places_of
 from core.pictures.shards import ShardMap, shard_map
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog, TensorMeta
+    from core.catalog.catalog import Catalog
+    from core.catalog.tensor import Tensor
     from core.inspect.capabilities import Capability
     from core.inspect.model_description import ModelDescription
     from core.inspect.optimizer_states import OptimizerStates
@@ -63,25 +64,26 @@ def map_page(
     screen: Screen,
     summary: Summary,
     checkpoint: Checkpoint,
-    tensors: Sequence[TensorMeta],
+    keys: Sequence[str],
     *,
     is_complete: bool,
 ) -> Iterator[str]:
     """Yield the drawings of some tensors' boxes.
 
     Args:
+        keys: keys of the tensors.
         is_complete: draw all tensors, and list all of their boxes.
     """
-    shown = tensors if is_complete else tensors[:MAPS]
-    for number, meta in enumerate(shown):
+    shown = keys if is_complete else keys[:MAPS]
+    for number, key in enumerate(shown):
         if number:
             yield ""
-        yield screen.styled(escaped(meta.key), "bold")
-        shards = map_of(summary, checkpoint, meta.key)
+        yield screen.styled(escaped(key), "bold")
+        shards = map_of(summary, checkpoint, key)
         listed = 0 if is_complete else LISTED
         yield from map_lines(screen, shards, listed=listed, hint="; --limit 0 lists all")
-    if len(shown) < len(tensors):
-        more = f"… {n_text(len(tensors) - len(shown), 'more tensor')}; --limit 0 draws all"
+    if len(shown) < len(keys):
+        more = f"… {n_text(len(keys) - len(shown), 'more tensor')}; --limit 0 draws all"
         yield ""
         yield screen.plain(screen.styled(more, "dim"))
 
@@ -89,7 +91,7 @@ def map_page(
 def detail_lines(
     checkpoint: Checkpoint,
     summary: Summary,
-    tensors: list[TensorMeta],
+    tensors: Mapping[str, Tensor],
     objects: list[str],
     screen: Screen,
     *,
@@ -103,14 +105,14 @@ def detail_lines(
         limit: maximum number of lines of each entry; 0 for all.
     """
     # Tensors: an empty line between two of them.
-    for number, meta in enumerate(tensors):
+    for number, (key, tensor) in enumerate(tensors.items()):
         if number:
             yield ""
-        catalog = catalog_of(summary, checkpoint, meta.key)
-        values = first_values(checkpoint.store, catalog, meta.key, n_values) if n_values else None
-        attributes = summary.attributes.get(meta.key, {})
-        places = places_of(catalog, meta.key)
-        lines = list(tensor_lines(screen, meta, places, values, attributes=attributes))
+        catalog = catalog_of(summary, checkpoint, key)
+        values = first_values(checkpoint.store, catalog, key, n_values) if n_values else None
+        attributes = summary.attributes.get(key, {})
+        places = places_of(catalog, key)
+        lines = list(tensor_lines(screen, key, tensor, places, values, attributes=attributes))
         yield from first_lines(screen, lines, limit)
     entries = [(key, object_json(summary.view.objects[key], checkpoint)) for key in objects]
     yield from object_lines(screen, entries, limit=limit)

@@ -13,7 +13,7 @@ from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.inspect.stats import FoldedStatistics, fold_statistics
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import TensorMeta
+    from core.catalog.tensor import Tensor
     from core.numbers.statistics import ValueStatistics
 
 _MOST_MEMBERS = 64
@@ -26,7 +26,7 @@ _ALIGN = "<>>>><"
 
 def stats_lines(
     screen: Screen,
-    tensors: Sequence[TensorMeta],
+    tensors: Mapping[str, Tensor],
     statistics: Mapping[str, ValueStatistics | None],
     *,
     layers: Mapping[str, tuple[ValueStatistics, ...] | None] | None = None,
@@ -47,7 +47,9 @@ def stats_lines(
     """
     # Fold, and sort the folded rows.
     if is_flat:
-        folded = [FoldedStatistics(meta.key, (meta,), statistics[meta.key]) for meta in tensors]
+        folded = [
+            FoldedStatistics(key, {key: tensor}, statistics[key]) for key, tensor in tensors.items()
+        ]
     else:
         folded = fold_statistics(tensors, statistics, layers)
     if sort is not None:
@@ -153,14 +155,15 @@ def _filled(texts: Sequence[str], width: int | None) -> list[str]:
 
 def _n_bytes(row: FoldedStatistics) -> int:
     """Return the size of all tensors of a row."""
-    return sum(meta.n_bytes for meta in row.members)
+    return sum(tensor.n_bytes for tensor in row.members.values())
 
 
 def _figure_cells(row: FoldedStatistics) -> list[Cell]:
     """Return the cells of a row, the first of which, for the name, is empty."""
     total = row.total
     if total is None:
-        return [Cell(""), *(Cell("–", ("dim",)) for _ in _TITLES[1:]), Cell(row.members[0].dtype)]
+        dtype = next(iter(row.members.values())).dtype
+        return [Cell(""), *(Cell("–", ("dim",)) for _ in _TITLES[1:]), Cell(dtype)]
     figures = [total.least, total.greatest, total.mean, total.std]
     counts = [
         text
@@ -202,7 +205,7 @@ def _extreme_texts(row: FoldedStatistics) -> list[str]:
 
 def _total_lines(
     screen: Screen,
-    tensors: Sequence[TensorMeta],
+    tensors: Mapping[str, Tensor],
     statistics: Mapping[str, ValueStatistics | None],
     *,
     n_rows: int,
@@ -212,7 +215,7 @@ def _total_lines(
     Args:
         n_rows: number of rows above; fewer than tensors if some are folded.
     """
-    read = [meta for meta in tensors if statistics[meta.key] is not None]
+    read = [tensor for key, tensor in tensors.items() if statistics[key] is not None]
     parts = [part for part in statistics.values() if part is not None]
     n_bad = sum(1 for part in parts if part.n_nan or part.n_infinite)
     n_bytes = sum(meta.n_bytes for meta in read)

@@ -20,8 +20,8 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.arrays.box import is_c_contiguous
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import TensorMeta
 from core.catalog.stored import coords_text
+from core.catalog.tensor import Tensor
 from core.inspect.preview import BoxLocation, Number
 
 _COLUMNS = {
@@ -38,7 +38,8 @@ _COLUMNS = {
 
 def tensor_lines(
     screen: Screen,
-    meta: TensorMeta,
+    key: str,
+    meta: Tensor,
     places: Sequence[BoxLocation],
     values: Sequence[Number] | None,
     *,
@@ -52,7 +53,7 @@ def tensor_lines(
         attributes: what the checkpoint says about the tensor besides.
     """
     # A place is a box of the tensor in one file; replicas are places of the same box.
-    yield screen.styled(escaped(meta.key), "bold")
+    yield screen.styled(escaped(key), "bold")
     n_boxes = len({place.box for place in places})
     n_copies = len(places) - n_boxes
     replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""

@@ -10,9 +10,10 @@ from typing import Any
 from core.arrays.box import Shape, full_box
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import dtype_of, itemsize
-from core.catalog.catalog import Fragment, bind_nothing
+from core.catalog.catalog import bind_nothing
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment
 from core.device.cast import cast_on
 from core.device.compare import count_differing, is_equal
 from core.device.device import CAST, COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device
@@ -228,7 +229,7 @@ def _tensor(name: str, dtype: str, shape: Shape) -> SourceTensor:
         name,
         dtype,
         shape,
-        (Fragment(name, full_box(shape), array, (0,) * len(shape)),),
+        (Fragment(full_box(shape), array, (0,) * len(shape)),),
         bind_nothing,
     )
 

@@ -5,18 +5,10 @@ a position yet. ``file_image`` describes an output file before it has data, and 
 reads such files like any checkpoint. The names below are those that a format plug-in needs.
 """
 
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    StoredObject,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-    catalog_of_arrays,
-    whole_fragment,
-)
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
 from core.catalog.file_image import FileImage, JoinedArray, Literal, PlacedArray, literal_file
 from core.catalog.stored import Encoding, Extent, PlannedArray, StoredArray
+from core.catalog.tensor import Fragment, TargetFragment, Tensor, whole_fragment
 
 __all__ = [
     "Catalog",
@@ -32,7 +24,7 @@ __all__ = [
     "StoredObject",
     "TargetCatalog",
     "TargetFragment",
-    "TensorMeta",
+    "Tensor",
     "catalog_of_arrays",
     "literal_file",
     "whole_fragment",

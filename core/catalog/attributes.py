@@ -8,7 +8,7 @@
     Orbax         custom_metadata, metrics                           the step and the tree
                   ext_metadata: {"random_key_impl": "threefry2x32"}  arrays
 
-The catalog has one form for all of them: ``TensorMeta.attributes`` and ``Catalog.attributes``,
+The catalog has one form for all of them: ``Tensor.attributes`` and ``Catalog.attributes``,
 whose values are JSON. A format with ``Format.keeps_attributes`` has a place for them in its files.
 Every other format that stores objects gets two entries at the root of the state dict:
 

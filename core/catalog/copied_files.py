@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import is_moment
+from core.catalog.tensor import Fragment
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -105,15 +106,16 @@ def find_copied_files(
         return []
     names = {name for group in groups for name in group}
     parts: dict[str, dict[tuple[int, Shape], _HeldPart]] = {name: {} for name in names}
-    for fragment in catalog.all_fragments():
-        array = fragment.array
-        if array is None or array.extent.file not in names or not fragment.box.n_elements:
-            continue
-        extent = array.extent
-        is_dense = extent.strides in (None, c_strides(array.shape)) and extent.axes is None
-        if is_dense and extent.encoding is None and not extent.is_late:
-            address, part = _part_of(fragment)
-            parts[extent.file][address, fragment.box.shape] = part
+    for key, tensor in (*catalog.tensors.items(), *catalog.hidden.items()):
+        for fragment in tensor.fragments():
+            array = fragment.array
+            if array is None or array.extent.file not in names or not fragment.box.n_elements:
+                continue
+            extent = array.extent
+            is_dense = extent.strides in (None, c_strides(array.shape)) and extent.axes is None
+            if is_dense and extent.encoding is None and not extent.is_late:
+                address, part = _part_of(key, fragment)
+                parts[extent.file][address, fragment.box.shape] = part
     copies = []
     for group in groups:
         first, *others = group
@@ -124,10 +126,11 @@ def find_copied_files(
     return copies
 
 
-def _part_of(fragment: Fragment) -> tuple[int, _HeldPart]:
+def _part_of(key: str, fragment: Fragment) -> tuple[int, _HeldPart]:
     """Return the address of a fragment's first element, and the part that begins there.
 
     Args:
+        key: key of the tensor.
         fragment: a part of a dense array.
     """
     array = fragment.array
@@ -138,7 +141,7 @@ def _part_of(fragment: Fragment) -> tuple[int, _HeldPart]:
     # Of a part of an array with more than one axis, only the first row is sure to be contiguous.
     is_contiguous = prod(array.shape) == fragment.box.n_elements or len(array.shape) == 1
     n = fragment.box.n_elements if is_contiguous else fragment.box.shape[-1]
-    return array.extent.offset + start * size, _HeldPart(fragment.key, fragment.box, n * size, size)
+    return array.extent.offset + start * size, _HeldPart(key, fragment.box, n * size, size)
 
 
 def _compare(

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
-from core.catalog.catalog import Fragment
 from core.catalog.stored import (
     Extent,
     StoredArray,
@@ -23,6 +22,7 @@ from core.catalog.stored import (
     strides_with_axes,
     without_axes,
 )
+from core.catalog.tensor import Fragment
 from core.device.device import Device
 from core.errors import CorruptError
 from core.files.store import ReadStore

@@ -93,7 +93,7 @@ def param_of(key: str) -> str:
 
 
 class HasShape(Protocol):
-    """The part of ``core.catalog.catalog.TensorMeta`` (which imports this module) that is used."""
+    """The part of ``core.catalog.catalog.Tensor`` (which imports this module) that is used."""
 
     @property
     def shape(self) -> Shape:

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?(?:layers|h|blocks|block|layer))\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"((?:[^.]+\.)+experts)\.(\d{1,6})\.(.+)")
@@ -59,7 +59,7 @@ _MOST_KINDS = 64
 _FEWEST_ALIKE = 7
 """Minimum number of equal layers for another to be reported that lacks more than a module."""
 
-Layers = Mapping[int, Mapping[str, TensorMeta]]
+Layers = Mapping[int, Mapping[str, Tensor]]
 """Number of a layer → its tensors, by their names in it."""
 
 
@@ -108,7 +108,7 @@ class Deviation:
 
 
 def find_deviations(
-    tensors: Mapping[str, TensorMeta],
+    tensors: Mapping[str, Tensor],
     config: Mapping[str, object],
     *,
     is_quantized: bool,
@@ -137,13 +137,13 @@ def find_deviations(
 
 
 def _stacks(
-    tensors: Mapping[str, TensorMeta],
+    tensors: Mapping[str, Tensor],
     config: Mapping[str, object],
     pattern: re.Pattern[str],
     is_uniform: Callable[[str], bool],
 ) -> Iterator[_Stack]:
     """Yield the stacks of layers or experts whose names match a pattern, and can be compared."""
-    stacks: dict[str, dict[int, dict[str, TensorMeta]]] = {}
+    stacks: dict[str, dict[int, dict[str, Tensor]]] = {}
     for key, meta in tensors.items():
         match = pattern.fullmatch(key)
         if match is not None:
@@ -284,7 +284,7 @@ def _is_lost(
     stack: _Stack,
     number: int,
     lost: frozenset[str],
-    example: Mapping[str, TensorMeta],
+    example: Mapping[str, Tensor],
     *,
     n_sisters: int,
 ) -> bool:
@@ -346,7 +346,7 @@ def _find_odd_shapes(stack: _Stack) -> Iterator[Deviation]:
             yield Deviation(
                 message=f"shape {odd}, but {usual} in the {n_sisters:,} other {stack.noun}s "
                 "(elements)",
-                key=stack.layers[number][name].key,
+                key=f"{stack.prefix}.{number}.{name}",
                 expected=str(usual),
                 found=str(odd),
                 is_lack=False,

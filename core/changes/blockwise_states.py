@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from math import prod
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import BITSANDBYTES
+from core.catalog.tensor import Tensor
 from core.changes.rename import is_optimizer_key, nest_again
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import TensorLeaf
@@ -61,7 +62,7 @@ def companions_of(codes: str) -> tuple[str, str]:
     return f"{owner}.absmax{number}", f"{owner}.qmap{number}"
 
 
-def codes_of_bitsandbytes(tensors: Mapping[str, TensorMeta]) -> list[str]:
+def codes_of_bitsandbytes(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the keys of bitsandbytes' states that are codes with scales and a table."""
     return [
         key
@@ -115,7 +116,7 @@ def states_of_torchao(catalog: Catalog, *, option: str, hint: str) -> dict[str, 
 
 
 def blockwise(
-    tensors: Mapping[str, TensorMeta], codes: str, scales: str, table: str | None, *, shape: Shape
+    tensors: Mapping[str, Tensor], codes: str, scales: str, table: str | None, *, shape: Shape
 ) -> BlockwiseState:
     """Return a state after checking that its parts fit each other.
 

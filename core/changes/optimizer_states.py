@@ -23,8 +23,9 @@ from functools import lru_cache
 from math import prod
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.changes.blockwise_states import (
     BlockwiseState,
     blockwise,
@@ -90,7 +91,7 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
     def computed(key: str) -> Sequence[Fragment]:
         state = states[key]
         if state.scales is None:
-            return [replace(fragment, key=key) for fragment in catalog.fragments(state.codes)]
+            return catalog.fragments(state.codes)
         codes = source_of(catalog, state.codes)
         encoding = DequantizedState(
             codes,
@@ -100,7 +101,7 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
             state.block,
         )
         extent = Extent(codes.file, 0, encoding=encoding)
-        return (whole_fragment(key, StoredArray(key, "float32", state.shape, extent)),)
+        return (whole_fragment(StoredArray(key, "float32", state.shape, extent)),)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         return computed(key) if key in states else catalog.fragments(key)
@@ -113,11 +114,11 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
         for part in (state.scales, state.table)
         if part is not None
     }
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for name, meta in catalog.tensors.items():
         if name in key_of:
             key = key_of[name]
-            tensors[key] = TensorMeta(key, "float32", states[key].shape)
+            tensors[key] = Tensor("float32", states[key].shape)
         elif name not in gone:
             tensors[name] = meta
 

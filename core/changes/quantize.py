@@ -43,9 +43,10 @@ from functools import lru_cache
 
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DType, dtype_called, dtype_of, itemsize
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.changes.rename import is_optimizer_key, nest_again
 from core.changes.tie import aliases_among
 from core.changes.torchao_weights import dequantize_torchao
@@ -104,11 +105,11 @@ class QuantizedCatalog:
     notes: tuple[str, ...]
 
 
-def companion(meta: TensorMeta, keys: Container[str]) -> str | None:
+def companion(key: str, meta: Tensor, keys: Container[str]) -> str | None:
     """Return the key of a float8 tensor's scales among ``keys``, or None."""
     if not is_float8(meta.dtype):
         return None
-    return next((name for suffix in _SUFFIXES if (name := meta.key + suffix) in keys), None)
+    return next((name for suffix in _SUFFIXES if (name := key + suffix) in keys), None)
 
 
 def is_float8(dtype: str) -> bool:
@@ -196,7 +197,7 @@ def dequantize(
     def computed(key: str) -> Sequence[Fragment]:
         weight, scales = source_of(catalog, key), source_of(catalog, scales_of[key])
         if (integer := integers.get(key)) is None:
-            shape = _block_of(catalog.tensors[key], catalog.tensors[scales_of[key]], block)
+            shape = _block_of(catalog, key, scales_of[key], block)
             encoding = Dequantized(weight, scales, shape, target.name)
         else:
             # bitsandbytes stores the largest absolute value of a row, so its scale is that over
@@ -278,7 +279,6 @@ def _dequantize_mxfp4(
         shape = tensors[key].shape
         return [
             Fragment(
-                key,
                 Box((expert, 0, 0), (1, *shape[1:])),
                 StoredArray(
                     f"{key}[{expert}]",
@@ -298,12 +298,12 @@ def _dequantize_mxfp4(
     # The wide tensor takes the place of its numbers; the scales go.
     key_of = {numbers: key for key, numbers in numbers_of.items()}
     gone = {key + SCALES for key in numbers_of}
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for name, meta in catalog.tensors.items():
         if name in key_of:
             n_experts, n_columns, n_groups, _ = meta.shape
             wide = key_of[name]
-            tensors[wide] = TensorMeta(wide, dtype, (n_experts, n_groups * GROUP, n_columns))
+            tensors[wide] = Tensor(dtype, (n_experts, n_groups * GROUP, n_columns))
         elif name not in gone:
             tensors[name] = meta
 
@@ -329,10 +329,10 @@ def _find_float8_scales(
     scales_of: dict[str, str] = {}
     bare: list[str] = []
     for key, meta in catalog.tensors.items():
-        scales = companion(meta, catalog.tensors)
+        scales = companion(key, meta, catalog.tensors)
         if scales is not None:
             scales_of[key] = scales
-            _block_of(meta, catalog.tensors[scales], block)
+            _block_of(catalog, key, scales, block)
         elif is_float8(meta.dtype):
             bare.append(key)
         elif key.endswith(_SUFFIXES[0]) and key.removesuffix(_SUFFIXES[0]) not in catalog.tensors:
@@ -380,7 +380,7 @@ def _find_integer_weights(
             raise CorruptError(
                 f"scales of {scales.dtype} and shape {scales.shape} do not fit "
                 f"the {scheme.name} weight {weight.key!r} of shape {meta.shape}",
-                key=scales.key,
+                key=weight.scales[0],
             )
         weights[weight.key] = weight
     return weights
@@ -392,18 +392,23 @@ def _row_formats(weight: QuantizedWeight) -> tuple[str, ...]:
 
 
 def _block_of(
-    meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]
+    catalog: Catalog, key: str, scales_key: str, block: tuple[int, int]
 ) -> tuple[int, int] | None:
     """Return rows and columns of a block, or None if one scale applies to the complete tensor.
+
+    Args:
+        key, scales_key: the tensor and its scales.
+        block: rows and columns that the configuration states.
 
     Raises:
         CorruptError: the scales do not fit the tensor.
     """
+    meta, scales = catalog.tensors[key], catalog.tensors[scales_key]
     facts = dtype_of(scales.dtype)
     if facts.kind != "float" or (facts.itemsize == 1 and facts.name != "float8_e8m0fnu"):
         raise CorruptError(
-            f"scales of {meta.key!r} are {scales.dtype}, not a float type for scales",
-            key=scales.key,
+            f"scales of {key!r} are {scales.dtype}, not a float type for scales",
+            key=scales_key,
         )
     # A row is a block as well: one of height 1, over all columns.
     shape = meta.shape
@@ -416,15 +421,15 @@ def _block_of(
         if scales.shape == (*lead, -(-rows // block[0]), -(-columns // block[1])):
             return block
     raise CorruptError(
-        f"scales of shape {scales.shape} do not fit {meta.key!r} of shape {shape} "
+        f"scales of shape {scales.shape} do not fit {key!r} of shape {shape} "
         f"in blocks of {block[0]} × {block[1]}",
-        key=scales.key,
+        key=scales_key,
         hint="check the block size: quantization_config.weight_block_size in config.json",
     )
 
 
 def _aliases_with_equal_scales(
-    catalog: Catalog, scales_of: Mapping[str, str], tensors: Mapping[str, TensorMeta]
+    catalog: Catalog, scales_of: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> dict[str, str]:
     """Return the aliases that have equal scales too: other float8 tensors become different ones."""
     first_of = aliases_among(catalog.aliases, catalog.tensors)
@@ -469,7 +474,7 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
         raise UsageError("--quantize: scales exist already", key=taken)
 
     # Add the scales, each right after its tensor.
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for key, meta in catalog.tensors.items():
         tensors[key] = replace(meta, dtype="float8_e4m3fn") if key in kinds else meta
         if key in kinds:
@@ -480,7 +485,7 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
                 if kinds[key] == "block"
                 else ()
             )
-            tensors[new] = TensorMeta(new, "float32", blocks)
+            tensors[new] = Tensor("float32", blocks)
 
     # Compute the numbers and their scales while they are copied. Both read the same Weight, so that
     # the scales are computed once for both.
@@ -527,7 +532,7 @@ def _choose_kinds(
                 hint=did_you_mean(kind, KINDS),
             )
         if glob is None:
-            chosen = [key for key in matrices if _is_default(catalog.tensors[key])]
+            chosen = [key for key in matrices if _is_default(key, catalog.tensors[key])]
         else:
             chosen = list(filter(matcher(glob), matrices))
         if not chosen:
@@ -540,16 +545,15 @@ def _choose_kinds(
     return {key: kind_of[key] for key in matrices if kind_of.get(key, "none") != "none"}
 
 
-def _is_default(meta: TensorMeta) -> bool:
+def _is_default(key: str, meta: Tensor) -> bool:
     """Return whether a matrix is a linear weight that DeepSeek-V3 has in float8."""
-    key = meta.key
     is_linear = key.endswith(".weight") and not is_optimizer_key(key) and _KEPT.search(key) is None
     return is_linear and (len(meta.shape) == 2 or _STACKED.search(key) is not None)
 
 
 def _one_array(key: str, dtype: str, shape: Shape, extent: Extent) -> Sequence[Fragment]:
     """Return the single fragment of a tensor that is computed."""
-    return (whole_fragment(key, StoredArray(key, dtype, shape, extent)),)
+    return (whole_fragment(StoredArray(key, dtype, shape, extent)),)
 
 
 def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:

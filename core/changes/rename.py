@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.key_patterns import LIST_THEM
 from core.catalog.optimizer_keys import BITSANDBYTES, MASTERS, MOMENTS
@@ -336,11 +336,6 @@ def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
     Args:
         new_of: old key → new key, for every tensor and object; the new keys are unique.
     """
-    old_of = {new: old for old, new in new_of.items()}
-
-    def fragments_of(key: str) -> list[Fragment]:
-        return [replace(fragment, key=key) for fragment in catalog.fragments(old_of.get(key, key))]
-
     # Facets refer to keys as well: the order in rank files, and facts by tensor.
     model, torch_dist = catalog.facet(MegatronModel), catalog.facet(TorchDistFacts)
     if model is not None and model.order is not None:
@@ -352,13 +347,10 @@ def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
         catalog = catalog.with_facet(replace(torch_dist, mcore_data=mcore_data))
     return replace(
         catalog,
-        tensors={
-            new_of[key]: replace(meta, key=new_of[key]) for key, meta in catalog.tensors.items()
-        },
+        tensors={new_of[key]: tensor for key, tensor in catalog.tensors.items()},
         objects={
             new_of[key]: replace(item, key=new_of[key]) for key, item in catalog.objects.items()
         },
-        fragments_of=fragments_of,
         skeleton=None if catalog.skeleton is None else move_leaves(catalog.skeleton, new_of),
         aliases={new_of.get(a, a): new_of.get(b, b) for a, b in catalog.aliases.items()},
         unsupported={new_of.get(key, key): kind for key, kind in catalog.unsupported.items()},

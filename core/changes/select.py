@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attribute_keys
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.mapping_attributes import attributes_of
 from core.catalog.optimizer_keys import MASTERS, MOMENTS, state_of
+from core.catalog.tensor import Tensor
 from core.changes.quantize import companion
 from core.changes.rename import add_prefix as add_prefix
 from core.changes.rename import is_optimizer_key as is_optimizer_key
@@ -199,7 +200,7 @@ def cast_of(
     keys: Iterable[str] | None = None,
     *,
     quantized: Container[str] = (),
-) -> Callable[[TensorMeta], str]:
+) -> Callable[[str, Tensor], str]:
     """Build the function that maps each tensor to its dtype after casting.
 
     Args:
@@ -232,37 +233,38 @@ def cast_of(
             hint="use --quantize block or tensor; --dtype GLOB=DTYPE casts without scales",
         )
 
-    def dtype_for(meta: TensorMeta) -> str:
+    def scales_of(key: str, meta: Tensor) -> str | None:
+        return None if present is None else companion(key, meta, present)
+
+    def dtype_for(key: str, meta: Tensor) -> str:
         # The last rule that reaches the tensor wins.
         chosen = meta.dtype
         for matches, dtype in parsed:
             if matches is not None:
-                if matches(meta.key):
+                if matches(key):
                     chosen = dtype
                 continue
             facts = dtype_of(meta.dtype)
-            scales = companion(meta, present) if present is not None else None
+            scales = scales_of(key, meta)
             if scales is not None:
                 raise UsageError(
                     f"--dtype: {meta.dtype} tensors that have scales ({scales!r}) cannot be cast",
-                    key=meta.key,
+                    key=key,
                     hint="apply the scales with --dequantize DTYPE, "
                     "or cast the other tensors with GLOB=DTYPE",
                 )
-            is_weight = facts.kind == "float" and facts.itemsize >= 2 and meta.key not in quantized
-            if (
-                is_weight
-                and not is_optimizer_key(meta.key)
-                and not _KEPT_PRECISION.search(meta.key)
-            ):
+            is_weight = facts.kind == "float" and facts.itemsize >= 2 and key not in quantized
+            if is_weight and not is_optimizer_key(key) and not _KEPT_PRECISION.search(key):
                 chosen = dtype
         # Without its scales a float8 number is not the weight, whichever rule reached it.
-        scales = companion(meta, present) if present is not None and chosen != meta.dtype else None
+        scales = (
+            companion(key, meta, present) if present is not None and chosen != meta.dtype else None
+        )
         if scales is not None:
             raise UsageError(
                 f"--dtype: casting {meta.dtype} to {chosen} without applying the scales {scales!r} "
                 "would change the weights",
-                key=meta.key,
+                key=key,
                 hint="apply the scales with --dequantize, or exclude this tensor from --dtype",
             )
         return chosen

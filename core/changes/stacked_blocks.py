@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from math import prod
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Fragment
 from core.changes.blockwise_states import (
     BlockwiseState,
     blockwise,
@@ -90,7 +91,7 @@ class StateBlocks:
             return fragment
         start = number * (self.n_states // self.state.block)
         box = Box((start + fragment.box.offset[0],), fragment.box.shape)
-        return Fragment(fragment.key, box, fragment.array, fragment.at)
+        return Fragment(box, fragment.array, fragment.at)
 
     def of_layer(self, fragment: Fragment, number: int, n_layers: int) -> Fragment | None:
         """Cut the part of a layer out of a fragment of this stack; None if it has none."""
@@ -105,7 +106,7 @@ class StateBlocks:
         if fragment.array is not None:
             at = (*at[:-1], at[-1] + start - first)
         box = Box((start - number * extent,), (end - start,))
-        return Fragment(fragment.key, box, fragment.array, at)
+        return Fragment(box, fragment.array, at)
 
 
 def blocks_of_states(catalog: Catalog, *, option: str, axis: int) -> dict[str, StateBlocks]:

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.key_patterns import LIST_THEM
+from core.catalog.tensor import Tensor
 from core.changes.rename import nest_again, new_path, owned_entries, with_parameters
 from core.errors import UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
@@ -64,12 +65,6 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
                 hint="only equal tensors can be tied",
             )
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key != original:
-            return catalog.fragments(key)
-        copies = [replace(fragment, key=original) for fragment in catalog.fragments(alias)]
-        return (*catalog.fragments(original), *copies)
-
     # Drop the tensor, with the optimizer's entries for it.
     owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == alias}
     removed = {alias, *owned}
@@ -83,9 +78,12 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
         )
     return replace(
         followed,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key not in removed},
+        tensors={
+            key: tensor.with_replicas(first) if key == original else tensor
+            for key, tensor in catalog.tensors.items()
+            if key not in removed
+        },
         objects={key: item for key, item in followed.objects.items() if key not in removed},
-        fragments_of=fragments_of,
         skeleton=skeleton,
         aliases=_aliases_without(catalog, alias),
     )
@@ -130,23 +128,11 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
             "--untie: the optimizer already has this entry", key=taken, hint="omit --untie"
         )
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        old = old_of.get(key)
-        return (
-            catalog.fragments(key)
-            if old is None
-            else [replace(fragment, key=key) for fragment in catalog.fragments(old)]
-        )
-
     # Add them to the parameter groups and to the catalog.
     names = {original: (original, added)}
     names |= {entry.parameter: (entry.parameter, entry.name_of(added)) for entry in owned.values()}
     followed = with_parameters(catalog, names)
-    tensors = {
-        new: replace(catalog.tensors[old], key=new)
-        for new, old in old_of.items()
-        if old in catalog.tensors
-    }
+    tensors = {new: catalog.tensors[old] for new, old in old_of.items() if old in catalog.tensors}
     objects = {
         new: replace(catalog.objects[old], key=new)
         for new, old in old_of.items()
@@ -156,7 +142,6 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
         followed,
         tensors={**catalog.tensors, **tensors},
         objects={**followed.objects, **objects},
-        fragments_of=fragments_of,
         skeleton=None if followed.skeleton is None else _copy_leaves(followed.skeleton, old_of),
     )
 
@@ -183,7 +168,7 @@ def _copy_leaves(skeleton: object, old_of: Mapping[str, str]) -> object:
     return nest_again({**leaves, **added})
 
 
-def _required_tensor(catalog: Catalog, key: str, *, option: str) -> TensorMeta:
+def _required_tensor(catalog: Catalog, key: str, *, option: str) -> Tensor:
     """Return a tensor that an option names.
 
     Raises:

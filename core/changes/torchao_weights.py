@@ -23,8 +23,9 @@ from math import prod
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.changes.blockwise_states import without_parts
 from core.errors import CorruptError, UnsupportedError
 from core.quantize.from_torchao import DequantizedTorchao
@@ -73,18 +74,18 @@ def dequantize_torchao(catalog: Catalog, dtype: str) -> DequantizedWeights:
             dtype,
         )
         extent = Extent(codes.file, 0, encoding=encoding)
-        return (whole_fragment(key, StoredArray(key, dtype, codes.shape, extent)),)
+        return (whole_fragment(StoredArray(key, dtype, codes.shape, extent)),)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         return computed(key) if key in block_of else catalog.fragments(key)
 
     # A weight takes the place of its codes; the other parts and the settings go.
     parts = tuple(f"{key}." for key in block_of)
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for name, meta in catalog.tensors.items():
         key = name.removesuffix(".qdata")
         if key in block_of and key != name:
-            tensors[key] = TensorMeta(key, dtype, meta.shape)
+            tensors[key] = Tensor(dtype, meta.shape)
         elif not name.startswith(parts):
             tensors[name] = meta
     key_of = {f"{key}.qdata": key for key in block_of}

@@ -29,6 +29,7 @@ from core.arrays.dtypes import DTYPES, itemsize
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, PlannedArray, StoredArray
+from core.catalog.tensor import whole_tensor
 from core.copy.run import execute
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import LocalStore, MemoryStore, ReadStore, check_name
@@ -418,12 +419,8 @@ def _contents(
 
 def _check_fragments(catalog: Catalog) -> None:
     """Check that the fragments of every tensor tile it and are within their arrays."""
-    arrays = {
-        key: PlannedArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()
-    }
-    target = catalog_of_arrays(format="memory", arrays=arrays)
-    for key in catalog.tensors:
-        match(catalog, target, key)
+    for key, tensor in catalog.tensors.items():
+        match(key, tensor, whole_tensor(PlannedArray(key, tensor.dtype, tensor.shape)))
 
 
 def _objects(catalog: Catalog, store: ReadStore) -> dict[str, object]:

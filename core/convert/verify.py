@@ -8,14 +8,14 @@ positions, and every byte is compared with the one in the file instead of being 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, bind_nothing
+from core.catalog.catalog import Catalog, TargetCatalog, bind_nothing
 from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import PlannedArray, StoredArray
@@ -124,18 +124,9 @@ def plan_comparison(
         bound = _bind_arrays(catalog, plan.target, store)
 
         # Use its arrays as the target, in its files as they are.
-        def fragments_of(key: str) -> Sequence[TargetFragment]:
-            return tuple(
-                Fragment(
-                    key,
-                    fragment.box,
-                    None if fragment.array is None else _plan_array(fragment.array),
-                    fragment.at,
-                )
-                for fragment in bound.fragments(key)
-            )
-
-        target = bound.as_target(bound.format, fragments_of)
+        target = bound.as_target(
+            bound.format, lambda key: bound.tensors[key].with_arrays(_plan_array).fragments()
+        )
         yield (
             make_plan(
                 plan.source,
@@ -199,20 +190,16 @@ def _bind_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) ->
                 )
         return bound
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return tuple(
-            fragment if fragment.array is None else replace(fragment, array=bind(fragment.array))
-            for fragment in catalog.fragments(key)
-        )
-
     # An alias has the bytes of another tensor, so comparing that one is enough.
-    aliases = catalog.aliases
-    tensors = {key: meta for key, meta in expected.tensors.items() if key not in aliases}
+    tensors = {
+        key: catalog.tensors[key].with_arrays(bind)
+        for key in expected.tensors
+        if key not in catalog.aliases
+    }
     return replace(
         catalog,
         tensors=tensors,
         hidden={},
-        fragments_of=fragments_of,
         bind=bind_nothing,
         aliases={},
         zeros={},

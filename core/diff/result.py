@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.arrays.box import Shape, c_strides
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.diff.entries import EntryDiff
 from core.diff.sides import Side
 from core.megatron.optimizer.form import role_of
@@ -37,8 +37,8 @@ class TensorDiff:
 
     key: str
     kind: str
-    a: TensorMeta | None = None
-    b: TensorMeta | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
     values: ValueDifference | None = None
     is_cast: bool | None = None
     first: tuple[int | float | None, int | float | None] | None = None
@@ -50,7 +50,7 @@ class TensorDiff:
         return self.kind in SAME
 
     @property
-    def meta(self) -> TensorMeta:
+    def meta(self) -> Tensor:
         """Metadata of the tensor in A, or in B if A lacks it."""
         meta = self.a or self.b
         assert meta is not None

@@ -264,7 +264,8 @@ class CkptStorageReader(StorageReader):
         """
         # Find the region in the global tensor: an item's offset is relative to its chunk.
         name = item.storage_index.fqn
-        meta = opened.catalog.meta(_key(opened, name))
+        key = _key(opened, name)
+        meta = opened.catalog.meta(key)
         chunk_offset = item.storage_index.offset or (0,) * len(meta.shape)
         offset = tuple(
             chunk_start + start
@@ -285,7 +286,7 @@ class CkptStorageReader(StorageReader):
                 key=name,
                 hint=f"use a {meta.dtype} tensor, or pass casts=True",
             )
-        return Chunk(meta.key, dtype, meta.shape, Box(offset, tuple(item.lengths))), tensor
+        return Chunk(key, dtype, meta.shape, Box(offset, tuple(item.lengths))), tensor
 
     def _stream(self, opened: _OpenedCheckpoint, item: ReadItem) -> io.BytesIO:
         """Return an object as a stream of ``torch.save``, for a planner that really unpickles it.

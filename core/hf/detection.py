@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf.config_json.config import arguments_of
 from core.hf.family import Family, families
@@ -36,7 +36,7 @@ class _Difference:
 
 
 def detect_family(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+    tensors: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> tuple[Family, str | None]:
     """Return the family of a model, and a note if it was recognised by its tensors alone.
 
@@ -160,7 +160,7 @@ def _arguments(config: Mapping[str, object], family: Family) -> dict[str, object
 
 
 def _differences(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+    tensors: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> Iterator[_Difference]:
     """Yield what does not fit, for every family whose sizes the configuration has."""
     for family in families().values():
@@ -189,7 +189,7 @@ def _sizes_alone(config: Mapping[str, object], family: Family) -> dict[str, obje
     return {**epsilon, **sizes, **fixed}
 
 
-def _misfits(tensors: Mapping[str, TensorMeta], family: Family, model: Model) -> Iterator[str]:
+def _misfits(tensors: Mapping[str, Tensor], family: Family, model: Model) -> Iterator[str]:
     """Yield the names of tensors that are missing, have another shape, or are surplus."""
     used: set[str] = set()
     for pair in pairs_of(family, model):

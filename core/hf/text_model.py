@@ -34,15 +34,15 @@ Not supported: towers without their text model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.files_beside import with_documents
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf.config_json.config import document
 from core.hf.family import families, family_of
-from core.hf.tensors.fuse import Strip, interleave_by_group, take_apart, take_from_stack
 from core.hf.tensors.packed import transpose_matrix
 from core.hf.values import CONFIG, count_of
 
@@ -140,16 +140,10 @@ def text_model_of(
     text_keys = set(names.values())
     others = [key for key in catalog.tensors if key not in text_keys]
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in names:
-            return catalog.fragments(key)
-        return [replace(fragment, key=key) for fragment in catalog.fragments(names[key])]
-
     towers = tuple(sorted({_tower_of(key) for key in others}))
     text = replace(
         catalog,
-        tensors={name: replace(catalog.tensors[key], key=name) for name, key in names.items()},
-        fragments_of=fragments_of,
+        tensors={name: catalog.tensors[key] for name, key in names.items()},
         dropped=(
             *catalog.dropped,
             *(f"{tower}.* (not part of the text model)" for tower in towers),
@@ -288,35 +282,23 @@ def _with_single_experts(text: Catalog, transposed: Set[str]) -> Catalog:
         text: tensors of the text model.
         transposed: names of the stacks whose matrices are transposed.
     """
-    tensors: dict[str, TensorMeta] = {}
-    place_of: dict[str, tuple[str, int, int]] = {}
-    strips_of: dict[str, list[Strip]] = {}
-    for key, meta in text.tensors.items():
+    tensors: dict[str, Tensor] = {}
+    for key, stack in text.tensors.items():
         if (match := _STACK.fullmatch(key)) is None:
-            tensors[key] = meta
+            tensors[key] = stack
             continue
-        n_experts, *matrix = meta.shape
-        n_rows, n_columns = reversed(matrix) if key in transposed else matrix
-        parts = match[2].split("_")
-        strips_of[key] = interleave_by_group([n_rows // len(parts)] * len(parts), 1)
-        for number in range(n_experts):
-            for part, kind in enumerate(parts):
+        kinds = match[2].split("_")
+        for number in range(stack.shape[0]):
+            expert = (
+                transpose_matrix(text, key, number)
+                if key in transposed
+                else text.entry(key, number)
+            )
+            n_rows = expert.shape[0] // len(kinds)
+            for part, kind in enumerate(kinds):
                 name = f"{match[1]}.{number}.{kind}_proj.weight"
-                tensors[name] = TensorMeta(name, meta.dtype, (n_rows // len(parts), n_columns))
-                place_of[name] = key, number, part
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in place_of:
-            return text.fragments(key)
-        stack, number, part = place_of[key]
-        expert = (
-            transpose_matrix(text, stack, number)
-            if stack in transposed
-            else list(take_from_stack(text, stack, number, key=key))
-        )
-        return take_apart(key, strips_of[stack], part, expert)
-
-    return replace(text, tensors=tensors, fragments_of=fragments_of)
+                tensors[name] = expert.narrow(0, part * n_rows, n_rows)
+    return replace(text, tensors=tensors)
 
 
 def _plain_rope(parameters: object) -> object:

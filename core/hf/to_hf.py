@@ -8,13 +8,14 @@ destinations, DeepSpeed's, the optimizer gets the same names (``core.hf.optimize
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF
+from core.catalog.tensor import Tensor
 from core.changes.select import is_optimizer_key
 from core.errors import MissingShardError, UnsupportedError
 from core.hf.choice import choose_family
@@ -118,15 +119,10 @@ def to_hf(
         )
         notes.append(note)
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        tensor = tensors.get(key)
-        return catalog.fragments(key) if tensor is None else tuple(tensor.fragments())
-
     result = Catalog(
         format=catalog.format,
         version=None,
-        tensors={key: tensors[key].meta for key in sorted(tensors, key=natural_order)},
-        fragments_of=fragments_of,
+        tensors={key: tensors[key] for key in sorted(tensors, key=natural_order)},
         objects=objects,
         bind=catalog.bind,
         iteration=None if catalog.optimizer is None else catalog.iteration,
@@ -160,9 +156,7 @@ def weights_of(catalog: Catalog) -> Mapping[str, Pair]:
     return _pairs_by_name(family if head is None else head.add_to(family), model, weights)
 
 
-def _pairs_by_name(
-    family: Family, model: Model, weights: Mapping[str, TensorMeta]
-) -> dict[str, Pair]:
+def _pairs_by_name(family: Family, model: Model, weights: Mapping[str, Tensor]) -> dict[str, Pair]:
     """Return Megatron's name of every tensor of the family, and its pair.
 
     Raises:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.changes.select import is_optimizer_key
@@ -186,7 +186,7 @@ def to_megatron(
             {name: _trained_facts(tensors[name]) for name in states.params},
             names=list(dict.fromkeys(k for n in states.params for k in tensors[n].used)),
             states=states.names,
-            dtypes=[tensors[name].meta.dtype for name in states.params],
+            dtypes=[tensors[name].tensor.dtype for name in states.params],
             is_distributed=optimizer.is_distributed,
             store=optimizer.store,
         )
@@ -231,15 +231,10 @@ def to_megatron(
         *(() if restored is None else restored.notes),
     ]
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        tensor = tensors.get(key)
-        return catalog.fragments(key) if tensor is None else tuple(tensor.fragments())
-
     result = Catalog(
         format=catalog.format,
         version=None,
-        tensors={name: tensor.meta for name, tensor in tensors.items()},
-        fragments_of=fragments_of,
+        tensors={name: item.tensor for name, item in tensors.items()},
         objects=objects,
         bind=catalog.bind,
         iteration=iteration,
@@ -255,7 +250,7 @@ def to_megatron(
 
 def _trained_facts(tensor: GlobalTensor) -> tuple[int, str]:
     """Return the number of axes of a parameter, and the Hugging Face name of its first part."""
-    return len(tensor.meta.shape), tensor.used[0]
+    return len(tensor.tensor.shape), tensor.used[0]
 
 
 def _is_of_states(catalog: Catalog, key: str) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.hf.family import Family
 from core.hf.proof.expected import count_labels, describe_model
@@ -73,7 +73,7 @@ class ValueHead:
 
 
 def choose_value_head(
-    weights: Mapping[str, TensorMeta], family: Family, origin: Mapping[str, object] | None
+    weights: Mapping[str, Tensor], family: Family, origin: Mapping[str, object] | None
 ) -> ValueHead | None:
     """Return the value head that a model with Megatron's names has.
 
@@ -113,7 +113,7 @@ def choose_value_head(
     return heads.get(str(stated), next(iter(heads.values())))
 
 
-def find_value_head(tensors: Mapping[str, TensorMeta], family: Family) -> ValueHead | None:
+def find_value_head(tensors: Mapping[str, Tensor], family: Family) -> ValueHead | None:
     """Return the value head that a model with Hugging Face's names has, or None.
 
     Args:

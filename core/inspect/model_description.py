@@ -7,12 +7,13 @@ from tensors, except that a gated MLP is told from its gate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException, UnsupportedError
 from core.megatron.model.args import facts_of
 from core.megatron.optimizer.form import role_of
@@ -186,7 +187,7 @@ def _count_parameters(
     """
     # Megatron's global form has every parameter once, dequantized, except for padding.
     if unsharded is not None:
-        return _sum_elements(unsharded.tensors.values(), vocab_size)
+        return _sum_elements(unsharded.tensors, vocab_size)
     if view.is_rank_local:
         return None
     # Scales are not parameters, and several parameters may be packed into an element.
@@ -195,17 +196,17 @@ def _count_parameters(
         return None
     skipped = {key for weight in weights for key in (*weight.scales, *weight.others)}
     skipped |= _second_copies(view, is_tied=is_tied)
-    return _sum_elements(meta for key, meta in view.tensors.items() if key not in skipped)
+    return _sum_elements({key: meta for key, meta in view.tensors.items() if key not in skipped})
 
 
-def _sum_elements(tensors: Iterable[TensorMeta], vocab_size: int | None = None) -> int | None:
+def _sum_elements(tensors: Mapping[str, Tensor], vocab_size: int | None = None) -> int | None:
     """Return the number of elements of the model's tensors; None if there is no model."""
     n_elements = 0
-    for meta in tensors:
-        if role_of(meta.key) != "model" or _OPTAX in meta.key.split("."):
+    for key, meta in tensors.items():
+        if role_of(key) != "model" or _OPTAX in key.split("."):
             continue
         n_rows = meta.shape[0] if meta.shape else 1
-        if vocab_size is not None and n_rows > vocab_size and meta.key.startswith(_VOCAB):
+        if vocab_size is not None and n_rows > vocab_size and key.startswith(_VOCAB):
             n_elements += meta.n_elements // n_rows * vocab_size
         else:
             n_elements += meta.n_elements
@@ -217,28 +218,28 @@ def _second_copies(view: Catalog, *, is_tied: bool) -> set[str]:
 
     Two names of one tensor in a ``torch.save`` file have the same bytes.
     """
-    matrices = [
-        meta
+    matrices = {
+        key: meta
         for key, meta in view.tensors.items()
         if len(meta.shape) > 1
         and role_of(key) == "model"
         and not any(part.isdigit() for part in key.split("."))
-    ]
+    }
     copies: set[str] = set()
     owners: dict[object, str] = {}
-    for meta in matrices:
-        fragments = view.fragments(meta.key)
+    for key, meta in matrices.items():
+        fragments = meta.fragments()
         array = fragments[0].array if len(fragments) == 1 else None
         if array is not None:
             place = (array.extent, array.shape, array.dtype, fragments[0].at, meta.shape)
-            if owners.setdefault(place, meta.key) != meta.key:
-                copies.add(meta.key)
+            if owners.setdefault(place, key) != key:
+                copies.add(key)
     # The output layer of a tied model may be stored as well.
-    shapes = {meta.shape for meta in matrices if not meta.key.endswith("lm_head.weight")}
+    shapes = {meta.shape for key, meta in matrices.items() if not key.endswith("lm_head.weight")}
     if is_tied:
         copies |= {
-            meta.key
-            for meta in matrices
-            if meta.key.endswith("lm_head.weight") and meta.shape in shapes
+            key
+            for key, meta in matrices.items()
+            if key.endswith("lm_head.weight") and meta.shape in shapes
         }
     return copies

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from core.catalog.catalog import TensorMeta
 from core.catalog.optimizer_keys import MOMENTS
+from core.catalog.tensor import Tensor
 from core.changes.select import is_optimizer_key
 from core.megatron.optimizer.form import role_of
 
@@ -43,7 +43,7 @@ def is_state(key: str) -> bool:
 
 
 def states_of(
-    tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str
+    tensors: Mapping[str, Tensor], *, bare: Callable[[str], str] = str
 ) -> OptimizerStates:
     """Sum up the tensors of an optimizer by state, in order of first appearance, moments first.
 
@@ -51,8 +51,8 @@ def states_of(
         bare: returns a key without its rank directory.
     """
     bytes_of: dict[str, dict[str, int]] = {"moments": {}, "masters": {}, "other": {}}
-    for meta in tensors:
-        key = bare(meta.key)
+    for full_key, meta in tensors.items():
+        key = bare(full_key)
         parts = key.split(".")
         role = role_of(key)
         if role == "moments":

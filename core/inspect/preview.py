@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Coords, stored_bytes_of
+from core.catalog.tensor import Fragment
 from core.errors import MissingShardError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import TYPE_CHECKING, TypeVar
 
-from core.catalog.catalog import StoredObject, TensorMeta
+from core.catalog.catalog import StoredObject
 from core.catalog.key_patterns import LIST_THEM, matching
+from core.catalog.tensor import Tensor
 from core.changes.select import is_optimizer_key
 from core.errors import UsageError
 from core.inspect.nearest import nearest_names
@@ -40,7 +41,7 @@ class SelectedEntries:
         notes: notes on KEYs that matched as a part of names.
     """
 
-    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     objects: dict[str, StoredObject] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -87,15 +88,15 @@ def with_selected(summary: Summary, selection: SelectedEntries) -> Summary:
     )
 
 
-def model_tensors(summary: Summary) -> list[TensorMeta]:
+def model_tensors(summary: Summary) -> dict[str, Tensor]:
     """Return the tensors of the view that do not belong to the optimizer."""
     view = summary.view
-    return [
-        meta
-        for meta in view.tensors.values()
-        if role_of(bare_key(meta.key, view)) in ("model", "other")
-        and not is_optimizer_key(bare_key(meta.key, view))
-    ]
+    return {
+        key: tensor
+        for key, tensor in view.tensors.items()
+        if role_of(bare_key(key, view)) in ("model", "other")
+        and not is_optimizer_key(bare_key(key, view))
+    }
 
 
 def require_key(summary: Summary, option: str) -> UsageError:
@@ -104,7 +105,7 @@ def require_key(summary: Summary, option: str) -> UsageError:
     Args:
         option: the option as the user gave it, such as ``--values 8``.
     """
-    key = next((meta.key for meta in model_tensors(summary)), "KEY")
+    key = next(iter(model_tensors(summary)), "KEY")
     return UsageError(
         f"{option} needs the KEY of a tensor",
         hint=f"name one or use a pattern: ckpt inspect {quote(summary.path)} {quote(key)} {option}",

@@ -30,7 +30,8 @@ from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
 from core.team.threads import ThreadGroup
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog, TensorMeta
+    from core.catalog.catalog import Catalog
+    from core.catalog.tensor import Tensor
     from core.megatron.rules.rules import Rules
     from core.opening.open import Checkpoint
 
@@ -61,7 +62,7 @@ class FoldedStatistics:
     """
 
     label: str
-    members: tuple[TensorMeta, ...]
+    members: Mapping[str, Tensor]
     total: ValueStatistics | None
     parts: Mapping[str, ValueStatistics] = field(default_factory=dict)
     stacked_key: str | None = None
@@ -80,20 +81,20 @@ class FoldedStatistics:
         )
 
 
-def n_layers_in(meta: TensorMeta, rules: Rules) -> int:
+def n_layers_in(key: str, tensor: Tensor, rules: Rules) -> int:
     """Return the number of layers that are stacked along a tensor's first axis; 1 if none are.
 
     Args:
         rules: the rules that know the names of Megatron's distributed checkpoints.
     """
-    is_stacked = rules.stacked_of(param_of(meta.key)) is not None
-    return max(meta.shape[0], 1) if is_stacked and len(meta.shape) > 1 else 1
+    is_stacked = rules.stacked_of(param_of(key)) is not None
+    return max(tensor.shape[0], 1) if is_stacked and len(tensor.shape) > 1 else 1
 
 
 def measure_tensors(
     checkpoint: Checkpoint,
     view: Catalog,
-    tensors: Iterable[TensorMeta],
+    tensors: Mapping[str, Tensor],
     *,
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
@@ -123,7 +124,7 @@ def merged_layers(
 def measure_layers(
     checkpoint: Checkpoint,
     view: Catalog,
-    tensors: Iterable[TensorMeta],
+    tensors: Mapping[str, Tensor],
     *,
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
@@ -146,32 +147,34 @@ def measure_layers(
         CheckpointingException: a tensor cannot be read.
     """
     # Each tensor is read from the catalog that has it.
-    sources: list[tuple[Catalog, TensorMeta]] = []
+    sources: list[tuple[Catalog, str, Tensor]] = []
     statistics: dict[str, tuple[ValueStatistics, ...] | None] = {}
-    for meta in tensors:
-        catalog = view if meta.key in view.tensors else checkpoint.catalog
-        statistics[meta.key] = None
-        if has_numbers(meta.dtype) and meta.key not in catalog.unsupported:
-            sources.append((catalog, meta))
+    for key, tensor in tensors.items():
+        catalog = view if key in view.tensors else checkpoint.catalog
+        statistics[key] = None
+        if has_numbers(tensor.dtype) and key not in catalog.unsupported:
+            sources.append((catalog, key, tensor))
 
     # Divide the memory, and read in threads.
-    n_threads, cache_bytes = _fit_to_memory(sources, threads or len(allowed_cores()), memory_bytes)
+    n_threads, cache_bytes = _fit_to_memory(
+        tensors.values(), threads or len(allowed_cores()), memory_bytes
+    )
     readers = {
         id(catalog): BoxReader(catalog, checkpoint.store, cache_bytes=cache_bytes)
         for catalog in (view, checkpoint.catalog)
     }
     rules = load_rules() if checkpoint.format.is_mcore else None
     jobs = (
-        (readers[id(catalog)], meta, 1 if rules is None else n_layers_in(meta, rules))
-        for catalog, meta in sources
+        (readers[id(catalog)], key, 1 if rules is None else n_layers_in(key, tensor, rules))
+        for catalog, key, tensor in sources
     )
-    total_bytes = sum(meta.n_bytes for _, meta in sources)
+    total_bytes = sum(tensor.n_bytes for _, _, tensor in sources)
     statistics.update(_Measurement(jobs, total_bytes, progress).run(n_threads))
     return statistics
 
 
 def fold_statistics(
-    tensors: Sequence[TensorMeta],
+    tensors: Mapping[str, Tensor],
     statistics: Mapping[str, ValueStatistics | None],
     layers: Mapping[str, tuple[ValueStatistics, ...] | None] | None = None,
 ) -> list[FoldedStatistics]:
@@ -184,45 +187,43 @@ def fold_statistics(
         statistics: description of each tensor by key.
         layers: descriptions of each tensor's layers by key.
     """
-    metas = {meta.key: meta for meta in tensors}
-    kinds = {key: (meta.dtype, meta.shape) for key, meta in metas.items()}
+    kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
     rows = []
     for label, keys in fold_keys(kinds):
         parts = (layers or {}).get(keys[0]) or ()
         if len(keys) == 1 and len(parts) > 1:
-            rows.append(_fold_layers(metas[keys[0]], parts))
+            rows.append(_fold_layers(keys[0], tensors[keys[0]], parts))
         else:
-            rows.append(_fold(label, [metas[key] for key in keys], statistics))
+            rows.append(_fold(label, {key: tensors[key] for key in keys}, statistics))
     return rows
 
 
-def _fold_layers(meta: TensorMeta, layers: Sequence[ValueStatistics]) -> FoldedStatistics:
+def _fold_layers(key: str, tensor: Tensor, layers: Sequence[ValueStatistics]) -> FoldedStatistics:
     """Fold the layers of one tensor."""
-    stacked = load_rules().stacked_of(param_of(meta.key))
+    stacked = load_rules().stacked_of(param_of(key))
     assert stacked is not None, "only stacked layers have several descriptions"
-    before, after = meta.key.removesuffix(stacked[1]), stacked[1]
-    members = [
-        replace(meta, key=f"{before}{number}.{after}", shape=meta.shape[1:])
-        for number in range(len(layers))
-    ]
-    parts = {member.key: part for member, part in zip(members, layers, strict=True)}
+    before, after = key.removesuffix(stacked[1]), stacked[1]
+    members = {
+        f"{before}{number}.{after}": tensor.select(0, number) for number in range(len(layers))
+    }
+    parts = dict(zip(members, layers, strict=True))
     label = f"{before}[0-{len(layers) - 1}].{after}"
-    return replace(_fold(label, members, parts), stacked_key=meta.key)
+    return replace(_fold(label, members, parts), stacked_key=key)
 
 
 def _fold(
-    label: str, members: Sequence[TensorMeta], statistics: Mapping[str, ValueStatistics | None]
+    label: str, members: Mapping[str, Tensor], statistics: Mapping[str, ValueStatistics | None]
 ) -> FoldedStatistics:
     """Merge the descriptions of some tensors, and find the members with the extremes."""
-    parts = {meta.key: part for meta in members if (part := statistics[meta.key]) is not None}
+    parts = {key: part for key in members if (part := statistics[key]) is not None}
     if not parts:
-        return FoldedStatistics(label, tuple(members), None)
+        return FoldedStatistics(label, members, None)
     leasts = {key: part.least for key, part in parts.items() if part.least is not None}
     greatests = {key: part.greatest for key, part in parts.items() if part.greatest is not None}
     stds = [(key, part.std) for key, part in parts.items() if part.std is not None]
     return FoldedStatistics(
         label,
-        tuple(members),
+        members,
         merge_statistics(list(parts.values())),
         parts,
         least=min(leasts, key=leasts.__getitem__, default=None),
@@ -232,9 +233,7 @@ def _fold(
     )
 
 
-def _fit_to_memory(
-    sources: Iterable[tuple[Catalog, TensorMeta]], threads: int, memory_bytes: int
-) -> tuple[int, int]:
+def _fit_to_memory(tensors: Iterable[Tensor], threads: int, memory_bytes: int) -> tuple[int, int]:
     """Reduce the number of threads until they fit into the memory.
 
     Returns:
@@ -244,9 +243,7 @@ def _fit_to_memory(
     Raises:
         CapacityError: not even one thread fits.
     """
-    unit_bytes = max(
-        (decoding_bytes(catalog.fragments(meta.key)) for catalog, meta in sources), default=0
-    )
+    unit_bytes = max((decoding_bytes(tensor.fragments()) for tensor in tensors), default=0)
     fixed = RUNTIME_BYTES + (DECODER_BYTES if unit_bytes else 0)
     free_bytes = memory_bytes - fixed
     threads = min(threads, free_bytes // (_THREAD_BYTES + unit_bytes))
@@ -279,14 +276,14 @@ class _Measurement:
     """One pass over tensors, in several threads.
 
     Args:
-        tensors: (reader of its checkpoint, metadata, number of layers along its first axis) of each
+        tensors: (reader of its checkpoint, key, number of layers along its first axis) of each
             tensor.
         total_bytes: size of all tensors.
     """
 
     def __init__(
         self,
-        tensors: Iterable[tuple[BoxReader, TensorMeta, int]],
+        tensors: Iterable[tuple[BoxReader, str, int]],
         total_bytes: int,
         progress: Progress | None,
     ) -> None:
@@ -308,17 +305,17 @@ class _Measurement:
         return self._results
 
     def _all_items(
-        self, tensors: Iterable[tuple[BoxReader, TensorMeta, int]]
+        self, tensors: Iterable[tuple[BoxReader, str, int]]
     ) -> Iterator[tuple[_MeasuredTensor, int, list[Box]]]:
         """Yield each tensor in groups of bands, with their layer; called under the lock."""
-        for reader, meta, n_layers in tensors:
+        for reader, key, n_layers in tensors:
             try:
-                tensor = reader.tensor(meta.key)
+                tensor = reader.tensor(key)
             except UnsupportedError:
-                self._results[meta.key] = None
+                self._results[key] = None
                 continue
             except CheckpointingException as err:
-                err.key = err.key or meta.key
+                err.key = err.key or key
                 raise
             # No band is of two layers.
             shape = tensor.shape if n_layers == 1 else tensor.shape[1:]
@@ -326,9 +323,9 @@ class _Measurement:
             groups = [boxes[at : at + _GROUP] for at in range(0, len(boxes), _GROUP)]
             # A tensor without elements has no bands.
             if not groups:
-                self._results[meta.key] = (ValueStatistics(),) * n_layers
+                self._results[key] = (ValueStatistics(),) * n_layers
             layers: tuple[list[ValueStatistics], ...] = tuple([] for _ in range(n_layers))
-            job = _MeasuredTensor(meta.key, tensor, len(groups) * n_layers, layers)
+            job = _MeasuredTensor(key, tensor, len(groups) * n_layers, layers)
             for layer in range(n_layers):
                 for group in groups:
                     yield job, layer, group if n_layers == 1 else _in_layer(group, layer)

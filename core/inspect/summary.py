@@ -8,15 +8,16 @@ rank directories.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.catalog.attributes import collect_attributes
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts, TorchDistFacts
+from core.catalog.tensor import Tensor
 from core.changes.select import without_optimizer
 from core.convert.job import Job
 from core.errors import CheckpointingException
@@ -222,7 +223,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
             config=unsharded.config,
             unsharded=unsharded.catalog,
         ),
-        groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
+        groups=groups_of(view.tensors, bare=lambda key: bare_key(key, view)),
         optimizer=optimizer,
         capabilities=capabilities or (),
         notes=tuple(dict.fromkeys(notes)),
@@ -243,16 +244,16 @@ def _load_attributes(checkpoint: Checkpoint) -> AttributesByPath:
 
 
 def groups_of(
-    tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str
+    tensors: Mapping[str, Tensor], *, bare: Callable[[str], str] = str
 ) -> tuple[TensorGroup, ...]:
     """Return the totals of tensors by purpose, without empty groups.
 
     Args:
         bare: returns a key without its rank directory.
     """
-    members: dict[str, list[TensorMeta]] = {name: [] for name in ROLES}
-    for meta in tensors:
-        members[role_of(bare(meta.key))].append(meta)
+    members: dict[str, list[Tensor]] = {name: [] for name in ROLES}
+    for key, meta in tensors.items():
+        members[role_of(bare(key))].append(meta)
     groups = []
     for name, metas in members.items():
         if not metas:
@@ -386,13 +387,9 @@ def _global_view(unsharded: Catalog | None, ranks: Catalog) -> Catalog:
         if role_of(bare_key(key, ranks)) in ("moments", "masters")
     }
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return ranks.fragments(key) if key in local else unsharded.fragments(key)
-
     return replace(
         unsharded,
         tensors={**unsharded.tensors, **local},
-        fragments_of=fragments_of,
         objects=ranks.objects,
     ).with_facet(_RankKeys())
 

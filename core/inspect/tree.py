@@ -10,12 +10,12 @@ content (``exp_avg_sq`` next to ``exp_avg``) refers to it instead of repeating i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
-from core.catalog.catalog import TensorMeta
 from core.catalog.key_patterns import ranges
+from core.catalog.tensor import Tensor
 from core.pickle.reader import gc_paused
 
 MAX_DEPTH = 48
@@ -60,7 +60,7 @@ class _NameBranch:
     """A name in the tree before folding, with the names below it."""
 
     below: dict[str, _NameBranch] = field(default_factory=dict)
-    meta: TensorMeta | None = None
+    meta: Tensor | None = None
 
 
 def components(key: str) -> list[str]:
@@ -72,7 +72,7 @@ def components(key: str) -> list[str]:
 
 @gc_paused()
 def tree_of(
-    tensors: Iterable[TensorMeta],
+    tensors: Mapping[str, Tensor],
     *,
     split: Callable[[str], list[str]] = components,
     folds_roots: bool = False,
@@ -88,9 +88,9 @@ def tree_of(
         The nodes of the first level, in order of first appearance.
     """
     root = _NameBranch()
-    for meta in tensors:
+    for key, meta in tensors.items():
         branch = root
-        for name in split(meta.key):
+        for name in split(key):
             child = branch.below.get(name)
             if child is None:
                 child = branch.below[name] = _NameBranch()
@@ -170,7 +170,7 @@ class _TreeFolder:
         if number == len(self._nodes):
             # A name can be a tensor and a container of others at once.
             children = self._named_all(groups)
-            parts: list[Node | TensorMeta] = [*children, *([] if meta is None else [meta])]
+            parts: list[Node | Tensor] = [*children, *([] if meta is None else [meta])]
             self._nodes.append(
                 Node(
                     label="",

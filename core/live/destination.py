@@ -20,9 +20,10 @@ from typing import Protocol
 from core.arrays.box import Box
 from core.arrays.checksum import ALGORITHM
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray
+from core.catalog.tensor import Fragment, TargetFragment, Tensor
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import UnsupportedError
@@ -283,11 +284,11 @@ class ArrayBytes:
     def __init__(self, share: ProcessShare, source: Catalog, memory: ReadStore) -> None:
         self._source = source
         self._memory = memory
-        self._fragments: dict[str, list[TargetFragment]] = {}
+        self._fragments: dict[str, list[tuple[str, TargetFragment]]] = {}
         for key in (*share.target.tensors, *share.target.hidden):
             for fragment in share.target.fragments(key):
                 if fragment.array is not None:
-                    self._fragments.setdefault(fragment.array.name, []).append(fragment)
+                    self._fragments.setdefault(fragment.array.name, []).append((key, fragment))
 
     def pieces(self, array: PlannedArray) -> Iterator[Piece]:
         """Yield the bytes of an array in C order, in pieces of up to ``PART_BYTES``.
@@ -297,23 +298,20 @@ class ArrayBytes:
         """
         # A catalog in which the array is the only tensor.
         fragments = []
-        for wanted in self._fragments.get(array.name, ()):
+        for key, wanted in self._fragments.get(array.name, ()):
             shift = tuple(a - b for a, b in zip(wanted.at, wanted.box.offset, strict=True))
-            for stored in self._source.fragments(wanted.key):
+            for stored in self._source.fragments(key):
                 common = wanted.box.intersect(stored.box)
                 if common is not None and not common.is_empty:
                     at = tuple(
                         a + b - c
                         for a, b, c in zip(stored.at, common.offset, stored.box.offset, strict=True)
                     )
-                    fragments.append(
-                        Fragment(array.name, _shifted(common, shift), stored.array, at)
-                    )
+                    fragments.append(Fragment(_shifted(common, shift), stored.array, at))
         catalog = Catalog(
             format="live",
             version=None,
-            tensors={array.name: TensorMeta(array.name, array.dtype, array.shape)},
-            fragments_of=lambda key: fragments,
+            tensors={array.name: Tensor(array.dtype, array.shape, lambda: fragments)},
         )
         # The client keeps a piece until it is sent, so that each has memory of its own.
         reader = BoxReader(catalog, self._memory).tensor(array.name)

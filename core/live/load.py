@@ -7,7 +7,8 @@ from difflib import get_close_matches
 
 from core.arrays.box import full_box
 from core.arrays.checksum import BLOCK_BYTES
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import AnyTensor
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import CorruptError, MissingShardError
@@ -41,8 +42,8 @@ def fill(
         CheckpointingException: the checkpoint cannot be read.
     """
     target, images, memory = live_target(tensors)
-    for meta in target.tensors.values():
-        _require_tensor(meta, catalog, store)
+    for key, meta in target.tensors.items():
+        _require_tensor(key, meta, catalog, store)
     # A flexible tensor may be larger than the stored one; elements that no file holds become zero.
     zeros = {
         key: full_box(meta.shape).subtract(full_box(catalog.tensors[key].shape))
@@ -62,19 +63,19 @@ def fill(
     return result.read_bytes
 
 
-def _require_tensor(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> None:
+def _require_tensor(key: str, meta: AnyTensor, catalog: Catalog, store: ReadStore) -> None:
     """Raise unless the checkpoint holds the tensor in this shape.
 
     Raises:
         MissingShardError: the checkpoint has no tensor of this key.
         CorruptError: the stored tensor has another shape.
     """
-    stored = catalog.tensors.get(meta.key)
+    stored = catalog.tensors.get(key)
     if stored is None:
-        near = get_close_matches(meta.key, catalog.tensors, n=3)
+        near = get_close_matches(key, catalog.tensors, n=3)
         raise MissingShardError(
             "the checkpoint has no such tensor",
-            key=meta.key,
+            key=key,
             file=store.label,
             hint=f"similar keys: {', '.join(near)}"
             if near
@@ -83,7 +84,7 @@ def _require_tensor(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> Non
     if stored.shape != meta.shape and not meta.flexible:
         raise CorruptError(
             f"global shape is {stored.shape} in the checkpoint, {meta.shape} requested (elements)",
-            key=meta.key,
+            key=key,
             file=store.label,
             hint="build the model with the sizes that it was saved with",
         )

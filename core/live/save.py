@@ -23,17 +23,11 @@ from pathlib import Path
 
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import is_tiled
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    StoredObject,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-)
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray, array_name
+from core.catalog.tensor import AnyTensor, Fragment, TargetFragment, TargetTensor, Tensor
 from core.errors import UsageError
 from core.formats.format import Format
 from core.formats.zarr.grid import ChunkGrid
@@ -181,13 +175,13 @@ def target_of(
     _refuse_duplicates(contributions)
     # The arrays to write: those of tensors, and one hidden array of bytes for each object.
     boxes = _boxes_by_key(contributions, metas, format.partition)
-    streams: dict[str, TensorMeta] = {}
+    streams: dict[str, TargetTensor] = {}
     objects: dict[str, StoredObject] = {}
     has_files = format.partition == "as_stored"
     for number, contribution in enumerate(contributions):
         for key, n_bytes in contribution.streams:
             hidden = stream_key(key)
-            streams[hidden] = TensorMeta(hidden, "uint8", (n_bytes,))
+            streams[hidden] = Tensor("uint8", (n_bytes,))
             boxes[hidden] = {full_box((n_bytes,)): number}
             coords = ((HOLDER, number),) if has_files else ()
             objects[key] = StoredObject(key, raw_key=hidden, coords=coords)
@@ -203,7 +197,7 @@ def target_of(
                 box.shape,
                 coords=((HOLDER, number),) if has_files else (),
             )
-            fragments.append(Fragment(key, box, array, (0,) * box.rank))
+            fragments.append(Fragment(box, array, (0,) * box.rank))
         return tuple(fragments)
 
     return Catalog(
@@ -219,7 +213,7 @@ def target_of(
 
 def _boxes_by_key(
     contributions: Sequence[ProcessContribution],
-    metas: Mapping[str, TensorMeta],
+    metas: Mapping[str, AnyTensor],
     partition: str,
 ) -> dict[str, dict[Box, int]]:
     """Return the boxes of each tensor's arrays, with the number of the process that fills each.

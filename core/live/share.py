@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.box import Box
-from core.catalog.catalog import Fragment, TargetCatalog, TargetFragment
+from core.catalog.catalog import TargetCatalog
 from core.catalog.file_image import FileImage, no_literals
+from core.catalog.tensor import Fragment, TargetFragment
 
 HOLDER = "file"
 """Coordinate of an array that names the only process that fills it.
@@ -92,5 +93,5 @@ def clip_fragments(
             extra = len(fragment.at) - len(delta)
             moved = (*(0,) * extra, *delta) if extra >= 0 else tuple(delta[-extra:])
             at = tuple(a + b for a, b in zip(fragment.at, moved, strict=True))
-            clipped.append(Fragment(key, common, fragment.array, at))
+            clipped.append(Fragment(common, fragment.array, at))
     return tuple(clipped)

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, PlannedArray, StoredArray
+from core.catalog.tensor import Fragment, TargetFragment, Tensor
 from core.errors import UsageError
 from core.files.store import MemoryStore
 
@@ -117,16 +119,14 @@ def live_source(
                 file, before * itemsize(chunk.dtype), None if tensor.is_dense else tensor.strides
             )
             array = StoredArray(f"{file}+{before}", chunk.dtype, box.shape, extent)
-            fragments.setdefault(chunk.key, []).append(
-                Fragment(chunk.key, box, array, (0,) * box.rank)
-            )
+            fragments.setdefault(chunk.key, []).append(Fragment(box, array, (0,) * box.rank))
     # Objects are files too. The catalog lists them as hidden, because they are not model tensors.
     hidden = {}
     for key, data in streams:
         files[f"stream {key}"] = memoryview(data)
-        hidden[key] = TensorMeta(key, "uint8", (len(data),))
+        hidden[key] = Tensor("uint8", (len(data),))
         array = StoredArray(f"stream {key}", "uint8", (len(data),), Extent(f"stream {key}", 0))
-        fragments[key] = [Fragment(key, Box((0,), (len(data),)), array, (0,))]
+        fragments[key] = [Fragment(Box((0,), (len(data),)), array, (0,))]
     catalog = Catalog(
         format="live",
         version=None,
@@ -160,28 +160,26 @@ def live_target(
         for before, box in chunk.runs():
             array = PlannedArray(f"{file}+{before}", chunk.dtype, box.shape)
             placed.append(PlacedArray(before * itemsize(chunk.dtype), array))
-            fragments.setdefault(chunk.key, []).append(
-                Fragment(chunk.key, box, array, (0,) * box.rank)
-            )
+            fragments.setdefault(chunk.key, []).append(Fragment(box, array, (0,) * box.rank))
         images.append(FileImage(file, chunk.n_bytes, placed))
     metas = metas_of_chunks(tensor.chunk for tensor in tensors)
-    catalog = Catalog(
+    catalog: TargetCatalog = Catalog(
         format="live", version=None, tensors=metas, fragments_of=lambda key: fragments.get(key, ())
     )
     return catalog, images, MemoryStore(files)
 
 
-def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, TensorMeta]:
+def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, Tensor[Any]]:
     """Return the global tensors that the chunks belong to, by key, in order of first occurrence.
 
     Raises:
         UsageError: two chunks of one key disagree on dtype or shape.
     """
-    metas: dict[str, TensorMeta] = {}
+    metas: dict[str, Tensor[Any]] = {}
     for chunk in chunks:
         meta = metas.get(chunk.key)
         if meta is None:
-            metas[chunk.key] = TensorMeta(chunk.key, chunk.dtype, chunk.shape, chunk.flexible)
+            metas[chunk.key] = Tensor(chunk.dtype, chunk.shape, flexible=chunk.flexible)
         elif (meta.dtype, meta.shape) != (chunk.dtype, chunk.shape):
             raise UsageError(
                 f"shards disagree on dtype or global shape: {meta.dtype} {meta.shape} and "

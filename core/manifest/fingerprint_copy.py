@@ -18,9 +18,10 @@ from pathlib import Path
 
 from core.arrays.dtypes import itemsize
 from core.calibration.choice import choose_device
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.planned_store import PlannedStore
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException
 from core.files.store import ReadStore
@@ -207,7 +208,7 @@ def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
 
     return replace(
         catalog,
-        fragments_of=lambda key: tuple(placed(fragment) for fragment in catalog.fragments_of(key)),
+        fragments_of=lambda key: tuple(placed(fragment) for fragment in catalog.fragments(key)),
     )
 
 

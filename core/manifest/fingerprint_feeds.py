@@ -17,13 +17,13 @@ from math import prod
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.stored import StoredArray
+from core.catalog.catalog import Catalog
+from core.catalog.stored import PlannedArray, StoredArray
+from core.catalog.tensor import whole_tensor
 from core.errors import CheckpointingException
 from core.fingerprint.definition import LANES, Fingerprint, Form, add_lanes, form_of, format_lanes
 from core.fingerprint.kernel import Products
 from core.fingerprint.sums import FormSum
-from core.opening.target import dense_target
 from core.plan.match import match
 from core.plan.positions import region_shape
 
@@ -68,11 +68,10 @@ class Feeds:
         self._lanes: dict[str, tuple[int, ...]] = {}
         self._lock = threading.Lock()
         stored_arrays = _StoredArrays(stored)
-        target = dense_target(catalog.tensors.values())
         for key in catalog.tensors:
-            self._add_tensor(key, stored_arrays, target)
+            self._add_tensor(key, stored_arrays)
 
-    def _add_tensor(self, key: str, stored_arrays: _StoredArrays, target: TargetCatalog) -> None:
+    def _add_tensor(self, key: str, stored_arrays: _StoredArrays) -> None:
         """Find the stored arrays that contain a tensor; skip a tensor that is not in such arrays.
 
         A skipped tensor gets no fingerprint here, not even from those of its parts that are stored.
@@ -83,7 +82,8 @@ class Feeds:
         n_stored = 0
         try:
             form = form_of(meta.shape, size)
-            pieces = match(self._catalog, target, key).pieces
+            dense = whole_tensor(PlannedArray(key, meta.dtype, meta.shape))
+            pieces = match(key, meta, dense).pieces
         except CheckpointingException:  # reported when the tensor is read separately
             return
         # Trace every piece of the tensor to a region of a stored array.

@@ -6,13 +6,14 @@ bytes sums them up instead of writing them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from threading import Lock
 
 from core.arrays.dtypes import itemsize
 from core.calibration.choice import choose_device
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.tensor import Tensor
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.device import FINGERPRINT, Device
@@ -50,10 +51,9 @@ def read_fingerprints(
         CheckpointingException: a tensor cannot be read, or does not fit in memory.
     """
     # Plan a file for each tensor, with its number as the name.
-    wanted = list(catalog.tensors) if keys is None else list(keys)
-    metas = [catalog.tensors[key] for key in wanted]
-    target = dense_target(metas)
-    arrays = [target.whole_array(meta.key) for meta in metas]
+    tensors = {key: catalog.tensors[key] for key in (catalog.tensors if keys is None else keys)}
+    target = dense_target(tensors)
+    arrays = [target.whole_array(key) for key in tensors]
     images = [
         FileImage(str(number), array.n_bytes, (PlacedArray(0, array),))
         for number, array in enumerate(arrays)
@@ -71,7 +71,7 @@ def read_fingerprints(
     with fastest_products(
         plan.write_bytes, choose_device(device, [FINGERPRINT], threads=plan.threads)
     ) as products:
-        sink = _SummingStore(metas, products)
+        sink = _SummingStore(tensors, products)
         execute(
             plan,
             store,
@@ -89,11 +89,13 @@ def read_fingerprints(
 class _SummingStore(TargetStore):
     """A destination of a copy that keeps only sums; file n is tensor n, dense."""
 
-    def __init__(self, metas: Sequence[TensorMeta], products: Products) -> None:
-        self._metas = metas
+    def __init__(self, tensors: Mapping[str, Tensor], products: Products) -> None:
+        self._tensors = tensors
         self._products = products
-        self._forms: list[Form] = [form_of(meta.shape, itemsize(meta.dtype)) for meta in metas]
-        self._lanes = [(0,) * LANES for _ in metas]
+        self._forms: list[Form] = [
+            form_of(tensor.shape, itemsize(tensor.dtype)) for tensor in tensors.values()
+        ]
+        self._lanes = [(0,) * LANES for _ in tensors]
         self._lock = Lock()
 
     def create(self, name: str, n_bytes: int) -> None:
@@ -114,6 +116,6 @@ class _SummingStore(TargetStore):
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return key → fingerprint, after the copy is complete."""
         return {
-            meta.key: Fingerprint(meta.dtype, meta.shape, format_lanes(lanes))
-            for meta, lanes in zip(self._metas, self._lanes, strict=True)
+            key: Fingerprint(tensor.dtype, tensor.shape, format_lanes(lanes))
+            for (key, tensor), lanes in zip(self._tensors.items(), self._lanes, strict=True)
         }

@@ -351,9 +351,10 @@ def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArr
     # An array is listed under the first tensor that it contains, if possible a canonical one.
     keys: dict[str, str] = {}
     for catalog in (form.catalog, opened.catalog):
-        for fragment in catalog.all_fragments():
-            if fragment.array is not None:
-                keys.setdefault(fragment.array.name, fragment.key)
+        for key, tensor in (*catalog.tensors.items(), *catalog.hidden.items()):
+            for fragment in tensor.fragments():
+                if fragment.array is not None:
+                    keys.setdefault(fragment.array.name, key)
     for array in source.stored:
         with suppress(CheckpointingException):  # the scan has read it, or reported why not
             placed = opened.catalog.bind(opened.store, array)

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Encoding
+from core.catalog.tensor import Fragment, Tensor
 from core.changes.select import without_optimizer
 from core.changes.tie import aliases_among
 from core.errors import CorruptError, UnsupportedError
@@ -184,12 +185,13 @@ def fold_adapter(
                 weight, a, b, item.scaling, is_transposed[name], item.is_embedding, meta.dtype
             )
         # Rounded here, not by the copy: fused tensors need one type for all of their parts.
-        return computed_array(meta, meta.dtype, encoding)
+        return computed_array(name, meta, meta.dtype, encoding)
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return computed(key) if key in changed else catalog.fragments(key)
-
-    folded = replace(catalog, fragments_of=fragments_of)
+    tensors = {
+        key: replace(tensor, fragments=partial(computed, key)) if key in changed else tensor
+        for key, tensor in catalog.tensors.items()
+    }
+    folded = replace(catalog, tensors=tensors)
     if config is not None and edited != config:
         folded = with_config(folded, edited)
     texts = [
@@ -248,7 +250,7 @@ def _stays_tied(
 
 def _resized_vocabulary(
     catalog: Catalog, tie: TiePair | None, replacements: Mapping[str, str], adapter: Adapter
-) -> dict[str, TensorMeta]:
+) -> dict[str, Tensor]:
     """Return the replaced embedding and output layer with the adapter's number of rows.
 
     Raises:

@@ -18,10 +18,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Fragment
 from core.catalog.facets import MegatronModel
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError, UsageError
@@ -121,11 +120,9 @@ def fold(
             )
         pairs[name] = pair
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        pair = pairs.get(key)
-        if pair is None:
-            return catalog.fragments(key)
-        parts = [folded.catalog.fragments(tensor.names[0]) for tensor in pair.tensors]
-        return fuse.fuse_parts(key, pair.strips, parts)
-
-    return MergedCatalog(replace(catalog, fragments_of=fragments_of), folded.notes)
+    tensors = dict(catalog.tensors)
+    for name, pair in pairs.items():
+        parts = [folded.catalog.tensors[part.names[0]] for part in pair.tensors]
+        fused = fuse.fuse_parts(pair.strips, parts, pair.shape)
+        tensors[name] = replace(tensors[name], fragments=fused.fragments)
+    return MergedCatalog(replace(catalog, tensors=tensors), folded.notes)

@@ -14,13 +14,13 @@ Optimizer states are left out: a mean of moments belongs to no step of any run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from core.catalog.attributes import turn_into_attributes
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
-from core.catalog.stored import files_read
+from core.catalog.stored import StoredArray, files_read
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError
 from core.formats.torch.format import load_object
@@ -122,20 +122,16 @@ def _other_family(other: Checkpoint, names: str) -> UnsupportedError:
 
 def relocated(catalog: Catalog, prefix: str) -> Catalog:
     """Return a catalog whose files have the names that a joined store gives them."""
-    fragments_of = catalog.fragments_of
 
-    def moved(fragment: Fragment) -> Fragment:
-        array = fragment.array
-        if array is None:
-            return fragment
+    def moved(array: StoredArray) -> StoredArray:
         extent = array.extent
         # Encodings of formats take the file from the extent; none of them names further files.
         assert not files_read(extent.encoding)
         extent = replace(extent, file=prefix + extent.file)
-        return replace(fragment, array=replace(array, extent=extent))
+        return replace(array, extent=extent)
 
-    def moved_fragments_of(key: str) -> Sequence[Fragment]:
-        return [moved(fragment) for fragment in fragments_of(key)]
-
-    function: Callable[[str], Sequence[Fragment]] = moved_fragments_of
-    return replace(catalog, fragments_of=function)
+    return replace(
+        catalog,
+        tensors={key: tensor.with_arrays(moved) for key, tensor in catalog.tensors.items()},
+        hidden={key: tensor.with_arrays(moved) for key, tensor in catalog.hidden.items()},
+    )

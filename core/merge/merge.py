@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 from core.arrays.box import boxes_of_flat_range
 from core.arrays.dtypes import dtype_of, itemsize
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import listed_keys, some_of
 from core.catalog.stored import Encoding, Extent, StoredArray, files_read
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.errors import UnsupportedError
 from core.files.store import ReadStore
 from core.merge.combined import MOVING, SUM, Combined
@@ -266,10 +267,12 @@ def _with_computed(
         # The array has the type that is computed in; the tensor keeps its dtype, to which the copy
         # rounds once.
         encoding = encoding_of(request, tensors, floats[key])
-        return computed_array(first.tensors[key], floats[key], encoding)
+        return computed_array(key, first.tensors[key], floats[key], encoding)
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return computed(key) if key in floats else first.fragments(key)
+    tensors = {
+        key: replace(tensor, fragments=partial(computed, key)) if key in floats else tensor
+        for key, tensor in first.tensors.items()
+    }
 
     # Tensors stay tied where all sources tie them.
     aliases = {
@@ -277,20 +280,20 @@ def _with_computed(
         for key, original in first.aliases.items()
         if all(source.catalog.aliases.get(key) == original for source in sources)
     }
-    return replace(first, fragments_of=fragments_of, aliases=aliases)
+    return replace(first, tensors=tensors, aliases=aliases)
 
 
-def computed_array(meta: TensorMeta, dtype: str, encoding: Encoding) -> Sequence[Fragment]:
+def computed_array(key: str, meta: Tensor, dtype: str, encoding: Encoding) -> Sequence[Fragment]:
     """Return the single fragment of a tensor that is computed.
 
     Args:
-        meta: the tensor.
+        key, meta: the tensor.
         dtype: type of the computed numbers.
         encoding: computes them.
     """
     file = next(iter(files_read(encoding)), "")
     extent = Extent(file, 0, encoding=encoding)
-    return (whole_fragment(meta.key, StoredArray(meta.key, dtype, meta.shape, extent)),)
+    return (whole_fragment(StoredArray(key, dtype, meta.shape, extent)),)
 
 
 def encoding_of(request: Merge, tensors: tuple[SourceTensor, ...], dtype: str) -> Encoding:

@@ -15,10 +15,9 @@ Not supported: quantized weights; a tensor of which the other checkpoint has onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
-from core.catalog.catalog import Fragment
 from core.catalog.key_patterns import listed_keys, some_of
 from core.errors import UnsupportedError
 from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
@@ -71,14 +70,9 @@ def replace_tensors(
             file=other.label,
         )
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in key_of:
-            return first.catalog.fragments(key)
-        return [replace(fragment, key=key) for fragment in catalog.fragments(key_of[key])]
-
     tensors = {
-        name: replace(catalog.tensors[key_of[name]], key=name) if name in key_of else meta
-        for name, meta in first.catalog.tensors.items()
+        name: catalog.tensors[key_of[name]] if name in key_of else tensor
+        for name, tensor in first.catalog.tensors.items()
     }
     aliases = {
         key: original
@@ -92,5 +86,5 @@ def replace_tensors(
     ]
     if dtypes:
         notes.append(f"{some_of(dtypes)}: the result has the dtypes of {other.label}")
-    result = replace(first.catalog, tensors=tensors, fragments_of=fragments_of, aliases=aliases)
+    result = replace(first.catalog, tensors=tensors, aliases=aliases)
     return MergedCatalog(result, tuple(notes))

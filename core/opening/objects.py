@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from core.catalog.attributes import ENTRIES, turn_into_attributes
-from core.catalog.catalog import Catalog, Fragment, StoredObject
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import state_of
@@ -453,7 +453,6 @@ def with_objects(catalog: Catalog) -> Catalog:
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     """Give a catalog another skeleton, and key every tensor by its path in it."""
-    # Change the keys in the skeleton, and keep the old ones for metadata and fragments.
     old_key_of: dict[str, str] = {}
 
     def rekeyed(entry: LeafEntry) -> object:
@@ -465,24 +464,17 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
 
     keyed = map_leaves(skeleton, rekeyed)
 
-    def fragments_of(key: str) -> tuple[Fragment, ...]:
-        old_key = old_key_of.get(key)
-        if old_key is None:  # a hidden tensor, which keeps its key
-            return tuple(catalog.fragments(key))
-        return tuple(replace(fragment, key=key) for fragment in catalog.fragments(old_key))
-
     # Tensors that the skeleton contains are visible now, even if they were hidden before.
     visible = set(old_key_of.values())
     return replace(
         catalog.without_facets(MegatronModel, HuggingFaceModel),
-        tensors={new: replace(catalog.meta(old), key=new) for new, old in old_key_of.items()},
+        tensors={new: catalog.meta(old) for new, old in old_key_of.items()},
         hidden={key: meta for key, meta in catalog.hidden.items() if key not in visible},
         objects={
             entry.key: StoredObject(entry.key, value=entry.leaf)
             for entry in entries(keyed)
             if not isinstance(entry.leaf, TensorLeaf)
         },
-        fragments_of=fragments_of,
         skeleton=keyed,
         common=None,
         optimizer=None,

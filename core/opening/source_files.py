@@ -82,7 +82,7 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     # been opened yet, so the loop over all fragments is mostly skipped.
     for key in (*catalog.tensors, *catalog.hidden) if unread else ():
         try:
-            fragments = catalog.fragments_of(key)
+            fragments = catalog.fragments(key)
         except UnsupportedError as err:
             # An array with a codec that is not known, which the user may exclude.
             folder = (err.file or "").rpartition("/")[0]

@@ -12,19 +12,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from core.arrays.box import Box
-from core.catalog.catalog import (
-    AnyCatalog,
-    AnyFragment,
-    Catalog,
-    Fragment,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-    catalog_of_arrays,
-)
+from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, catalog_of_arrays
 from core.catalog.files_beside import carried_of, without_carried
 from core.catalog.mapping_attributes import without_attributes
 from core.catalog.stored import PlannedArray, StoredArray, array_name
+from core.catalog.tensor import AnyFragment, AnyTensor, Fragment, TargetFragment, Tensor
 from core.formats.format import Format
 from core.opening.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
 
@@ -73,22 +65,24 @@ def tensors_only(target: TargetCatalog) -> TargetCatalog:
     return replace(target, objects={}, hidden={}, skeleton=None, carried={}, documents={})
 
 
-def dense_target(metas: Iterable[TensorMeta]) -> TargetCatalog:
+def dense_target(tensors: Mapping[str, AnyTensor]) -> TargetCatalog:
     """Return a target catalog with one dense array for each tensor, named by its key."""
     return catalog_of_arrays(
         format="memory",
-        arrays={meta.key: PlannedArray(meta.key, meta.dtype, meta.shape) for meta in metas},
+        arrays={
+            key: PlannedArray(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()
+        },
     )
 
 
-def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:
+def retyped(catalog: Catalog, dtype_for: Callable[[str, Tensor], str]) -> Catalog:
     """Return a catalog whose tensors have the dtypes of ``dtype_for``.
 
     ``partitioned`` then gives the arrays of the target the same dtypes. Tensors that get different
     dtypes no longer share their bytes.
     """
     tensors = {
-        key: meta if (dtype := dtype_for(meta)) == meta.dtype else replace(meta, dtype=dtype)
+        key: meta if (dtype := dtype_for(key, meta)) == meta.dtype else replace(meta, dtype=dtype)
         for key, meta in catalog.tensors.items()
     }
     aliases = {
@@ -129,7 +123,6 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
         # The coordinate ``file`` makes a format keep arrays of one source file in one file.
         return tuple(
             Fragment(
-                key,
                 box,
                 PlannedArray(
                     key if len(boxes) == 1 else array_name(key, box),
@@ -156,7 +149,7 @@ def _is_grid(boxes: Collection[Box]) -> bool:
 
 
 def _stored_boxes(
-    meta: TensorMeta, fragments: Iterable[AnyFragment], file_number: Mapping[str, int]
+    meta: AnyTensor, fragments: Iterable[AnyFragment], file_number: Mapping[str, int]
 ) -> dict[Box, int | None]:
     """Return the distinct boxes of a tensor's fragments, and the number of the file for each.
 

@@ -206,9 +206,9 @@ def _grid_of_rank_files(checkpoint: Checkpoint) -> RankGrid | None:
             contents[position].files = [f"{folder}/{name}" for name in sorted(store.files(folder))]
 
     # Add up the bytes; a tied tensor has none of its own.
-    for meta in catalog.tensors.values():
-        folder, _, name = meta.key.partition(":")
-        if folder in positions and meta.key not in catalog.aliases:
+    for key, meta in catalog.tensors.items():
+        folder, _, name = key.partition(":")
+        if folder in positions and key not in catalog.aliases:
             contents[positions[folder]].add_bytes(meta.n_bytes, is_optimizer=is_state(name))
 
     # Models that cannot be resharded have bytes, but no layers.
@@ -343,11 +343,11 @@ def _grid_of_torch_dist(checkpoint: Checkpoint) -> RankGrid | None:
 
     # The boxes of the model name its layers and experts.
     rules = load_rules()
-    for meta in catalog.tensors.values():
-        is_optimizer = is_state(meta.key)
-        module = _Module() if is_optimizer else _module_of(meta.key, rules)
+    for key, meta in catalog.tensors.items():
+        is_optimizer = is_state(key)
+        module = _Module() if is_optimizer else _module_of(key, rules)
         item_bytes = itemsize(meta.dtype)
-        for fragment in catalog.fragments(meta.key):
+        for fragment in meta.fragments():
             file = "" if fragment.array is None else fragment.array.extent.file
             if file in cells:
                 _add_module(cells[file], module, fragment.box)

@@ -56,10 +56,10 @@ def sizes_of(catalog: Catalog) -> tuple[SizeNode, SizeNode]:
         The roots of the model and of the optimizer; without tensors, a root of 0 bytes.
     """
     model, optimizer = _SizeBranch(), _SizeBranch()
-    for meta in catalog.tensors.values():
-        if meta.key in catalog.aliases:
+    for key, meta in catalog.tensors.items():
+        if key in catalog.aliases:
             continue
-        name = bare_key(meta.key, catalog)
+        name = bare_key(key, catalog)
         branch = optimizer if is_state(name) else model
         n_bytes = meta.n_bytes
         parts = components(name)

@@ -12,8 +12,8 @@ from math import prod
 
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Fragment
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import Fragment
 from core.errors import CorruptError
 from core.plan.match import Match
 from core.plan.positions import Places
@@ -116,7 +116,7 @@ class Ends:
                 None, 0, tuple(n * itemsize(self._match.dtype) for n in c_strides(box.shape))
             )
         array = self._bind(fragment.array)
-        source = source_in(array, fragment, box)
+        source = source_in(self._match.key, array, fragment, box)
         extent = array.extent
         # A CRC of the complete array can only be checked if every element is read.
         if extent.crc is None or self._n_read.get(array.name) != prod(array.shape):
@@ -152,10 +152,11 @@ class Ends:
         return Destination(target.array, start, target.strides)
 
 
-def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
+def source_in(key: str, array: StoredArray, fragment: Fragment, box: Box) -> Source:
     """Return the addresses of a part of a fragment.
 
     Args:
+        key: key of the tensor, for errors.
         array: the fragment's array, bound.
         fragment: a fragment of a tensor.
         box: the part of the fragment.
@@ -165,15 +166,13 @@ def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
     """
     extent = array.extent
     if extent.is_late:
-        raise CorruptError("cannot find the array in its file", key=fragment.key)
+        raise CorruptError("cannot find the array in its file", key=key)
 
     # Strides of the array, in bytes.
     size = itemsize(array.dtype)
     of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
     if any(step < 0 for step in of_array):
-        raise CorruptError(
-            f"strides {extent.strides} are negative", key=fragment.key, file=extent.file
-        )
+        raise CorruptError(f"strides {extent.strides} are negative", key=key, file=extent.file)
 
     # The fragment begins at ``fragment.at`` in the array, and the box inside the fragment.
     strides = _align_strides(of_array, box.rank)

@@ -30,9 +30,10 @@ from core.arrays.gather import (
     list_addresses,
     read_box,
 )
-from core.catalog.catalog import Catalog, Fragment, catalog_of_arrays
+from core.catalog.catalog import Catalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, DecodedStore
 from core.catalog.stored import PlannedArray
+from core.catalog.tensor import Fragment, whole_tensor
 from core.errors import in_checkpoint
 from core.files.store import ReadStore
 from core.plan.addresses import Source, source_in
@@ -84,21 +85,19 @@ class BoxReader:
         meta = self._catalog.meta(key)
         array = PlannedArray(f"dense:{key}", meta.dtype, meta.shape)
         with in_checkpoint(self._store.label):
-            work = match(
-                self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key
-            )
+            work = match(key, meta, whole_tensor(array))
             fragments = [
-                _AddressedFragment(box, self._source(fragment, box))
+                _AddressedFragment(box, self._source(key, fragment, box))
                 for box, fragment in work.pieces
             ]
         return TensorReader(self._store, work.dtype, meta.shape, fragments)
 
-    def _source(self, fragment: Fragment, box: Box) -> Source:
+    def _source(self, key: str, fragment: Fragment, box: Box) -> Source:
         """Return the addresses of a part of a fragment."""
         if fragment.array is None:
             return Source(None, 0, (0,) * box.rank)
         return source_in(
-            self._store.placed(self._catalog.bind(self._store, fragment.array)), fragment, box
+            key, self._store.placed(self._catalog.bind(self._store, fragment.array)), fragment, box
         )
 
 

@@ -26,7 +26,7 @@ from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.coverage import first_overlap
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import is_dense
-from core.catalog.catalog import Fragment
+from core.catalog.tensor import Fragment
 from core.plan.addresses import Bind, Destination, Ends, Source
 from core.plan.bands import cut_rows, row_bands
 from core.plan.match import Match
@@ -188,7 +188,7 @@ def items_of(
         band_bytes: maximum number of source bytes in a band of an interleave.
         item_bytes: approximate number of bytes of an item.
     """
-    if match.meta.n_elements == 0:
+    if match.tensor.n_elements == 0:
         return
 
     # Comparisons come first, so that most differences show before the tensor is written.
@@ -197,11 +197,11 @@ def items_of(
 
     # One item reads a run once, and writes it to all its destinations.
     runs, interleaved = _split_runs(match, ends)
-    dtypes = (match.dtype, match.meta.dtype)
+    dtypes = (match.dtype, match.tensor.dtype)
     for (n_piece, box), n_targets in runs.items():
         targets = [ends.destination_of(n_target, box) for n_target in n_targets]
         move = Move(
-            match.meta.key,
+            match.key,
             box.n_elements,
             ends.source_of(n_piece, box),
             tuple((target.array, target.start) for target in targets),
@@ -213,7 +213,7 @@ def items_of(
     for layer in _layers(interleaved):
         for links in _components(layer, match, ends):
             yield from _cut_interleave(
-                match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes
+                match.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes
             )
 
 
@@ -283,7 +283,7 @@ def _list_comparisons(
         axis, rows = cut_rows(box.shape, size, band_bytes)
         group_bytes = _item_bytes(item_bytes, 1 + len(copies))
         for bands in _group_bands(box, axis, rows, size, 1, group_bytes):
-            yield Comparison(match.meta.key, box, used, copies, bands, match.dtype, is_tied)
+            yield Comparison(match.key, box, used, copies, bands, match.dtype, is_tied)
 
 
 def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.arrays.box import Box, full_box
+from core.arrays.box import Box, Shape, full_box
 from core.arrays.cast import check_cast
 from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
 from core.arrays.fast_value import value
-from core.catalog.catalog import (
-    AnyFragment,
-    Catalog,
-    Fragment,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-)
 from core.catalog.stored import AnyArray, StoredArray
+from core.catalog.tensor import (
+    AnyFragment,
+    AnyTensor,
+    Fragment,
+    TargetFragment,
+    TargetTensor,
+    Tensor,
+)
 from core.errors import UNLIKE_ANY_WRITER, CorruptError, MissingShardError
 from core.plan.positions import described, region_shape
 
@@ -26,7 +26,8 @@ class Match:
     """Proven work of one tensor.
 
     Args:
-        meta: the target tensor.
+        key: key of the tensor, for errors.
+        tensor: the target tensor.
         dtype: dtype of the source.
         pieces: primary sources: disjoint boxes, each a part of its fragment's box, none empty.
         copies: (common box, fragment, primary): fragments whose bytes must equal the primary's in
@@ -35,7 +36,8 @@ class Match:
         pairs: (index in ``pieces``, index in ``targets``, common box).
     """
 
-    meta: TensorMeta
+    key: str
+    tensor: TargetTensor
     dtype: str
     pieces: Sequence[tuple[Box, Fragment]]
     copies: Sequence[tuple[Box, Fragment, Fragment]]
@@ -44,16 +46,21 @@ class Match:
 
 
 def match(
-    source: Catalog,
-    target: TargetCatalog,
     key: str,
+    source: Tensor | None,
+    target: TargetTensor,
     *,
+    fragments: Sequence[TargetFragment] | None = None,
     zeros: Sequence[Box] = (),
     covers: bool = True,
 ) -> Match:
     """Match source and target of one tensor, and prove that every element is filled.
 
     Args:
+        key: key of the tensor, for errors.
+        source: the tensor to copy; None if the source has none under the key.
+        target: the tensor to write.
+        fragments: the target's fragments, if the caller has looked them up.
         zeros: boxes that have no source and are zero.
         covers: the target's fragments must cover the tensor; they need not if other processes fill
             the remainder.
@@ -63,86 +70,65 @@ def match(
         CorruptError: boxes are out of bounds, or shapes or dtypes contradict each other.
         UnsupportedError: the cast is not supported.
     """
-    return match_fragments(
-        source, target.meta(key), target.fragments(key), zeros=zeros, covers=covers
-    )
-
-
-def match_fragments(
-    source: Catalog,
-    meta: TensorMeta,
-    fragments: Sequence[TargetFragment],
-    *,
-    zeros: Sequence[Box] = (),
-    covers: bool = True,
-) -> Match:
-    """Match a source with a target tensor whose fragments the caller has looked up.
-
-    Args:
-        meta: the target tensor.
-        fragments: the target's fragments.
-        zeros, covers: as for ``match``.
-
-    Raises:
-        MissingShardError, CorruptError, UnsupportedError: as for ``match``.
-    """
-    key = meta.key
-    if key not in source.tensors and key not in source.hidden:
+    if source is None:
         raise MissingShardError("the source has no such tensor", key=key)
-    source_meta, stored = source.meta(key), source.fragments(key)
+    stored = source.fragments()
+    if fragments is None:
+        fragments = target.fragments()
 
     # Most tensors are one array on both sides; none of the work below is needed for them.
-    if not zeros and (simple := _match_arrays(stored, source_meta, fragments, meta)) is not None:
+    if not zeros and (simple := _match_arrays(key, source, stored, target, fragments)) is not None:
         return simple
 
     # Check both sides separately.
     targets = [fragment for fragment in fragments if not fragment.box.is_empty]
-    _check_shapes(source_meta, meta, zeros)
-    dtype = _check_fragments(stored, source_meta)
-    _check_targets(targets, meta, dtype=dtype)
+    _check_shapes(key, source, target, zeros)
+    dtype = _check_fragments(key, source, stored)
+    _check_targets(key, target, targets, dtype=dtype)
 
     # Match them. Zeros come last, so that a stored fragment is preferred where both exist.
-    zero_fragments = [Fragment(key, box, None, ()) for box in zeros]
+    zero_fragments = [Fragment(box, None, ()) for box in zeros]
     candidates = [f for f in (*stored, *zero_fragments) if not f.box.is_empty]
-    pieces, copies = _split_primaries(candidates)
-    pairs = _pair(key, [box for box, _ in pieces], targets, meta)
+    pieces, copies = _split_primaries(key, candidates)
+    pairs = _pair(key, target.shape, [box for box, _ in pieces], targets)
     if covers:
-        _check_covered(meta, targets)
-    return Match(meta, dtype, pieces, copies, targets, pairs)
+        _check_covered(key, target, targets)
+    return Match(key, target, dtype, pieces, copies, targets, pairs)
 
 
 def _match_arrays(
+    key: str,
+    source: Tensor,
     stored: Sequence[Fragment],
-    source_meta: TensorMeta,
+    target: TargetTensor,
     fragments: Sequence[TargetFragment],
-    meta: TensorMeta,
 ) -> Match | None:
     """Match a tensor that is exactly one complete array on both sides; return None for others.
 
     Raises:
         UnsupportedError: the cast is not supported.
     """
-    if not (len(stored) == len(fragments) == 1 and source_meta.shape == meta.shape):
+    if not (len(stored) == len(fragments) == 1 and source.shape == target.shape):
         return None
-    fragment, target = stored[0], fragments[0]
-    array, planned = fragment.array, target.array
-    if array is None or planned is None or planned.dtype != meta.dtype or fragment.box.is_empty:
+    fragment, written = stored[0], fragments[0]
+    array, planned = fragment.array, written.array
+    if array is None or planned is None or planned.dtype != target.dtype or fragment.box.is_empty:
         return None
-    if not (is_all(fragment, array, source_meta) and is_all(target, planned, meta)):
+    if not (is_all(fragment, array, source) and is_all(written, planned, target)):
         return None
-    if array.dtype != meta.dtype:
-        check_cast(array.dtype, meta.dtype, key=meta.key)
+    if array.dtype != target.dtype:
+        check_cast(array.dtype, target.dtype, key=key)
     box = fragment.box
-    return Match(meta, array.dtype, [(box, fragment)], (), [target], [(0, 0, box)])
+    return Match(key, target, array.dtype, [(box, fragment)], (), [written], [(0, 0, box)])
 
 
-def is_all(fragment: AnyFragment, array: AnyArray, meta: TensorMeta) -> bool:
+def is_all(fragment: AnyFragment, array: AnyArray, tensor: AnyTensor) -> bool:
     """Return whether a fragment is the complete tensor and its array holds nothing else."""
     box = fragment.box
-    return box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at)
+    return box.shape == tensor.shape == array.shape and not any(box.offset) and not any(fragment.at)
 
 
-def _check_shapes(source: TensorMeta, target: TensorMeta, zeros: Sequence[Box]) -> None:
+def _check_shapes(key: str, source: Tensor, target: TargetTensor, zeros: Sequence[Box]) -> None:
     """Raise unless source and target have the same shape, or zeros fill what the target adds.
 
     Raises:
@@ -156,11 +142,11 @@ def _check_shapes(source: TensorMeta, target: TensorMeta, zeros: Sequence[Box]) 
     if not (zeros and grows):
         raise CorruptError(
             f"the source has shape {source.shape}, but the target has {target.shape}",
-            key=target.key,
+            key=key,
         )
 
 
-def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
+def _check_fragments(key: str, tensor: Tensor, fragments: Sequence[Fragment]) -> str:
     """Check the bounds of the source's fragments, and return the common dtype of their arrays.
 
     Raises:
@@ -168,21 +154,23 @@ def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
     """
     dtype = None
     for fragment in fragments:
-        _check_bounds(fragment, meta)
+        _check_bounds(key, tensor, fragment)
         array = fragment.array
         if array is None:
             continue
         if dtype is not None and array.dtype != dtype:
             raise CorruptError(
                 f"stored partly as {dtype} and partly as {array.dtype}",
-                key=meta.key,
+                key=key,
                 file=array.extent.file,
             )
         dtype = array.dtype
-    return meta.dtype if dtype is None else dtype
+    return tensor.dtype if dtype is None else dtype
 
 
-def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta, *, dtype: str) -> None:
+def _check_targets(
+    key: str, tensor: TargetTensor, targets: Sequence[TargetFragment], *, dtype: str
+) -> None:
     """Raise unless every target fragment is in bounds and has an array of the target's dtype.
 
     Args:
@@ -193,37 +181,35 @@ def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta, *, dtype
         UnsupportedError: the source cannot be cast to the target's dtype.
     """
     for fragment in targets:
-        _check_bounds(fragment, meta)
+        _check_bounds(key, tensor, fragment)
         if fragment.array is None:
+            raise CorruptError(f"{described(fragment.box)} of the target has no array", key=key)
+        if fragment.array.dtype != tensor.dtype:
             raise CorruptError(
-                f"{described(fragment.box)} of the target has no array", key=meta.key
+                f"array {fragment.array.name!r} is {fragment.array.dtype}, not {tensor.dtype}",
+                key=key,
             )
-        if fragment.array.dtype != meta.dtype:
-            raise CorruptError(
-                f"array {fragment.array.name!r} is {fragment.array.dtype}, not {meta.dtype}",
-                key=meta.key,
-            )
-    if dtype != meta.dtype:
-        check_cast(dtype, meta.dtype, key=meta.key)
+    if dtype != tensor.dtype:
+        check_cast(dtype, tensor.dtype, key=key)
 
 
-def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
+def _check_bounds(key: str, tensor: AnyTensor, fragment: AnyFragment) -> None:
     """Raise unless a fragment is within the bounds of its tensor and of its array.
 
     Raises:
         CorruptError: the fragment is out of bounds.
     """
     box, array = fragment.box, fragment.array
-    if array is not None and is_all(fragment, array, meta):
+    if array is not None and is_all(fragment, array, tensor):
         return
 
     # Bounds of the tensor; zeros have no array and need no other check.
-    if box.rank != len(meta.shape) or any(
-        stop > n for stop, n in zip(box.end, meta.shape, strict=True)
+    if box.rank != len(tensor.shape) or any(
+        stop > n for stop, n in zip(box.end, tensor.shape, strict=True)
     ):
         raise CorruptError(
-            f"{described(box)} is out of bounds for shape {meta.shape}",
-            key=meta.key,
+            f"{described(box)} is out of bounds for shape {tensor.shape}",
+            key=key,
             file=_file(array),
         )
     if array is None:
@@ -238,7 +224,7 @@ def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
         raise CorruptError(
             f"{described(box)} does not fit at {fragment.at} "
             f"in array {array.name!r} of shape {array.shape}",
-            key=meta.key,
+            key=key,
             file=_file(array),
         )
 
@@ -250,6 +236,7 @@ OVERLAPS_RULE = "plan.overlaps"
 
 
 def _split_primaries(
+    key: str,
     candidates: Sequence[Fragment],
 ) -> tuple[list[tuple[Box, Fragment]], list[tuple[Box, Fragment, Fragment]]]:
     """Return ``Match.pieces`` and ``Match.copies`` of fragments; earlier fragments are preferred.
@@ -268,11 +255,12 @@ def _split_primaries(
     # Distinct boxes rarely overlap.
     if first_overlap(list(primary_of)) is None:
         return list(primary_of.items()), copies
-    pieces, overlaps = _subtract_earlier(list(primary_of.values()))
+    pieces, overlaps = _subtract_earlier(key, list(primary_of.values()))
     return pieces, copies + overlaps
 
 
 def _subtract_earlier(
+    key: str,
     fragments: Sequence[Fragment],
 ) -> tuple[list[tuple[Box, Fragment]], list[tuple[Box, Fragment, Fragment]]]:
     """Return what each fragment adds to the earlier ones, and what it has in common with them.
@@ -294,7 +282,7 @@ def _subtract_earlier(
             if n_overlaps > _MOST_OVERLAPS:
                 raise CorruptError(
                     f"more than {_MOST_OVERLAPS:,} pairs of its shards overlap",
-                    key=fragment.key,
+                    key=key,
                     hint=UNLIKE_ANY_WRITER,
                     rule=OVERLAPS_RULE,
                 )
@@ -309,11 +297,12 @@ def _subtract_earlier(
 
 
 def _pair(
-    key: str, boxes: list[Box], targets: list[TargetFragment], meta: TensorMeta
+    key: str, shape: Shape, boxes: list[Box], targets: list[TargetFragment]
 ) -> list[tuple[int, int, Box]]:
     """Return ``Match.pairs``: every source piece and target that meet, with their common box.
 
     Args:
+        shape: shape of the tensor.
         boxes: disjoint boxes of the source pieces.
 
     Raises:
@@ -336,7 +325,7 @@ def _pair(
         if sum(common.n_elements for _, common in hits) != box.n_elements:
             hole = first_hole(box, [common for _, common in hits])
             raise MissingShardError(
-                f"{described(hole)} of the tensor of shape {meta.shape} is missing",
+                f"{described(hole)} of the tensor of shape {shape} is missing",
                 key=key,
                 hint="a shard is missing or incomplete; "
                 "copy the checkpoint again or use an older one",
@@ -345,22 +334,22 @@ def _pair(
     return pairs
 
 
-def _check_covered(meta: TensorMeta, targets: Sequence[TargetFragment]) -> None:
+def _check_covered(key: str, tensor: TargetTensor, targets: Sequence[TargetFragment]) -> None:
     """Raise unless the target fragments, which may repeat or overlap, cover the tensor.
 
     Raises:
         CorruptError: a region of the tensor is not in any fragment.
     """
-    if meta.n_elements == 0:
+    if tensor.n_elements == 0:
         return
     distinct = list(dict.fromkeys(fragment.box for fragment in targets))
-    region = full_box(meta.shape)
+    region = full_box(tensor.shape)
     if distinct == [region] or is_tiled(region, distinct):
         return
     # Boxes that overlap do not tile the region, but may still cover it.
     hole = first_hole(region, distinct)
     if hole is not None:
-        raise CorruptError(f"{described(hole)} would not be written to any file", key=meta.key)
+        raise CorruptError(f"{described(hole)} would not be written to any file", key=key)
 
 
 def _file(array: AnyArray | None) -> str | None:

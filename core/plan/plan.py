@@ -29,7 +29,7 @@ from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
 from core.errors import CapacityError
 from core.plan.items import Portion
-from core.plan.match import Match, match, match_fragments
+from core.plan.match import Match, match
 from core.plan.positions import ArrayCoverage, Places
 
 if TYPE_CHECKING:
@@ -124,7 +124,11 @@ class Plan:
     def match(self, key: str) -> Match:
         """Derive the match of one key again."""
         work = match(
-            self.source, self.target, key, zeros=self.zeros.get(key, ()), covers=not self.is_share
+            key,
+            self.source.find(key),
+            self.target.meta(key),
+            zeros=self.zeros.get(key, ()),
+            covers=not self.is_share,
         )
         return work if self.compares else replace(work, copies=())
 
@@ -207,11 +211,17 @@ def make_plan(
     totals = _Totals()
     coverage = ArrayCoverage(places)
     for key in _keys(target, places):
-        fragments = target.fragments(key)
-        work = match_fragments(
-            source, target.meta(key), fragments, zeros=zeros.get(key, ()), covers=not is_share
+        tensor = target.meta(key)
+        fragments = tensor.fragments()
+        work = match(
+            key,
+            source.find(key),
+            tensor,
+            fragments=fragments,
+            zeros=zeros.get(key, ()),
+            covers=not is_share,
         )
-        coverage.add(fragments)
+        coverage.add(key, fragments)
         if not compares:
             totals.n_ignored += len(work.copies)
             work = replace(work, copies=())

@@ -8,9 +8,9 @@ from math import prod
 
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import first_hole, first_overlap
-from core.catalog.catalog import TargetFragment
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray
+from core.catalog.tensor import TargetFragment
 from core.errors import CorruptError
 from core.files.store import check_name
 
@@ -125,7 +125,7 @@ class ArrayCoverage:
         self._parts: dict[int, list[tuple[Box, str]]] = {}
         self._n_filled: dict[int, int] = {}
 
-    def add(self, fragments: Sequence[TargetFragment]) -> None:
+    def add(self, key: str, fragments: Sequence[TargetFragment]) -> None:
         """Add the target fragments of one key, and check each array that is full now.
 
         Raises:
@@ -137,19 +137,19 @@ class ArrayCoverage:
                 continue
             number = self._places.number_of(array.name)
             if number is None:
-                raise CorruptError(f"array {array.name!r} is not in any file", key=fragment.key)
+                raise CorruptError(f"array {array.name!r} is not in any file", key=key)
             if self._places.bytes_of(number) != array.n_bytes:
                 raise CorruptError(
                     f"array {array.name!r} has {array.n_bytes:,} bytes, "
                     f"but {self._places.bytes_of(number):,} bytes are reserved in the file",
-                    key=fragment.key,
+                    key=key,
                 )
             if fragment.box.is_empty:
                 continue
             if self._is_done[number]:
                 raise CorruptError(
                     f"array {array.name!r} is written twice, by {described(fragment.box)}",
-                    key=fragment.key,
+                    key=key,
                 )
 
             # Most arrays have one fragment: nothing has to be kept for them.
@@ -162,7 +162,7 @@ class ArrayCoverage:
             # Others keep their fragments until the volumes add up: then the fragments tile the
             # array unless two of them overlap.
             parts = self._parts.setdefault(number, [])
-            parts.append((Box(fragment.at, shape), fragment.key))
+            parts.append((Box(fragment.at, shape), key))
             self._n_filled[number] = self._n_filled.get(number, 0) + prod(shape)
             if self._n_filled[number] >= prod(array.shape):
                 _refuse_double_writes(array, parts)

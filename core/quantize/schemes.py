@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 
 _TABLE = "schemes.toml"
@@ -86,7 +86,7 @@ def method_of(config: Mapping[str, object] | None) -> str | None:
 
 
 def quantized_weights(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object] | None = None
+    tensors: Mapping[str, Tensor], config: Mapping[str, object] | None = None
 ) -> tuple[QuantizedWeight, ...]:
     """Return the quantized weights among some tensors, in the order of the tensors that mark them.
 
@@ -121,7 +121,7 @@ def quantized_weights(
 
 
 def _match_rule(
-    row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_declared: bool
+    row: Scheme, mark: str, tensors: Mapping[str, Tensor], *, is_declared: bool
 ) -> QuantizedWeight | None:
     """Return the weight that a tensor marks by a rule; None if the rule does not match."""
     base = mark.removesuffix(row.mark)
@@ -151,7 +151,7 @@ def refused_scheme(weight: QuantizedWeight) -> UnsupportedError:
     )
 
 
-def check_numbers(meta: TensorMeta) -> None:
+def check_numbers(key: str, meta: Tensor) -> None:
     """Raise if a tensor that the destination would use as a weight holds quantized numbers.
 
     Raises:
@@ -162,7 +162,7 @@ def check_numbers(meta: TensorMeta) -> None:
         raise UnsupportedError(
             f"the tensor holds {kind.name} numbers of a quantized weight, "
             "which are meaningless without their scales",
-            key=meta.key,
+            key=key,
             hint="keep the scales and apply them with --dequantize bf16; "
             "cast float8 numbers that need no scales with --dtype GLOB=bf16",
         )

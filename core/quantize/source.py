@@ -15,9 +15,10 @@ from core.arrays.box import Box, Shape, c_strides, full_box
 from core.arrays.coverage import first_hole
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import StridedLayout, copy_box, dense_layout, is_dense, read_box
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore, decoding_bytes
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import Fragment
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def source_of(
     if len(dtypes) > 1:
         raise CorruptError(f"stored partly as {' and partly as '.join(sorted(dtypes))}", key=key)
     for fragment in fragments:
-        _check_bounds(fragment, meta.shape)
+        _check_bounds(key, fragment, meta.shape)
     hole = first_hole(region, [fragment.box for fragment in fragments])
     if hole is not None:
         raise MissingShardError(
@@ -233,7 +234,7 @@ def source_of(
     )
 
 
-def _check_bounds(fragment: Fragment, shape: Shape) -> None:
+def _check_bounds(key: str, fragment: Fragment, shape: Shape) -> None:
     """Raise CorruptError unless a fragment is within its tensor and its array."""
     box, array = fragment.box, fragment.array
     fits = box.rank == len(shape) and all(stop <= n for stop, n in zip(box.end, shape, strict=True))
@@ -249,7 +250,7 @@ def _check_bounds(fragment: Fragment, shape: Shape) -> None:
         raise CorruptError(
             f"the box at {box.offset} of shape {box.shape} does not fit in the tensor "
             f"of shape {shape} or its array",
-            key=fragment.key,
+            key=key,
             file=file,
         )
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.decoded import DecodedStore, decoding_bytes
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, PlannedArray, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.copy.run import execute
 from core.errors import CapacityError, CorruptError
 from core.files.store import MemoryStore, ReadStore
@@ -194,12 +195,10 @@ def split(n_columns: int) -> tuple[Catalog, MemoryStore]:
     ]
     made = [array_of(f"w{i}", half, rows=9) for i, half in enumerate(halves)]
     fragments = [
-        Fragment("w", Box((0, i * n_columns), half.shape), made[i][0], (0, 0))
+        Fragment(Box((0, i * n_columns), half.shape), made[i][0], (0, 0))
         for i, half in enumerate(halves)
     ]
-    catalog = Catalog(
-        "fake", None, {"w": TensorMeta("w", "int32", VALUES.shape)}, lambda key: fragments
-    )
+    catalog = Catalog("fake", None, {"w": Tensor("int32", VALUES.shape)}, lambda key: fragments)
     return catalog, MemoryStore({f"w{i}.z": data for i, (_, data, _) in enumerate(made)})
 
 
@@ -208,8 +207,8 @@ def merged() -> tuple[TargetCatalog, list[FileImage]]:
     target = Catalog(
         "fake",
         None,
-        {"w": TensorMeta("w", "int32", VALUES.shape)},
-        lambda key: (Fragment("w", full_box(VALUES.shape), array, (0, 0)),),
+        {"w": Tensor("int32", VALUES.shape)},
+        lambda key: (Fragment(full_box(VALUES.shape), array, (0, 0)),),
     )
     return target, [FileImage("out", array.n_bytes, (PlacedArray(0, array),))]
 

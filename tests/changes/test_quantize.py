@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.changes.quantize import dequantize, quantize
 from core.errors import (
     CorruptError,
@@ -361,7 +362,7 @@ def test_a_cast_before_it_counts() -> None:
 
     weight = weights("w", (130, 140), torch.float32)
     catalog, store = stored({"a.weight": weight})
-    made = quantize(retyped(catalog, lambda meta: "bfloat16"), [(None, "block")]).catalog
+    made = quantize(retyped(catalog, lambda key, tensor: "bfloat16"), [(None, "block")]).catalog
     numbers, scale = reference_quantized(weight.to(torch.bfloat16))
     assert content(made, store, "a.weight") == raw(numbers)
     assert content(made, store, "a.weight_scale_inv") == raw(scale)
@@ -532,11 +533,11 @@ def cut(
             array = StoredArray(
                 name, plain.dtype, plain.shape, Extent(name, 0, None, item_bytes=7 + len(data))
             )
-        fragments.append(Fragment(key, box, array, (0, 0)))
+        fragments.append(Fragment(box, array, (0, 0)))
     catalog = Catalog(
         "test",
         None,
-        {key: TensorMeta(key, name_of(tensor.dtype), tuple(tensor.shape))},
+        {key: Tensor(name_of(tensor.dtype), tuple(tensor.shape))},
         lambda _: fragments,
         bind=lambda store, array: late.get(array.name, array),
     )
@@ -597,10 +598,10 @@ def test_zeros_by_rule_and_layers_of_a_stack_are_read() -> None:
     stack = weights("s", (3, 4, 5))
     array = StoredArray("s", "bfloat16", (3, 4, 5), Extent("s", 0))
     fragments = [
-        Fragment("w", Box((0, 0), (4, 5)), array, (1, 0, 0)),
-        Fragment("w", Box((4, 0), (2, 5)), None, ()),
+        Fragment(Box((0, 0), (4, 5)), array, (1, 0, 0)),
+        Fragment(Box((4, 0), (2, 5)), None, ()),
     ]
-    catalog = Catalog("test", None, {"w": TensorMeta("w", "bfloat16", (6, 5))}, lambda _: fragments)
+    catalog = Catalog("test", None, {"w": Tensor("bfloat16", (6, 5))}, lambda _: fragments)
     source = source_of(catalog, "w")
     found = source.read(MemoryStore({"s": raw(stack)}), Box((2, 1), (3, 4)))
     assert bytes(found) == raw(
@@ -620,22 +621,18 @@ def test_zeros_by_rule_and_layers_of_a_stack_are_read() -> None:
 def test_pieces_that_lie_outside_are_corrupt(
     box: Box, at: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
-    fragment = Fragment("w", box, StoredArray("w", "bfloat16", shape, Extent("f", 0)), at)
-    catalog = Catalog(
-        "test", None, {"w": TensorMeta("w", "bfloat16", (2, 2))}, lambda _: [fragment]
-    )
+    fragment = Fragment(box, StoredArray("w", "bfloat16", shape, Extent("f", 0)), at)
+    catalog = Catalog("test", None, {"w": Tensor("bfloat16", (2, 2))}, lambda _: [fragment])
     with pytest.raises(CorruptError, match="does not fit"):
         source_of(catalog, "w")
 
 
 def test_several_dtypes_and_short_files_are_errors() -> None:
     fragments = [
-        Fragment(
-            "w", Box((n, 0), (1, 2)), StoredArray(f"w{n}", dtype, (1, 2), Extent("f", 0)), (0, 0)
-        )
+        Fragment(Box((n, 0), (1, 2)), StoredArray(f"w{n}", dtype, (1, 2), Extent("f", 0)), (0, 0))
         for n, dtype in enumerate(("bfloat16", "float16"))
     ]
-    meta = TensorMeta("w", "bfloat16", (2, 2))
+    meta = Tensor("bfloat16", (2, 2))
     with pytest.raises(CorruptError, match="stored partly as"):
         source_of(Catalog("test", None, {"w": meta}, lambda _: fragments), "w")
     catalog, store = stored({"a.weight": weights("w", (200, 200))})

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.changes.quantize import dequantize
 from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError, UsageError
@@ -351,11 +351,8 @@ def model(spec: Spec, module: str = "model.layers.0.mlp.up") -> dict[str, torch.
     }
 
 
-def metas(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMeta]:
-    return {
-        key: TensorMeta(key, name_of(value.dtype), tuple(value.shape))
-        for key, value in tensors.items()
-    }
+def metas(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+    return {key: Tensor(name_of(value.dtype), tuple(value.shape)) for key, value in tensors.items()}
 
 
 def config_of(method: str | None) -> dict[str, object] | None:

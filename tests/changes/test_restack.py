@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.changes.restack.layer_keys import MAX_LAYERS
 from core.changes.restack.stack import stack_layers
 from core.changes.restack.unstack import unstack_layers
@@ -69,7 +70,7 @@ def test_layers_are_stacked_in_order_and_the_rest_stays(per_layer: dict[str, np.
     for pattern in (W, S, "model.layers.{}.mlp.experts.7.w"):
         wanted = np.stack([per_layer[pattern.format(n)] for n in range(N_LAYERS)])
         key = pattern.replace("{}.", "")
-        assert made.catalog.tensors[key] == TensorMeta(key, "int32", wanted.shape)
+        assert made.catalog.tensors[key] == Tensor("int32", wanted.shape)
         assert (values(made.catalog, store, key) == wanted).all()
 
 
@@ -116,23 +117,19 @@ def test_pieces_of_a_stack_go_to_the_layers_they_hold() -> None:
     store.contents["one"] = bytearray(whole[3, :, 2:].tobytes())
     fragments = [
         Fragment(
-            "m.layers.w",
             Box((0, 0, 0), (4, 2, 2)),
             StoredArray("l", "int32", (4, 2, 2), Extent("left", 0)),
             (0,) * 3,
         ),
         Fragment(
-            "m.layers.w",
             Box((0, 0, 2), (3, 2, 4)),
             StoredArray("t", "int32", (3, 2, 4), Extent("top", 0)),
             (0,) * 3,
         ),
-        Fragment(
-            "m.layers.w", Box((3, 0, 2), (1, 2, 4)), one, (0, 0)
-        ),  # an array of one layer, an axis less
+        Fragment(Box((3, 0, 2), (1, 2, 4)), one, (0, 0)),  # an array of one layer, an axis less
     ]
-    meta = TensorMeta("m.layers.w", "int32", (4, 2, 6))
-    apart = unstack_layers(Catalog("test", None, {meta.key: meta}, lambda _: fragments)).catalog
+    stack = Tensor("int32", (4, 2, 6), lambda: fragments)
+    apart = unstack_layers(Catalog("test", None, {"m.layers.w": stack})).catalog
     for n in range(4):
         assert (values(apart, store, f"m.layers.{n}.w") == whole[n]).all()
         assert len(apart.fragments(f"m.layers.{n}.w")) == 2
@@ -165,12 +162,12 @@ def test_a_layer_is_cut_from_arrays_with_more_or_fewer_axes() -> None:
     deep = StoredArray("deep", "int32", (1, 1, 4, 6), Extent("deep", 0))
     flat = StoredArray("flat", "int32", (4, 6), Extent("flat", 0))
     fragments = [
-        Fragment("m.layers.w", Box((0, 0, 0), (1, 4, 6)), deep, (0,) * 4),
-        Fragment("m.layers.w", Box((1, 0, 0), (1, 1, 6)), flat, (0, 0)),
-        Fragment("m.layers.w", Box((1, 1, 0), (1, 3, 6)), flat, (1, 0)),
+        Fragment(Box((0, 0, 0), (1, 4, 6)), deep, (0,) * 4),
+        Fragment(Box((1, 0, 0), (1, 1, 6)), flat, (0, 0)),
+        Fragment(Box((1, 1, 0), (1, 3, 6)), flat, (1, 0)),
     ]
-    meta = TensorMeta("m.layers.w", "int32", whole.shape)
-    catalog = Catalog("test", None, {meta.key: meta}, lambda _: fragments)
+    stack = Tensor("int32", whole.shape, lambda: fragments)
+    catalog = Catalog("test", None, {"m.layers.w": stack})
     apart = unstack_layers(catalog, axis=1).catalog
     for n in range(4):
         assert (values(apart, store, f"m.layers.{n}.w") == whole[:, n]).all()
@@ -190,10 +187,10 @@ def test_tensors_with_too_few_axes_stay_apart_and_are_told() -> None:
 
 
 def test_zeros_by_rule_stay_zeros() -> None:
-    meta = TensorMeta("m.layers.w", "int32", (2, 3))
-    zeros = Fragment(meta.key, Box((0, 0), (2, 3)), None, ())
-    apart = unstack_layers(Catalog("test", None, {meta.key: meta}, lambda _: [zeros])).catalog
-    assert apart.fragments("m.layers.1.w") == [Fragment("m.layers.1.w", Box((0,), (3,)), None, ())]
+    zeros = Fragment(Box((0, 0), (2, 3)), None, ())
+    stack = Tensor("int32", (2, 3), lambda: [zeros])
+    apart = unstack_layers(Catalog("test", None, {"m.layers.w": stack})).catalog
+    assert apart.fragments("m.layers.1.w") == [Fragment(Box((0,), (3,)), None, ())]
 
 
 def test_what_some_layers_lack_or_have_otherwise_stays_apart_and_is_told() -> None:

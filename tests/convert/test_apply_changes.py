@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
+from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.convert.apply_changes import apply_changes
 from core.convert.job import Job
 from core.errors import CorruptError, UsageError
@@ -59,11 +60,11 @@ def stored(
         data = json.dumps(config).encode()
         files["config.json"] = data
         array = StoredArray("file:config.json", "uint8", (len(data),), Extent("config.json", 0))
-        beside = Fragment(array.name, full_box(array.shape), array, (0,))
+        beside = Fragment(full_box(array.shape), array, (0,))
         plain = catalog
         catalog = replace(
             catalog,
-            hidden={array.name: TensorMeta(array.name, "uint8", array.shape)},
+            hidden={array.name: Tensor("uint8", array.shape)},
             fragments_of=lambda key: (beside,) if key == array.name else plain.fragments(key),
             carried={"config.json": array.name},
         )
@@ -170,8 +171,8 @@ def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
         None,
         catalog.tensors,
         lambda key: [
-            Fragment(key, Box((0, 0), (700, 300)), left, (0, 0)),
-            Fragment(key, Box((0, 300), (700, 300)), right, (0, 0)),
+            Fragment(Box((0, 0), (700, 300)), left, (0, 0)),
+            Fragment(Box((0, 300), (700, 300)), right, (0, 0)),
         ],
     )
     halves = MemoryStore({"c0": raw(weight[:, :300]), "c1": raw(weight[:, 300:])})

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box, full_box
 from core.arrays.checksum import digest_of
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.copy.options import CopyOptions
 from core.copy.run import CopyResult, execute
 from core.errors import CapacityError, CorruptError, ReplicaMismatchError, TruncatedError
@@ -265,8 +266,8 @@ def test_an_expanded_source_with_stride_zero_is_repeated() -> None:
     source = Catalog(
         "fake",
         None,
-        {"w": TensorMeta("w", DTYPE, (3, 5))},
-        lambda key: [Fragment(key, full_box((3, 5)), array, (0, 0))],
+        {"w": Tensor(DTYPE, (3, 5))},
+        lambda key: [Fragment(full_box((3, 5)), array, (0, 0))],
     )
     target, images = Model({"w": (3, 5)}, {"w": one("w", (3, 5))}).target()
     found, _ = moved(source, store, target, images)

@@ -7,7 +7,7 @@ The same tests run on a GPU where there is one (marker ``gpu``).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import TypeVar
 
@@ -20,10 +20,11 @@ from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import DTYPES, itemsize
 from core.calibration.choice import choose_device, decisions
 from core.calibration.trials import patterns, trial_of, typical_numbers
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta, catalog_of_arrays
+from core.catalog.catalog import Catalog, TargetCatalog, catalog_of_arrays
 from core.catalog.decoded import DecodedStore
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.changes.quantize import dequantize, quantize
 from core.copy.options import CopyOptions
 from core.copy.run import execute
@@ -196,22 +197,19 @@ def planned(
         for name in [key, *([f"{key}.copy"] if key in copies else [])]:
             files[name] = data
             array = StoredArray(name, dtype, shape, Extent(name, 0))
-            found.setdefault(key, []).append(
-                Fragment(key, full_box(shape), array, (0,) * len(shape))
-            )
-    metas = {key: TensorMeta(key, dtype, shape) for key, (dtype, _, shape) in tensors.items()}
+            found.setdefault(key, []).append(Fragment(full_box(shape), array, (0,) * len(shape)))
+    metas = {key: Tensor(dtype, shape) for key, (dtype, _, shape) in tensors.items()}
     source = Catalog("test", None, metas, found.__getitem__)
-    wanted = [TensorMeta(key, target, shape) for key, (_, target, shape) in tensors.items()]
+    wanted = {key: Tensor(target, shape) for key, (_, target, shape) in tensors.items()}
     return source, MemoryStore(files), *laid_out(wanted)
 
 
-def laid_out(metas: Iterable[TensorMeta]) -> tuple[TargetCatalog, list[FileImage]]:
-    metas = list(metas)
-    target = dense_target(metas)
+def laid_out(tensors: Mapping[str, Tensor]) -> tuple[TargetCatalog, list[FileImage]]:
+    target = dense_target(tensors)
     images = []
-    for meta in metas:
-        array = target.whole_array(meta.key)
-        images.append(FileImage(meta.key, array.n_bytes, (PlacedArray(0, array),)))
+    for key in tensors:
+        array = target.whole_array(key)
+        images.append(FileImage(key, array.n_bytes, (PlacedArray(0, array),)))
     return target, images
 
 

@@ -121,7 +121,7 @@ def test_what_torch_saved_is_read_by_torch_at_any_number_of_ranks_and_by_the_eng
             tuple(want.shape),
             str(want.dtype).removeprefix("torch."),
         )
-        data = tensor_bytes(opened.catalog, opened.store, meta.key).tobytes()
+        data = tensor_bytes(opened.catalog, opened.store, f"model.{key}").tobytes()
         assert data == want.flatten().view(torch.uint8).numpy().tobytes(), key
     plain = {"model": {key: torch.zeros_like(want) for key, want in _wanted().items()}}
     dcp.load(plain, checkpoint_id=tmp_path)

@@ -262,7 +262,7 @@ def _ocdbt(data: bytes) -> None:
 
 def _explored(catalog: Catalog, store: MemoryStore) -> None:
     """Looks at everything that a catalog promises, as the commands would."""
-    groups_of(catalog.tensors.values())
+    groups_of(catalog.tensors)
     for name in globals_of([item.value for item in catalog.objects.values()]):
         classify(name)
     for key in islice(catalog.tensors, _MOST):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_cli.app import main
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
@@ -26,7 +26,7 @@ from core.hf.proof.problem import Problem
 from core.validate.run import validate
 from tests.hf.models import catalog_of, config_of, quietly
 
-Tensors = dict[str, TensorMeta]
+Tensors = dict[str, Tensor]
 
 SIZES = {
     "vocab_size": 130,
@@ -289,7 +289,7 @@ def test_experts_that_lack_a_tensor_and_layers_that_lack_all_are_found(tmp_path:
 def test_one_layer_with_another_shape_is_found_unless_it_is_of_another_kind(tmp_path: Path) -> None:
     metas, config = of(built("mistral", tmp_path / "model"))
     key = "model.layers.2.mlp.down_proj.weight"
-    metas[key] = TensorMeta(key, "float32", (32, 40))
+    metas[key] = Tensor("float32", (32, 40))
     assert told(find_differences(metas, config)) == [("sisters", key)]
     kinds = ["sliding", "sliding", "full", "sliding", "sliding", "sliding"]
     assert find_differences(metas, {**config, "layer_types": kinds}) == ()
@@ -311,10 +311,7 @@ def _alternating(number: int) -> list[str]:
 def test_kinds_of_layers_that_nothing_states_raise_no_alarm(n_layers: int) -> None:
     names = [f"model.layers.{n}.{name}" for n in range(n_layers) for name in _alternating(n)]
     config = {"model_type": "new", "num_hidden_layers": n_layers, "vocab_size": 9}
-    assert (
-        find_differences({name: TensorMeta(name, "float32", (4, 4)) for name in names}, config)
-        == ()
-    )
+    assert find_differences({name: Tensor("float32", (4, 4)) for name in names}, config) == ()
 
 
 def test_weights_that_are_quantized_in_some_layers_only_raise_no_alarm(tmp_path: Path) -> None:
@@ -323,8 +320,8 @@ def test_weights_that_are_quantized_in_some_layers_only_raise_no_alarm(tmp_path:
         for part in ("up_proj", "down_proj"):
             key = f"model.layers.{number}.mlp.{part}.weight"
             rows, columns = metas[key].shape
-            metas[key] = TensorMeta(key, "float8_e4m3fn", (rows, columns))
-            metas[f"{key}_scale_inv"] = TensorMeta(f"{key}_scale_inv", "float32", (1, 1))
+            metas[key] = Tensor("float8_e4m3fn", (rows, columns))
+            metas[f"{key}_scale_inv"] = Tensor("float32", (1, 1))
     stated = {**config, "quantization_config": {"quant_method": "fp8"}}
     assert find_differences(metas, stated) == ()
     assert told(find_differences(metas, config)) == [
@@ -349,7 +346,7 @@ def test_what_validate_finds_in_an_unknown_family_a_conversion_refuses(tmp_path:
 
 def test_a_configuration_with_absurd_lists_is_answered_at_once(tmp_path: Path) -> None:
     names = [f"layers.{n}.a{n}.weight" for n in range(2000)]
-    metas = {name: TensorMeta(name, "float32", (2,)) for name in names}
+    metas = {name: Tensor("float32", (2,)) for name in names}
     config = {
         "model_type": "new",
         "layer_types": [["x"] * 3] * 2000,
@@ -373,9 +370,9 @@ def test_a_model_without_a_vocabulary_is_not_judged_by_its_heads() -> None:
         "num_key_value_heads": 2,
         "head_dim": 8,
     }
-    assert find_differences({name: TensorMeta(name, "float32", (32, 32))}, config) == ()
+    assert find_differences({name: Tensor("float32", (32, 32))}, config) == ()
     assert told(
-        find_differences({name: TensorMeta(name, "float32", (32, 32))}, {**config, "vocab_size": 9})
+        find_differences({name: Tensor("float32", (32, 32))}, {**config, "vocab_size": 9})
     ) == [("shape", name)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.convert.run import Job, run
 from core.errors import UnknownTensorError
 from core.hf.family import families
@@ -37,7 +37,7 @@ from tests.hf.models import (
     tensors,
 )
 
-Tensors = dict[str, TensorMeta]
+Tensors = dict[str, Tensor]
 EVERY_FAMILY = (
     "llama_biased",
     "llama_tied",
@@ -49,14 +49,14 @@ EVERY_FAMILY = (
 )
 
 
-def meta_of(key: str, dtype: str, *shape: int) -> TensorMeta:
-    return TensorMeta(key, dtype, shape)
+def meta_of(key: str, dtype: str, *shape: int) -> Tensor:
+    return Tensor(dtype, shape)
 
 
 def state_of(model: Any) -> tuple[Tensors, dict[str, Any]]:
     """The tensors and the configuration that ``save_pretrained`` would write of a model."""
     metas = {
-        key: TensorMeta(key, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        key: Tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape))
         for key, value in model.state_dict().items()
     }
     stated = json.loads(json.dumps(model.config.to_diff_dict()))
@@ -75,7 +75,7 @@ def built(name: str, auto_class: str = "AutoModelForCausalLM", **changes: Any) -
         return getattr(transformers, auto_class).from_config(config)
 
 
-def changed(tensors: Tensors, *without: str, **others: TensorMeta) -> Tensors:
+def changed(tensors: Tensors, *without: str, **others: Tensor) -> Tensors:
     return {key: meta for key, meta in tensors.items() if key not in without} | {
         m.key: m for m in others.values()
     }
@@ -325,13 +325,9 @@ def test_layers_for_drafts_may_be_there_and_are_then_complete(tmp_path: Path) ->
         for key, meta in metas.items()
         if key.startswith("model.layers.2.")
     }
-    added = {key: TensorMeta(key, meta.dtype, meta.shape) for key, meta in body.items()}
+    added = {key: Tensor(meta.dtype, meta.shape) for key, meta in body.items()}
     own = (("enorm", (32,)), ("hnorm", (32,)), ("eh_proj", (32, 64)), ("shared_head.norm", (32,)))
-    added |= {
-        key: TensorMeta(key, "bfloat16", s)
-        for n, s in own
-        for key in [f"model.layers.3.{n}.weight"]
-    }
+    added |= {key: Tensor("bfloat16", s) for n, s in own for key in [f"model.layers.3.{n}.weight"]}
     assert find_differences(metas | added, config) == ()
     del added["model.layers.3.hnorm.weight"]
     assert kinds(find_differences(metas | added, config)) == ["missing"]
@@ -361,7 +357,7 @@ def test_a_configuration_that_asks_for_a_giant_is_answered_at_once(
 # -------------------------------------------------------
 
 
-def _linear(metas: Tensors) -> list[TensorMeta]:
+def _linear(metas: Tensors) -> list[Tensor]:
     return [meta for key, meta in metas.items() if key.endswith("_proj.weight")]
 
 
@@ -376,7 +372,7 @@ def _quantized(
         del made[meta.key]
         module = meta.key.removesuffix(".weight")
         for name, (dtype, shape) in parts(module, *meta.shape).items():
-            made[f"{module}.{name}"] = TensorMeta(f"{module}.{name}", dtype, shape)
+            made[f"{module}.{name}"] = Tensor(dtype, shape)
     return made
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from core.catalog.catalog import Catalog, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel
+from core.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -57,7 +58,7 @@ def beside(
     catalog: Catalog, key: str, *, dtype: str = "bfloat16", shape: tuple[int, ...] = (4,)
 ) -> Catalog:
     """The catalog with one more tensor, or one of another dtype or shape."""
-    return replace(catalog, tensors={**catalog.tensors, key: TensorMeta(key, dtype, shape)})
+    return replace(catalog, tensors={**catalog.tensors, key: Tensor(dtype, shape)})
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.files.store import LocalStore
 from core.hf.torchtitan.to_hf import from_torchtitan
 from tests.support.materialize import tensor_bytes
@@ -32,15 +33,15 @@ def shards(cuts: Sequence[int], folder: Path, *, column: int) -> tuple[Catalog, 
         (folder / str(number)).write_bytes(stored.tobytes())
         array = StoredArray(str(number), "float32", stored.shape, Extent(str(number), 0))
         box = Box((first, 0), (stop - first, COLUMNS))
-        fragments.append(Fragment(KEY, box, array, (1, column)))
+        fragments.append(Fragment(box, array, (1, column)))
     embedding = StoredArray("e", "float32", (1, 1), Extent("0", 0))
-    others = [Fragment("tok_embeddings.weight", Box((0, 0), (1, 1)), embedding, (0, 0))]
+    others = [Fragment(Box((0, 0), (1, 1)), embedding, (0, 0))]
     catalog = Catalog(
         format="memory",
         version=None,
         tensors={
-            "tok_embeddings.weight": TensorMeta("tok_embeddings.weight", "float32", (1, 1)),
-            KEY: TensorMeta(KEY, "float32", weight.shape),
+            "tok_embeddings.weight": Tensor("float32", (1, 1)),
+            KEY: Tensor("float32", weight.shape),
         },
         fragments_of=lambda key: fragments if key == KEY else others,
     )

@@ -4,21 +4,22 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
+from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.changes.quantize import dequantize
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore, ReadStore
 from core.inspect.preview import first_values, places_of
 
 
-def catalog_of(meta: TensorMeta, fragments: Sequence[Fragment]) -> Catalog:
-    return Catalog("test", None, {meta.key: meta}, lambda key: fragments)
+def catalog_of(meta: Tensor, fragments: Sequence[Fragment]) -> Catalog:
+    return Catalog("test", None, {"w": replace(meta, fragments=lambda: fragments)})
 
 
 def array(
@@ -32,7 +33,7 @@ def ints(*values: int) -> bytes:
 
 
 def test_first_values_come_in_c_order_across_column_shards() -> None:
-    meta = TensorMeta("w", "int32", (3, 4))
+    meta = Tensor("int32", (3, 4))
     left, right = array("left", (3, 2), 8), array("right", (3, 2))
     store = MemoryStore(
         {"left": bytes(8) + ints(0, 1, 4, 5, 8, 9), "right": ints(2, 3, 6, 7, 10, 11)}
@@ -40,8 +41,8 @@ def test_first_values_come_in_c_order_across_column_shards() -> None:
     catalog = catalog_of(
         meta,
         [
-            Fragment("w", Box((0, 2), (3, 2)), right, (0, 0)),
-            Fragment("w", Box((0, 0), (3, 2)), left, (0, 0)),
+            Fragment(Box((0, 2), (3, 2)), right, (0, 0)),
+            Fragment(Box((0, 0), (3, 2)), left, (0, 0)),
         ],
     )
     assert first_values(store, catalog, "w", 100) == list(range(12))
@@ -50,41 +51,39 @@ def test_first_values_come_in_c_order_across_column_shards() -> None:
 
 
 def test_first_values_follow_strides_and_the_layer_of_a_stacked_array() -> None:
-    meta = TensorMeta("w", "int32", (2, 3))
+    meta = Tensor("int32", (2, 3))
     stacked = array("f", (2, 2, 3), strides=(6, 1, 2))  # each layer is stored transposed
     store = MemoryStore({"f": ints(*range(6), 10, 13, 11, 14, 12, 15)})
-    catalog = catalog_of(meta, [Fragment("w", Box((0, 0), (2, 3)), stacked, (1, 0, 0))])
+    catalog = catalog_of(meta, [Fragment(Box((0, 0), (2, 3)), stacked, (1, 0, 0))])
     assert first_values(store, catalog, "w", 6) == [10, 11, 12, 13, 14, 15]
 
 
 def test_only_the_wanted_bytes_are_read() -> None:
-    meta = TensorMeta("w", "int32", (1_000_000,))
+    meta = Tensor("int32", (1_000_000,))
     store = MemoryStore({"f": ints(1, 2, 3)})
-    catalog = catalog_of(
-        meta, [Fragment("w", Box((0,), (1_000_000,)), array("f", (1_000_000,)), (0,))]
-    )
+    catalog = catalog_of(meta, [Fragment(Box((0,), (1_000_000,)), array("f", (1_000_000,)), (0,))])
     assert first_values(store, catalog, "w", 3) == [1, 2, 3]
     with pytest.raises(TruncatedError):
         first_values(store, catalog, "w", 4)
 
 
 def test_late_bound_arrays_are_bound_first() -> None:
-    meta = TensorMeta("w", "int32", (2,))
+    meta = Tensor("int32", (2,))
     late = StoredArray("w", "int32", (2,), Extent("f", 0, None, item_bytes=16))
     catalog = Catalog(
         "test",
         None,
         {"w": meta},
-        lambda key: [Fragment("w", Box((0,), (2,)), late, (0,))],
+        lambda key: [Fragment(Box((0,), (2,)), late, (0,))],
         bind=lambda store, found: StoredArray("w", "int32", (2,), Extent("f", 8)),
     )
     assert first_values(MemoryStore({"f": bytes(8) + ints(7, 8)}), catalog, "w", 2) == [7, 8]
 
 
 def test_regions_that_are_zero_by_rule_read_as_zeros_and_holes_are_errors() -> None:
-    meta = TensorMeta("w", "int32", (4,))
-    stored = Fragment("w", Box((0,), (2,)), array("f", (2,)), (0,))
-    zeros = Fragment("w", Box((2,), (2,)), None, ())
+    meta = Tensor("int32", (4,))
+    stored = Fragment(Box((0,), (2,)), array("f", (2,)), (0,))
+    zeros = Fragment(Box((2,), (2,)), None, ())
     store = MemoryStore({"f": ints(1, 2)})
     assert first_values(store, catalog_of(meta, [stored, zeros]), "w", 4) == [1, 2, 0, 0]
     with pytest.raises(MissingShardError, match="element 2"):
@@ -92,8 +91,8 @@ def test_regions_that_are_zero_by_rule_read_as_zeros_and_holes_are_errors() -> N
 
 
 def test_scalars_have_one_value() -> None:
-    meta = TensorMeta("w", "int32", ())
-    catalog = catalog_of(meta, [Fragment("w", Box((), ()), array("f", ()), ())])
+    meta = Tensor("int32", ())
+    catalog = catalog_of(meta, [Fragment(Box((), ()), array("f", ()), ())])
     assert first_values(MemoryStore({"f": ints(42)}), catalog, "w", 8) == [42]
 
 
@@ -117,14 +116,14 @@ def test_scalars_have_one_value() -> None:
     ],
 )
 def test_every_dtype_is_decoded(dtype: str, data: bytes, values: list[object]) -> None:
-    meta = TensorMeta("w", dtype, (2,))
+    meta = Tensor(dtype, (2,))
     stored = StoredArray("w", dtype, (2,), Extent("f", 0))
-    catalog = catalog_of(meta, [Fragment("w", Box((0,), (2,)), stored, (0,))])
+    catalog = catalog_of(meta, [Fragment(Box((0,), (2,)), stored, (0,))])
     assert first_values(MemoryStore({"f": data}), catalog, "w", 2) == values
 
 
 def test_packed_numbers_are_refused() -> None:
-    packed = catalog_of(TensorMeta("w", "float4_e2m1fn_x2", (2,)), [])
+    packed = catalog_of(Tensor("float4_e2m1fn_x2", (2,)), [])
     with pytest.raises(UnsupportedError, match="float4"):
         first_values(MemoryStore(), packed, "w", 2)
 
@@ -149,14 +148,12 @@ def test_encoded_arrays_are_decoded_and_the_map_says_so() -> None:
     packed = zlib.compress(ints(*range(6)))
     extent = Extent("f", 3, encoding=Deflated(len(packed)))
     array = StoredArray("w", "int32", (2, 3), extent)
-    catalog = catalog_of(
-        TensorMeta("w", "int32", (2, 2)), [Fragment("w", Box((0, 0), (2, 2)), array, (0, 1))]
-    )
+    catalog = catalog_of(Tensor("int32", (2, 2)), [Fragment(Box((0, 0), (2, 2)), array, (0, 1))])
     assert first_values(MemoryStore({"f": b"abc" + packed}), catalog, "w", 4) == [1, 2, 4, 5]
     (place,) = places_of(catalog, "w")
     assert (place.encoding, place.stored_bytes, place.n_bytes) == ("zlib", len(packed), 16)
     longer = StoredArray("w", "int32", (2, 4), extent)
-    broken = catalog_of(catalog.tensors["w"], [Fragment("w", Box((0, 0), (2, 2)), longer, (0, 0))])
+    broken = catalog_of(catalog.tensors["w"], [Fragment(Box((0, 0), (2, 2)), longer, (0, 0))])
     with pytest.raises(CorruptError, match="bytes"):
         first_values(MemoryStore({"f": b"abc" + packed}), broken, "w", 4)
 
@@ -172,15 +169,15 @@ def test_computed_tensors_are_shown_like_stored_ones() -> None:
 
 
 def test_the_map_is_in_order_and_keeps_replicas() -> None:
-    meta = TensorMeta("w", "int32", (4, 2))
+    meta = Tensor("int32", (4, 2))
     rank = (("tp", 1),)
     lower = StoredArray("b", "int32", (2, 2), Extent("fb", 64), rank)
     catalog = catalog_of(
         meta,
         [
-            Fragment("w", Box((2, 0), (2, 2)), lower, (0, 0)),
-            Fragment("w", Box((0, 0), (2, 2)), array("a", (4, 2), 16), (0, 0)),
-            Fragment("w", Box((0, 0), (2, 2)), array("c", (2, 2)), (0, 0)),
+            Fragment(Box((2, 0), (2, 2)), lower, (0, 0)),
+            Fragment(Box((0, 0), (2, 2)), array("a", (4, 2), 16), (0, 0)),
+            Fragment(Box((0, 0), (2, 2)), array("c", (2, 2)), (0, 0)),
         ],
     )
     places = places_of(catalog, "w")

@@ -121,7 +121,7 @@ def test_layers_are_folded_with_their_extremes(tmp_path: Path) -> None:
     save_file({**tensors, "layers.3.w": torch.ones(3)}, tmp_path / "model.safetensors")
     stats = measured(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    folded = fold_statistics(list(checkpoint.catalog.tensors.values()), stats)
+    folded = fold_statistics(checkpoint.catalog.tensors, stats)
     checkpoint.store.close()
     assert [row.label for row in folded] == ["layers.[0-2].w", "layers.3.w"]
     row = folded[0]

@@ -37,7 +37,7 @@ def test_groups_count_every_tensor_once_and_leave_out_empty_groups() -> None:
     catalog = catalog_of(
         {"w": (4, 2), "optimizer.state.exp_avg.w": (4, 2), "optimizer.state.exp_avg_sq.w": (4, 2)}
     )
-    model, moments = groups_of(catalog.tensors.values())
+    model, moments = groups_of(catalog.tensors)
     assert (model.name, model.n_tensors, model.n_elements, model.n_bytes) == ("model", 1, 8, 16)
     assert (moments.name, moments.n_tensors, moments.n_elements, moments.n_bytes) == (
         "moments",

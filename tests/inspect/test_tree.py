@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import random
 
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.inspect.tree import MAX_DEPTH, Node, components, tree_of
 
 
-def metas(*rows: tuple[str, tuple[int, ...]]) -> list[TensorMeta]:
-    return [TensorMeta(key, "bfloat16", shape) for key, shape in rows]
+def metas(*rows: tuple[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {key: Tensor("bfloat16", shape) for key, shape in rows}
 
 
 def labels(nodes: tuple[Node, ...]) -> list[str]:
@@ -31,7 +31,7 @@ def test_equal_layers_fold_and_chains_join() -> None:
 def test_layers_with_another_shape_or_dtype_or_name_do_not_fold() -> None:
     nodes = tree_of(metas(("l.0.a", (4,)), ("l.1.a", (5,)), ("l.2.a", (4,)), ("l.3.b", (4,))))
     assert labels(nodes[0].children) == ["[0,2].a", "1.a", "3.b"]
-    mixed = [TensorMeta("l.0.a", "bfloat16", (4,)), TensorMeta("l.1.a", "float16", (4,))]
+    mixed = {"l.0.a": Tensor("bfloat16", (4,)), "l.1.a": Tensor("float16", (4,))}
     assert labels(tree_of(mixed)[0].children) == ["0.a", "1.a"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.diff.result import TensorDiff
 from core.diff.run import DiffJob, diff
 from core.numbers.difference import ValueDifference
@@ -19,7 +19,7 @@ def tensor(key: str, kind: str = "equal", *, relative: float = 0, n_nan: int = 0
         values = ValueDifference(
             n_elements=9, n_differing=3, n_nan=n_nan, square_a=1.0, square_delta=relative**2
         )
-    return TensorDiff(key=key, kind=kind, a=TensorMeta(key, "uint8", (9,)), values=values)
+    return TensorDiff(key=key, kind=kind, a=Tensor("uint8", (9,)), values=values)
 
 
 def maps_of(*tensors: TensorDiff | str) -> dict[str, HeatMap]:

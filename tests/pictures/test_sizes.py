@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Tensor
 from core.inspect.summary import summarize
 from core.opening.open import open_checkpoint
 from core.pictures.sizes import SizeNode, fold_sizes, sizes_of
 
 
 def catalog_of(**shapes: tuple[int, ...]) -> Catalog:
-    tensors = {key: TensorMeta(key, "uint8", shape) for key, shape in shapes.items()}
+    tensors = {key: Tensor("uint8", shape) for key, shape in shapes.items()}
     return Catalog("torch", None, tensors, lambda key: ())
 
 
@@ -57,7 +58,7 @@ def test_model_and_optimizer_are_separate_trees() -> None:
 
 def test_tied_tensor_has_no_bytes_of_its_own() -> None:
     catalog = catalog_of(a=(4,), b=(4,))
-    tied = Catalog("torch", None, catalog.tensors, catalog.fragments_of, aliases={"b": "a"})
+    tied = Catalog("torch", None, catalog.tensors, aliases={"b": "a"})
     assert sizes_of(tied)[0].n_bytes == 4
 
 

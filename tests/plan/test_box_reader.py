@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box, full_box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import MissingShardError
 from core.files.store import MemoryStore
 from core.formats.torch.format import load_object
@@ -90,11 +91,11 @@ def test_long_rows_go_straight_to_their_places() -> None:
 
 
 def test_what_no_file_stores_is_zero() -> None:
-    meta = TensorMeta("w", "int32", (3, 2))
+    meta = Tensor("int32", (3, 2))
     array = StoredArray("a", "int32", (2, 2), Extent("f", 0))
     fragments = [
-        Fragment("w", Box((0, 0), (2, 2)), array, (0, 0)),
-        Fragment("w", Box((2, 0), (1, 2)), None, ()),
+        Fragment(Box((0, 0), (2, 2)), array, (0, 0)),
+        Fragment(Box((2, 0), (1, 2)), None, ()),
     ]
     store = MemoryStore({"f": np.arange(1, 5, dtype="<i4").tobytes()})
     reader = BoxReader(Catalog("test", None, {"w": meta}, lambda key: fragments), store)
@@ -102,9 +103,9 @@ def test_what_no_file_stores_is_zero() -> None:
 
 
 def test_a_missing_piece_is_an_error_before_anything_is_read() -> None:
-    meta = TensorMeta("w", "int32", (3, 2))
+    meta = Tensor("int32", (3, 2))
     array = StoredArray("a", "int32", (2, 2), Extent("f", 0))
-    fragments = [Fragment("w", Box((0, 0), (2, 2)), array, (0, 0))]
+    fragments = [Fragment(Box((0, 0), (2, 2)), array, (0, 0))]
     reader = BoxReader(Catalog("test", None, {"w": meta}, lambda key: fragments), MemoryStore())
     with pytest.raises(MissingShardError, match="is missing"):
         reader.tensor("w")

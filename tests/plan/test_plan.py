@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import ArrayT, Extent, PlannedArray, StoredArray
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.errors import (
     CapacityError,
     CheckpointingException,
@@ -116,7 +117,7 @@ def test_a_source_box_out_of_bounds_is_refused() -> None:
 
 def test_shapes_must_agree_unless_zeros_or_flexible() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
-    taller = replace(source, tensors={"w": TensorMeta("w", "int32", (13, 8))})
+    taller = replace(source, tensors={"w": replace(source.tensors["w"], shape=(13, 8))})
     refused(CorruptError, "source has shape", taller, target, images)
     flexible = replace(target, tensors={"w": replace(target.tensors["w"], flexible=True)})
     make_plan(taller, flexible, images)
@@ -238,12 +239,12 @@ def test_the_memory_of_many_small_pieces_is_counted() -> None:
     n_pieces = 20_000
     array = StoredArray("w", "int32", (1,), Extent("f", 0))
     pieces = [
-        Fragment("w", Box((i,), (1,)), replace(array, name=f"w@{i}"), (0,)) for i in range(n_pieces)
+        Fragment(Box((i,), (1,)), replace(array, name=f"w@{i}"), (0,)) for i in range(n_pieces)
     ]
-    tensors = {"w": TensorMeta("w", "int32", (n_pieces,))}
+    tensors = {"w": Tensor("int32", (n_pieces,))}
     source = Catalog("fake", None, tensors, lambda key: pieces)
     one_array = PlannedArray("w", "int32", (n_pieces,))
-    target = Catalog("fake", None, tensors, lambda key: (whole_fragment("w", one_array),))
+    target = Catalog("fake", None, tensors, lambda key: (whole_fragment(one_array),))
     images = [FileImage("out", one_array.n_bytes, (PlacedArray(0, one_array),))]
     few = make_plan(*catalogs(one("w", SHAPE), one("w", SHAPE)), threads=1)
     tracemalloc.start()

@@ -41,7 +41,7 @@ FACES = {
             "StoredObject",
             "TargetCatalog",
             "TargetFragment",
-            "TensorMeta",
+            "Tensor",
         ),
         *("catalog_of_arrays", "literal_file", "whole_fragment"),
     },

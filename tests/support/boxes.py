@@ -12,9 +12,10 @@ import numpy as np
 
 from core.arrays.box import Box, c_strides, full_box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import ArrayT, Extent, PlannedArray, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.files.store import MemoryStore
 
 DTYPE = "int32"
@@ -149,12 +150,12 @@ class Model:
 
         def fragments_of(key: str) -> list[Fragment[ArrayT]]:
             return [
-                Fragment(key, box, arrays[name], at)
+                Fragment(box, arrays[name], at)
                 for name, _, held in self.cuts[key].parts
                 for box, at in held
             ]
 
-        tensors = {key: TensorMeta(key, dtype, shape) for key, shape in self.tensors.items()}
+        tensors = {key: Tensor(dtype, shape) for key, shape in self.tensors.items()}
         return Catalog("fake", None, tensors, fragments_of)
 
 

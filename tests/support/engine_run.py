@@ -19,9 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.stored import Extent, PlannedArray, StoredArray
+from core.catalog.tensor import Fragment, TargetFragment, Tensor
 from core.convert.stored_plan.file import identity_of
 from core.copy.options import CopyOptions
 from core.copy.run import execute
@@ -43,7 +44,6 @@ def source_catalog() -> Catalog:
         number = int(key[1:])
         return [
             Fragment(
-                key,
                 Box((0, half * rank), (ROWS, half)),
                 StoredArray(
                     f"{key}@{rank}",
@@ -56,7 +56,7 @@ def source_catalog() -> Catalog:
             for rank in range(2)
         ]
 
-    tensors = {f"t{n}": TensorMeta(f"t{n}", "bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
+    tensors = {f"t{n}": Tensor("bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
     return Catalog("fake", None, tensors, fragments_of)
 
 
@@ -65,7 +65,7 @@ def target_catalog(*, is_file: bool) -> tuple[TargetCatalog, list[FileImage]]:
     arrays = {f"t{n}": PlannedArray(f"t{n}", "bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
 
     def fragments_of(key: str) -> list[TargetFragment]:
-        return [Fragment(key, full_box((ROWS, COLUMNS)), arrays[key], (0, 0))]
+        return [Fragment(full_box((ROWS, COLUMNS)), arrays[key], (0, 0))]
 
     images = []
     at_once = TENSORS if is_file else TENSORS // 3
@@ -89,7 +89,7 @@ def target_catalog(*, is_file: bool) -> tuple[TargetCatalog, list[FileImage]]:
 
 def target_catalog_like(fragments_of: object) -> TargetCatalog:
     """A catalog of the same tensors with other fragments."""
-    tensors = {f"t{n}": TensorMeta(f"t{n}", "bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
+    tensors = {f"t{n}": Tensor("bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
     return Catalog("fake", None, tensors, fragments_of)  # type: ignore[arg-type]
 
 

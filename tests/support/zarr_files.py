@@ -13,9 +13,10 @@ import numpy as np
 
 from core.arrays.box import Box
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import WriteOptions
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.copy.run import execute
 from core.files.store import MemoryStore, ReadStore
 from core.formats.format import Format
@@ -70,11 +71,11 @@ def source_of(
                 tuple(slice(o, e) for o, e in zip(start, end, strict=True))
             ].tobytes()
             array = StoredArray(name, dtype, box.shape, Extent(name, 0))
-            fragments[key].append(Fragment(key, box, array, (0,) * len(shape)))
+            fragments[key].append(Fragment(box, array, (0,) * len(shape)))
     catalog = Catalog(
         "memory",
         None,
-        {key: TensorMeta(key, dtype, shape) for key, (dtype, shape) in tensors.items()},
+        {key: Tensor(dtype, shape) for key, (dtype, shape) in tensors.items()},
         fragments.__getitem__,
         objects={key: StoredObject(key, value=value) for key, value in (objects or {}).items()},
         iteration=iteration,

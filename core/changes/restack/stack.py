@@ -26,9 +26,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import ranges, some_of
 from core.catalog.stored import with_axes
+from core.catalog.tensor import Fragment, Tensor
 from core.changes.factor_states import check_factors
 from core.changes.rename import move_leaves, with_parameters
 from core.changes.restack.layer_keys import (
@@ -59,13 +60,13 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
     """
     check_factors(catalog.tensors, option="--stack-layers")
     # Group the tensors by their keys without the number of the layer.
-    groups: dict[tuple[str, str], dict[int, TensorMeta]] = {}
+    groups: dict[tuple[str, str], dict[int, str]] = {}
     n_layers: dict[str, int] = {}
-    for key, meta in catalog.tensors.items():
+    for key in catalog.tensors:
         match = ONE_LAYER.fullmatch(key)
         if match is not None:
             number = int(match["number"])
-            groups.setdefault((match["head"], match["tail"]), {})[number] = meta
+            groups.setdefault((match["head"], match["tail"]), {})[number] = key
             n_layers[match["head"]] = max(n_layers.get(match["head"], 0), number + 1)
     if not groups:
         raise UsageError(
@@ -78,14 +79,15 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
     parts: dict[str, list[str]] = {}
     unstacked: dict[str, list[str]] = {}
     for (head, tail), members in groups.items():
+        metas = [catalog.tensors[key] for key in members.values()]
         if len(members) != n_layers[head]:
             reason = f"not all of the {n_layers[head]} layers have them"
-        elif len({(meta.dtype, meta.shape) for meta in members.values()}) > 1:
+        elif len({(meta.dtype, meta.shape) for meta in metas}) > 1:
             reason = "their shapes or dtypes differ between layers"
-        elif 0 < len(members[0].shape) < axis:
+        elif 0 < len(metas[0].shape) < axis:
             reason = f"they have too few axes for layers along axis {axis}"
         else:
-            parts[f"{head}.{tail}"] = [members[number].key for number in range(n_layers[head])]
+            parts[f"{head}.{tail}"] = [members[number] for number in range(n_layers[head])]
             continue
         unstacked.setdefault(reason, []).append(f"{head}.[{ranges(members)}].{tail}")
     taken = next((key for key in parts if key in catalog.tensors or key in catalog.objects), None)
@@ -130,7 +132,7 @@ def _replace_by_stacks(
     """
     # A stacked tensor takes the position of its first layer.
     new_of = {key: new for new, keys in parts.items() for key in keys}
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for key, meta in catalog.tensors.items():
         new = new_of.get(key, key)
         if new == key:
@@ -140,14 +142,14 @@ def _replace_by_stacks(
             shape = with_extent(meta.shape, axis, n_layers)
             if key in blocks:
                 shape = blocks[key].stacked_shape(n_layers)
-            tensors[new] = replace(meta, key=new, shape=shape)
+            tensors[new] = replace(meta, shape=shape)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key not in parts:
             return catalog.fragments(key)
         if parts[key][0] in blocks:
             return [
-                replace(blocks[layer].in_stack(fragment, number), key=key)
+                blocks[layer].in_stack(fragment, number)
                 for number, layer in enumerate(parts[key])
                 for fragment in catalog.fragments(layer)
             ]
@@ -180,5 +182,5 @@ def _place_layer(fragment: Fragment, key: str, number: int, *, axis: int) -> Fra
         array = with_axes(array, (*range(n_before), None, *range(n_before, n_axes)))
         at = with_extent(at, n_before, 0)
     return Fragment(
-        key, Box(with_extent(box.offset, axis, number), with_extent(box.shape, axis, 1)), array, at
+        Box(with_extent(box.offset, axis, number), with_extent(box.shape, axis, 1)), array, at
     )

@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.stored import with_axes
+from core.catalog.tensor import Fragment, Tensor
 from core.changes.factor_states import check_factors
 from core.changes.rename import nest_again, with_parameters
 from core.changes.restack.layer_keys import (
@@ -48,7 +49,7 @@ def unstack_layers(
     check_factors(catalog.tensors, option="--unstack-layers")
     # Find the position of the layer's number in each key. The scales of states follow their codes.
     blocks = blocks_of_states(catalog, option="--unstack-layers", axis=axis)
-    heads: dict[str, list[TensorMeta]] = {}
+    heads: dict[str, dict[str, Tensor]] = {}
     halves: dict[str, tuple[str, str]] = {}
     keys = with_their_codes(_stacked_keys(catalog, patterns), blocks, order=list(catalog.tensors))
     for key in keys:
@@ -61,10 +62,10 @@ def unstack_layers(
             )
         halves[key] = match["head"], match["tail"]
         if key not in blocks:
-            heads.setdefault(match["head"], []).append(catalog.tensors[key])
+            heads.setdefault(match["head"], {})[key] = catalog.tensors[key]
     # Tensors after the same names belong to the same layers.
-    for metas in heads.values():
-        _check_layer_axes(metas, axis)
+    for stacks in heads.values():
+        _check_layer_axes(stacks, axis)
 
     # Name the layers' tensors.
     parts: dict[str, list[str]] = {}
@@ -115,24 +116,24 @@ def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
     return [key for key in candidates if key in chosen]
 
 
-def _axis_of(meta: TensorMeta, axis: int) -> int:
+def _axis_of(meta: Tensor, axis: int) -> int:
     """Return the number of a stacked tensor's axis of layers, which may be its only axis."""
     return 0 if len(meta.shape) == 1 else axis
 
 
-def _n_layers(meta: TensorMeta, axis: int) -> int:
+def _n_layers(meta: Tensor, axis: int) -> int:
     """Return the number of layers of a stacked tensor."""
     return meta.shape[_axis_of(meta, axis)]
 
 
-def _check_layer_axes(metas: Sequence[TensorMeta], axis: int) -> None:
+def _check_layer_axes(tensors: Mapping[str, Tensor], axis: int) -> None:
     """Raise unless all tensors after the same names have the same number of layers.
 
     Raises:
         UsageError: the numbers differ or are too large, or a tensor does not have the axis.
     """
-    first = metas[0]
-    for meta in metas:
+    first_key, first = next(iter(tensors.items()))
+    for key, meta in tensors.items():
         reason = None
         if not meta.shape:
             reason = "a scalar has no layer axis"
@@ -142,11 +143,11 @@ def _check_layer_axes(metas: Sequence[TensorMeta], axis: int) -> None:
             reason = f"{_n_layers(meta, axis):,} layers are too many (maximum {MAX_LAYERS:,})"
         elif _n_layers(meta, axis) != _n_layers(first, axis):
             reason = (
-                f"{first.key!r} has {_n_layers(first, axis)} layers, "
+                f"{first_key!r} has {_n_layers(first, axis)} layers, "
                 f"but this tensor has {_n_layers(meta, axis)}"
             )
         if reason is not None:
-            raise UsageError(f"--unstack-layers: {reason}", key=meta.key, hint=_CHOOSE_TENSORS)
+            raise UsageError(f"--unstack-layers: {reason}", key=key, hint=_CHOOSE_TENSORS)
 
 
 _CHOOSE_TENSORS = (
@@ -172,7 +173,7 @@ def _replace_by_layers(
         axis: number of the axis of layers.
     """
     # Order all tensors after the same names layer by layer, at the position of the first of them.
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for key, meta in catalog.tensors.items():
         if key not in parts:
             tensors[key] = meta
@@ -186,7 +187,7 @@ def _replace_by_layers(
                         if sibling in blocks
                         else without_axis(stacked.shape, _axis_of(stacked, axis))
                     )
-                    tensors[new] = replace(stacked, key=new, shape=shape)
+                    tensors[new] = replace(stacked, shape=shape)
 
     # Cut the fragments of a stack into layers. One pass serves all layers, hence the cache.
     @lru_cache(maxsize=64)
@@ -195,7 +196,7 @@ def _replace_by_layers(
             n_layers = len(parts[key])
             return [
                 [
-                    replace(cut, key=new)
+                    cut
                     for fragment in catalog.fragments(key)
                     if (cut := blocks[key].of_layer(fragment, number, n_layers)) is not None
                 ]
@@ -251,7 +252,7 @@ def _cut_layers(
         start = at
         if array is not None and position >= 0:
             start = (*at[:position], at[position] + number - first, *at[position + 1 :])
-        yield number, Fragment(keys[number], inside, array, start)
+        yield number, Fragment(inside, array, start)
 
 
 def _split_leaves(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object:

@@ -16,7 +16,8 @@ from core.scan.separate_arrays import split_into_bands
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.catalog import Catalog, Fragment
+    from core.catalog.catalog import Catalog
+    from core.catalog.tensor import Fragment
     from core.files.store import ReadStore
 
 _BAND_BYTES = 4 << 20
@@ -41,6 +42,7 @@ class Difference:
 def first_difference(
     store: ReadStore,
     catalog: Catalog,
+    key: str,
     first: Fragment,
     other: Fragment,
     *,
@@ -49,6 +51,8 @@ def first_difference(
     """Compare two fragments with the same box; return None if they are equal bit for bit.
 
     Args:
+        key: key of the tensor.
+        first, other: two of its fragments.
         device: accelerator that may compare the bytes; None for the CPU.
 
     Raises:
@@ -56,12 +60,12 @@ def first_difference(
     """
     import numpy as np
 
-    meta = catalog.meta(first.key)
+    meta = catalog.meta(key)
     size = itemsize(meta.dtype)
     decoded = DecodedStore(store)
     compare_device = choose_device(device, [COMPARE], threads=1)
     sources = [
-        SourceTensor(meta.key, meta.dtype, meta.shape, (fragment,), catalog.bind)
+        SourceTensor(key, meta.dtype, meta.shape, (fragment,), catalog.bind)
         for fragment in (first, other)
     ]
     # Read row bands of both, so that memory stays small whatever the size of the box.

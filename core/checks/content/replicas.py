@@ -26,7 +26,8 @@ from core.megatron.optimizer.form import role_of
 
 if TYPE_CHECKING:
     from core.arrays.box import Box
-    from core.catalog.catalog import Catalog, Fragment
+    from core.catalog.catalog import Catalog
+    from core.catalog.tensor import Fragment
 
 DIFFERENT = Code(
     "CK720",
@@ -159,7 +160,7 @@ def _compare_replicas(
         file, rank = _file(fragment), _rank(fragment)
         try:
             difference = first_difference(
-                subject.store, catalog, primary, fragment, device=subject.device
+                subject.store, catalog, replicas.key, primary, fragment, device=subject.device
             )
         except CheckpointingException as err:
             file = err.file or file

@@ -61,7 +61,7 @@ def check_unwritten(subject: Subject) -> Iterator[Finding]:
         return
     for key, meta in catalog.tensors.items():
         # A single array of zarr has the name of its directory.
-        if not is_zero_unusual(meta) or _VOCABULARY.search(f"{subject.path.name}/{key}"):
+        if not is_zero_unusual(key, meta) or _VOCABULARY.search(f"{subject.path.name}/{key}"):
             continue
         try:
             fragments = [item for item in catalog.fragments(key) if item.array is not None]

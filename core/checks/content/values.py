@@ -28,8 +28,9 @@ from core.numbers.kinds import KINDS
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.catalog import Catalog, Fragment, TensorMeta
+    from core.catalog.catalog import Catalog
     from core.catalog.stored import StoredArray
+    from core.catalog.tensor import Fragment, Tensor
 
 NAN = Code(
     "CK710",
@@ -98,13 +99,14 @@ class _Tensor:
     """A tensor and the facts about its values.
 
     Args:
-        meta: name, dtype and shape.
+        key, meta: the tensor.
         is_padding: a tensor of a rank file that is not part of any global tensor; it may hold only
             padding, or the flat buffer of several tensors.
         parts: (fragment, facts) of its arrays; each box once, unless a replica has unusual values.
     """
 
-    meta: TensorMeta
+    key: str
+    meta: Tensor
     is_padding: bool = False
     parts: list[tuple[Fragment, ValueFacts]] = field(default_factory=list)
 
@@ -126,10 +128,10 @@ def check_values(subject: Subject) -> Iterator[Finding]:
             continue
         # Negative zero has the sign bit set.
         is_zero = value in (0, 1 << (8 * KINDS[tensor.meta.dtype].n_bytes - 1))
-        if not _STATE.search(tensor.meta.key):
+        if not _STATE.search(tensor.key):
             yield from _report_constant_weight(tensor, value, is_zero=is_zero)
         elif is_zero:
-            zero_states.append(tensor.meta.key)
+            zero_states.append(tensor.key)
     if zero_states:
         yield ZERO_STATES.finding(
             f"{len(zero_states)} optimizer states of matrices are all zeros", keys=zero_states
@@ -142,7 +144,7 @@ def _report_constant_weight(tensor: _Tensor, value: int, *, is_zero: bool) -> It
     Args:
         value: the bits of every element.
     """
-    key, n_elements = tensor.meta.key, tensor.meta.n_elements
+    key, n_elements = tensor.key, tensor.meta.n_elements
     array = tensor.parts[0][0].array
     file = None if array is None else array.extent.file
     if not is_zero:
@@ -175,12 +177,12 @@ def _tensors_of(
     catalog: Catalog, facts: dict[str, ValueFacts], unassigned: dict[str, ValueFacts]
 ) -> Iterator[_Tensor]:
     """Yield the tensors of a catalog with facts, and remove their arrays from ``unassigned``."""
-    for meta in (*catalog.tensors.values(), *catalog.hidden.values()):
+    for key, meta in (*catalog.tensors.items(), *catalog.hidden.items()):
         if meta.dtype not in KINDS:
             continue
-        tensor = _Tensor(meta)
+        tensor = _Tensor(key, meta)
         boxes: set[Box] = set()
-        for fragment in catalog.fragments(meta.key):
+        for fragment in meta.fragments():
             if fragment.array is None or fragment.array.name not in facts:
                 continue
             unassigned.pop(fragment.array.name, None)
@@ -194,7 +196,7 @@ def _tensors_of(
 
 def _check_numbers(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
     """Report NaN, infinities and huge values in one tensor (CK710, CK711, CK715)."""
-    key, n_elements = tensor.meta.key, tensor.meta.n_elements
+    key, n_elements = tensor.key, tensor.meta.n_elements
     for code, name, description in _COUNTS:
         total, first = _count_elements(tensor, name)
         if first is None:
@@ -260,11 +262,11 @@ def _tensor_at(subject: Subject, array: StoredArray, number: int) -> str | None:
 def _severity(code: Code, tensor: _Tensor) -> Severity:
     """Return the severity of unusual values in a tensor, judging by its name."""
     # The best value so far of a callback begins as infinity.
-    if code is INFINITE and _CALLBACK.search(tensor.meta.key) and tensor.meta.shape == ():
+    if code is INFINITE and _CALLBACK.search(tensor.key) and tensor.meta.shape == ():
         return Severity.NOTE
     # Masks hold −inf, or huge values in its place, but never NaN.
-    if code is NAN or not _MASK.search(tensor.meta.key):
-        is_weight = _is_matrix(tensor.meta.shape) and not _STATE.search(tensor.meta.key)
+    if code is NAN or not _MASK.search(tensor.key):
+        is_weight = _is_matrix(tensor.meta.shape) and not _STATE.search(tensor.key)
         return Severity.WARNING if code is HUGE and is_weight else code.severity
     return Severity.NOTE
 
@@ -293,9 +295,9 @@ def _only_value(tensor: _Tensor) -> int | None:
     return distinct.pop() if len(distinct) == 1 else None
 
 
-def is_zero_unusual(meta: TensorMeta) -> bool:
+def is_zero_unusual(key: str, meta: Tensor) -> bool:
     """Return whether a tensor is a matrix of numbers that training leaves no zeros in."""
-    key = meta.key.rpartition(":")[2]  # without the rank directory
+    key = key.rpartition(":")[2]  # without the rank directory
     return (
         meta.dtype in KINDS
         and _is_matrix(meta.shape)

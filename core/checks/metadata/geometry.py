@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 
 from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
-from core.catalog.catalog import Fragment, TensorMeta
 from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
+from core.catalog.tensor import Fragment, Tensor
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.problems import finding_of
@@ -97,11 +97,11 @@ def check_tiling(subject: Subject) -> Iterator[Finding]:
         # The usual case, one chunk of the full shape, needs no geometry.
         if len(fragments) == 1 and fragments[0].box.shape == meta.shape:
             continue
-        yield from _check_chunks(meta, fragments, lists_chunks=lists_chunks)
+        yield from _check_chunks(key, meta, fragments, lists_chunks=lists_chunks)
 
 
 def _check_chunks(
-    meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks: bool
+    key: str, meta: Tensor, fragments: Sequence[Fragment], *, lists_chunks: bool
 ) -> Iterator[Finding]:
     """Check the chunks of one tensor.
 
@@ -116,7 +116,7 @@ def _check_chunks(
         yield BOUNDS.finding(
             f"a chunk of shape {box.shape} at {box.offset} exceeds the tensor",
             file=_file_of(fragments, box),
-            key=meta.key,
+            key=key,
             expected=f"within {meta.shape}",
             found=f"{box.offset} to {box.end}",
         )
@@ -126,18 +126,18 @@ def _check_chunks(
             yield TWICE.finding(
                 f"the chunk of shape {box.shape} at {box.offset} is listed {n} times",
                 file=_file_of(fragments, box),
-                key=meta.key,
+                key=key,
                 expected="once",
                 found=f"{n} times",
             )
     # Proving that there is no gap or overlap is cheaper than locating one, so it comes first.
     boxes = list(counts)
     if not is_tiled(region, boxes):
-        yield from _locate_gap_and_overlap(meta, fragments, boxes)
+        yield from _locate_gap_and_overlap(key, meta, fragments, boxes)
 
 
 def _locate_gap_and_overlap(
-    meta: TensorMeta, fragments: Sequence[Fragment], boxes: Sequence[Box]
+    key: str, meta: Tensor, fragments: Sequence[Fragment], boxes: Sequence[Box]
 ) -> Iterator[Finding]:
     """Report the first overlap and the first gap of chunks that do not tile their tensor."""
     region = full_box(meta.shape)
@@ -150,7 +150,7 @@ def _locate_gap_and_overlap(
             f"the chunks at {first.offset} and {second.offset} have {common.n_elements} elements in"
             " common",
             file=_file_of(fragments, second),
-            key=meta.key,
+            key=key,
             expected="each element in one chunk",
             found=f"shapes {first.shape} and {second.shape}",
         )
@@ -163,7 +163,7 @@ def _locate_gap_and_overlap(
         )
         yield GAP.finding(
             f"{missing} not covered by any chunk, the first at {hole.offset}",
-            key=meta.key,
+            key=key,
             expected=f"{region.n_elements} elements (shape {meta.shape})",
             found=f"{n_covered} elements in {len(boxes)} chunks",
         )

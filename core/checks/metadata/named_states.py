@@ -27,8 +27,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTERS, MOMENTS
+from core.catalog.tensor import Tensor
 from core.changes.rename import is_optimizer_key
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
@@ -73,9 +74,9 @@ class _NamedStates:
 
     keys_of: Mapping[str, Mapping[str, str]]
     model_tensors: Mapping[str, str]
-    joined: Mapping[str, TensorMeta]
+    joined: Mapping[str, Tensor]
     are_model_names: bool
-    shapes: Mapping[str, TensorMeta]
+    shapes: Mapping[str, Tensor]
     usual: frozenset[str]
     has_masters: bool
 
@@ -107,7 +108,8 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
                 expected=f"the tensor {name}",
                 found="no such tensor",
             )
-        yield from _check_shapes(catalog, keys, meta, states.shapes)
+        owner = name if tensor is None else tensor
+        yield from _check_shapes(catalog, keys, owner, meta, states.shapes)
 
         # The states must be complete, unless entries of the metadata were lost anyway.
         missing = _missing_states(states, keys, meta)
@@ -153,7 +155,7 @@ def _collect_states(catalog: Catalog) -> _NamedStates | None:
 
 def _match_model_tensors(
     catalog: Catalog, keys_of: Mapping[str, Mapping[str, str]]
-) -> tuple[dict[str, str], dict[str, TensorMeta], bool]:
+) -> tuple[dict[str, str], dict[str, Tensor], bool]:
     """Match parameters with tensors of the model.
 
     The model's tensors may have a prefix that the optimizer omits (``app.model.``); the most
@@ -187,12 +189,12 @@ def _match_model_tensors(
         metas = [meta for meta in parts if meta is not None and meta.shape]
         if fused and len(metas) == len(_PARTS):
             n_rows = sum(meta.shape[0] for meta in metas)
-            joined[name] = replace(metas[0], key=name, shape=(n_rows, *metas[0].shape[1:]))
+            joined[name] = replace(metas[0], shape=(n_rows, *metas[0].shape[1:]))
     return tensors, joined, 2 * n_matches > len(keys_of)
 
 
 def _missing_states(
-    states: _NamedStates, keys: Mapping[str, str], meta: TensorMeta | None
+    states: _NamedStates, keys: Mapping[str, str], meta: Tensor | None
 ) -> frozenset[str]:
     """Return the states that a parameter should have and lacks.
 
@@ -212,8 +214,9 @@ def _missing_states(
 def _check_shapes(
     catalog: Catalog,
     keys: Mapping[str, str],
-    meta: TensorMeta | None,
-    shapes: Mapping[str, TensorMeta],
+    owner: str,
+    meta: Tensor | None,
+    shapes: Mapping[str, Tensor],
 ) -> Iterator[Finding]:
     """Compare the shapes of a parameter's states with its own, or else with the first state's."""
     expected = meta or shapes[next(iter(keys.values()))]
@@ -228,7 +231,7 @@ def _check_shapes(
             "the shape of the state does not match its parameter",
             file=_file_of(catalog, key),
             key=key,
-            expected=f"shape {expected.shape}" + ("" if meta is None else f" (of {meta.key})"),
+            expected=f"shape {expected.shape}" + ("" if meta is None else f" (of {owner})"),
             found=f"shape {shape}",
         )
 

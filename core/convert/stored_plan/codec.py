@@ -13,8 +13,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import AnyFragment, Fragment, TargetFragment, TensorMeta, bind_nothing
+from core.catalog.catalog import bind_nothing
 from core.catalog.stored import AnyArray, ArrayT, Extent, PlannedArray, StoredArray, files_read
+from core.catalog.tensor import AnyFragment, AnyTensor, Fragment, TargetFragment
 from core.errors import UnsupportedError
 from core.formats.dcp.zstd_streams import StreamItem
 from core.formats.deepspeed.widened import Widened
@@ -160,7 +161,9 @@ class Encoder:
         self.encoding_files: set[str] = set()
         self._unknown = unknown
 
-    def fragments(self, meta: TensorMeta, fragments: Sequence[AnyFragment]) -> list[object]:
+    def fragments(
+        self, key: str, meta: AnyTensor, fragments: Sequence[AnyFragment]
+    ) -> list[object]:
         """Encode a tensor's fragments as [arrays, encodings, rows of box and position]."""
         arrays: list[object] = []
         encodings: list[object] = []
@@ -174,7 +177,7 @@ class Encoder:
                 earlier = numbers.get(id(array))
                 number = numbers[id(array)] = len(arrays) if earlier is None else earlier
                 if earlier is None:
-                    arrays.append(self._array(meta, array, encodings, encoding_numbers))
+                    arrays.append(self._array(key, meta, array, encodings, encoding_numbers))
                 box = fragment.box
                 if (
                     box.shape == meta.shape == array.shape
@@ -188,7 +191,8 @@ class Encoder:
 
     def _array(
         self,
-        meta: TensorMeta,
+        key: str,
+        meta: AnyTensor,
         array: AnyArray,
         encodings: list[object],
         encoding_numbers: dict[int, int],
@@ -196,13 +200,13 @@ class Encoder:
         """Encode an array; a value that equals the tensor's is written as 0.
 
         Args:
-            meta: the tensor.
+            key, meta: the tensor.
             array: one of its arrays.
             encodings: the encodings of the tensor's arrays so far; a new one is added.
             encoding_numbers: index in ``encodings`` by the id of an encoding.
         """
         row: list[object] = [
-            0 if array.name == meta.key else array.name,
+            0 if array.name == key else array.name,
             0 if array.dtype == meta.dtype else array.dtype,
             0 if array.shape == meta.shape else array.shape,
             array.coords,
@@ -241,7 +245,9 @@ class Decoder:
     def __init__(self, files: Sequence[str]) -> None:
         self._files = files
 
-    def fragments(self, meta: TensorMeta, data: Sequence[list[object]]) -> tuple[Fragment, ...]:
+    def fragments(
+        self, key: str, meta: AnyTensor, data: Sequence[list[object]]
+    ) -> tuple[Fragment, ...]:
         """Decode the fragments of a tensor of the source.
 
         Raises:
@@ -249,18 +255,22 @@ class Decoder:
         """
         arrays, encodings, rows = data
         values = [decode(encoding) for encoding in encodings]
-        return _fragments(meta, [self._stored(meta, row, values) for row in arrays], rows)
+        return _fragments(meta, [self._stored(key, meta, row, values) for row in arrays], rows)
 
-    def targets(self, meta: TensorMeta, data: Sequence[list[object]]) -> tuple[TargetFragment, ...]:
+    def targets(
+        self, key: str, meta: AnyTensor, data: Sequence[list[object]]
+    ) -> tuple[TargetFragment, ...]:
         """Decode the fragments of a tensor of the target.
 
         Raises:
             ValueError, KeyError, TypeError, IndexError: ``Encoder`` does not produce such data.
         """
         arrays, _, rows = data
-        return _fragments(meta, [_planned(meta, _row(row)) for row in arrays], rows)
+        return _fragments(meta, [_planned(key, meta, _row(row)) for row in arrays], rows)
 
-    def _stored(self, meta: TensorMeta, row: object, encodings: Sequence[Any]) -> StoredArray:
+    def _stored(
+        self, key: str, meta: AnyTensor, row: object, encodings: Sequence[Any]
+    ) -> StoredArray:
         *array, file, offset = _row(row)[:6]
         more = _row(row)[6:]
         extent = Extent(self._files[file], offset)
@@ -276,13 +286,13 @@ class Decoder:
                 None if part_of is None else (tuple(part_of[0]), part_of[1]),
                 None if axes is None else tuple(axes),
             )
-        return _planned(meta, array).at(extent)
+        return _planned(key, meta, array).at(extent)
 
 
-def _planned(meta: TensorMeta, row: Sequence[Any]) -> PlannedArray:
+def _planned(key: str, meta: AnyTensor, row: Sequence[Any]) -> PlannedArray:
     name, dtype, shape, coords = row
     return PlannedArray(
-        meta.key if name == 0 else name,
+        key if name == 0 else name,
         meta.dtype if dtype == 0 else dtype,
         meta.shape if shape == 0 else tuple(shape),
         tuple((group, rank) for group, rank in coords),
@@ -290,18 +300,16 @@ def _planned(meta: TensorMeta, row: Sequence[Any]) -> PlannedArray:
 
 
 def _fragments(
-    meta: TensorMeta, arrays: Sequence[ArrayT], rows: Sequence[object]
+    meta: AnyTensor, arrays: Sequence[ArrayT], rows: Sequence[object]
 ) -> tuple[Fragment[ArrayT], ...]:
     fragments = []
     for row in rows:
         if isinstance(row, int):
-            fragments.append(
-                Fragment(meta.key, full_box(meta.shape), arrays[row], (0,) * len(meta.shape))
-            )
+            fragments.append(Fragment(full_box(meta.shape), arrays[row], (0,) * len(meta.shape)))
         else:
             number, offset, shape, at = _row(row)
             array = arrays[number] if number >= 0 else None
-            fragments.append(Fragment(meta.key, Box(tuple(offset), tuple(shape)), array, tuple(at)))
+            fragments.append(Fragment(Box(tuple(offset), tuple(shape)), array, tuple(at)))
     return tuple(fragments)
 
 

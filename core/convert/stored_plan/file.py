@@ -31,9 +31,9 @@ from typing import IO, Any
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TargetFragment, TensorMeta
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray, StoredArray
+from core.catalog.tensor import Fragment, TargetFragment, TargetTensor, Tensor
 from core.convert.stored_plan.codec import BINDERS, Decoder, Encoder, binder_name, refused
 from core.convert.stored_plan.division import Division, KeyWork
 from core.errors import CorruptError
@@ -202,7 +202,7 @@ def _encode_line(plan: Plan, key: str, encoder: Encoder, plain_lines: _PlainLine
     sources, targets = plan.source.fragments(key), plan.target.fragments(key)
     zeros = plan.zeros.get(key, ())
     if len(sources) == len(targets) == 1 and not zeros:
-        plain_line = plain_lines.line(source, target, sources[0], targets[0])
+        plain_line = plain_lines.line(key, source, target, sources[0], targets[0])
         if plain_line is not None:
             return plain_line
 
@@ -217,13 +217,13 @@ def _encode_line(plan: Plan, key: str, encoder: Encoder, plain_lines: _PlainLine
             assert number is not None, "a plan places every array of the target"
             files.add(images[number])
             array = PlannedArray(str(number), array.dtype, array.shape)
-        numbered.append(Fragment(fragment.key, fragment.box, array, fragment.at))
+        numbered.append(Fragment(fragment.box, array, fragment.at))
     row = (
         key,
         (source.dtype, source.shape, source.flexible),
         (target.dtype, target.shape, target.flexible),
-        encoder.fragments(source, sources),
-        encoder.fragments(target, numbered),
+        encoder.fragments(key, source, sources),
+        encoder.fragments(key, target, numbered),
         [(box.offset, box.shape) for box in zeros],
         plan.is_share,
     )
@@ -233,8 +233,8 @@ def _encode_line(plan: Plan, key: str, encoder: Encoder, plain_lines: _PlainLine
 
 
 def _measure_work(
-    source: TensorMeta,
-    target: TensorMeta,
+    source: Tensor,
+    target: TargetTensor,
     fragments: Sequence[Fragment],
     n_written: int,
     *,
@@ -285,8 +285,9 @@ class _PlainLines:
 
     def line(
         self,
-        source: TensorMeta,
-        target: TensorMeta,
+        key: str,
+        source: Tensor,
+        target: TargetTensor,
         fragment: Fragment,
         target_fragment: TargetFragment,
     ) -> _Line | None:
@@ -312,7 +313,6 @@ class _PlainLines:
         sides_text, source_text, target_text, work, n_written, files = texts
 
         # Insert names and addresses; a name that equals the tensor's key is written as 0.
-        key = source.key
         name = "0" if array.name == key else _encode(array.name)
         target_name = "0" if str(number) == key else f'"{number}"'
         file = self._files.setdefault(extent.file, len(self._files))
@@ -326,7 +326,7 @@ class _PlainLines:
 
 
 def _encode_kind(
-    source: TensorMeta, target: TensorMeta, array: StoredArray, target_dtype: str, image: int
+    source: Tensor, target: TargetTensor, array: StoredArray, target_dtype: str, image: int
 ) -> tuple[str, str, str, KeyWork, int, tuple[int, ...]]:
     """Encode what all plain lines of one kind have in common.
 
@@ -491,16 +491,16 @@ class StoredPlan:
     def _match(self, number: int) -> Match:
         begin, end = self._lines[number], self._lines[number + 1]
         key, *sides, sources, targets, zeros, is_share = json.loads(self._read(begin, end - begin))
-        source, target = (
-            TensorMeta(key, dtype, tuple(shape), flexible) for dtype, shape, flexible in sides
-        )
-        source_fragments = self._decoder.fragments(source, sources)
-        target_fragments = self._decoder.targets(target, targets)
-        # Prove the work again, with catalogs that have only this tensor.
+        (dtype, shape, flexible), (target_dtype, target_shape, target_flexible) = sides
+        source = Tensor(dtype, tuple(shape), flexible=flexible)
+        target: TargetTensor = Tensor(target_dtype, tuple(target_shape), flexible=target_flexible)
+        source_fragments = self._decoder.fragments(key, source, sources)
+        # Prove the work again.
         work = match(
-            Catalog("plan", None, {key: source}, lambda _: source_fragments),
-            Catalog("plan", None, {key: target}, lambda _: target_fragments),
             key,
+            replace(source, fragments=lambda: source_fragments),
+            target,
+            fragments=self._decoder.targets(key, target, targets),
             zeros=[Box(tuple(offset), tuple(shape)) for offset, shape in zeros],
             covers=not is_share,
         )

@@ -152,7 +152,7 @@ def sharded_metadata(
     """
     with open_catalog(checkpoint_dir) as (catalog, _):
         metadata: dict[str, ShardedBase] = {
-            key: whole_tensor(meta.key, torch_dtype(meta.dtype), meta.shape)
+            key: whole_tensor(key, torch_dtype(meta.dtype), meta.shape)
             for key, meta in catalog.tensors.items()
         }
         if not tensors_only:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from core.catalog.catalog import Catalog, TargetFragment
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.stored import PlannedArray
+from core.catalog.tensor import TargetFragment
 from core.dist_checkpointing._directory.bucket_publication import BucketPublication, owner_of
 from core.dist_checkpointing._directory.sums import sums_dir_of
 from core.dist_checkpointing._engine import bridge
@@ -178,22 +179,21 @@ def upload_part(
         )
     # Which item fills which array; of several items for one region, any.
     items = {(item.index.fqn, chunk_of(item).box): item for item in plan.items if is_tensor(item)}
-    fragments: dict[str, TargetFragment] = {
-        fragment.array.name: fragment
-        for of_key in part.fragments.values()
+    fragments: dict[str, tuple[str, TargetFragment]] = {
+        fragment.array.name: (key, fragment)
+        for key, of_key in part.fragments.items()
         for fragment in of_key
         if fragment.array is not None
     }
 
     def pieces_of(array: PlannedArray) -> Iterator[Piece]:
-        fragment = fragments[array.name]
-        item = items[fragment.key, fragment.box]
+        key, fragment = fragments[array.name]
+        item = items[key, fragment.box]
         # The tensor has to outlive the reads of its memory.
         tensor = resolve_tensor(item, planner)
         source, memory = live_source([bridge.live_tensor(chunk_of(item), tensor)])
-        target = Catalog(
-            "live", None, {fragment.key: part.tensors[fragment.key]}, lambda key: (fragment,)
-        )
+        tensor_of_item = replace(part.tensors[key], fragments=lambda: (fragment,))
+        target: TargetCatalog = Catalog("live", None, {key: tensor_of_item})
         yield from ArrayBytes(ProcessShare(target, ()), source, memory).pieces(array)
         del tensor
 

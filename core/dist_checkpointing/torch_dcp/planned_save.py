@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,16 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    StoredObject,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-)
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray, no_literals
 from core.catalog.stored import Extent, PlannedArray, StoredArray, array_name
+from core.catalog.tensor import (
+    Fragment,
+    TargetFragment,
+    TargetTensor,
+    Tensor,
+    without_fragments,
+)
 from core.convert.prepare import is_file_of
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name
 from core.errors import MissingShardError, UnsupportedError, UsageError
@@ -65,7 +66,7 @@ class PlannedSave:
         n_ranks: number of ranks.
     """
 
-    tensors: dict[str, TensorMeta]
+    tensors: dict[str, Tensor]
     pieces: dict[str, dict[Box, int]]
     objects: tuple[str, ...]
     paths: Paths | None
@@ -86,7 +87,6 @@ class PlannedSave:
             dtype = self.tensors[key].dtype
             return tuple(
                 Fragment(
-                    key,
                     box,
                     StoredArray(array_name(key, box), dtype, box.shape, Extent(str(rank), 0)),
                     _zeros(box),
@@ -132,7 +132,7 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
     # Assign every region to one rank, and check that the regions cover each tensor once.
     pieces = _assign_pieces(chunks_by_rank, tensors)
     for key, writers in pieces.items():
-        _check_pieces(tensors[key], writers)
+        _check_pieces(key, tensors[key], writers)
     # Collect the other entries, and the paths that torch's planner has recorded.
     objects = dict.fromkeys(
         item.index.fqn for plan in plans for item in plan.items if not is_tensor(item)
@@ -145,7 +145,7 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
 
 
 def _assign_pieces(
-    chunks_by_rank: Sequence[Sequence[Chunk]], tensors: Mapping[str, TensorMeta]
+    chunks_by_rank: Sequence[Sequence[Chunk]], tensors: Mapping[str, Tensor]
 ) -> dict[str, dict[Box, int]]:
     """Return the regions of every tensor, each with the first rank that has it.
 
@@ -161,11 +161,11 @@ def _assign_pieces(
     return pieces
 
 
-def _check_pieces(tensor: TensorMeta, writers: Mapping[Box, int]) -> None:
+def _check_pieces(key: str, tensor: Tensor, writers: Mapping[Box, int]) -> None:
     """Raise unless the regions of a tensor cover each of its elements once.
 
     Args:
-        tensor: the global tensor.
+        key, tensor: the global tensor.
         writers: its regions, and the rank that writes each.
 
     Raises:
@@ -178,12 +178,12 @@ def _check_pieces(tensor: TensorMeta, writers: Mapping[Box, int]) -> None:
         first, second = (f"{described(boxes[n])} of rank {writers[boxes[n]]}" for n in overlap)
         raise UsageError(
             f"{first} and {second} overlap, so two ranks would write the same elements",
-            key=tensor.key,
+            key=key,
         )
     region = full_box(tensor.shape)
     if not region.is_empty and not is_tiled(region, boxes):
         raise MissingShardError(
-            f"no rank has {described(first_hole(region, boxes))} of the tensor", key=tensor.key
+            f"no rank has {described(first_hole(region, boxes))} of the tensor", key=key
         )
 
 
@@ -277,7 +277,7 @@ def lay_out(
 
 def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
     """Return the target with an array for every region, in a file of the rank that writes it."""
-    target_fragments_of = target.fragments_of
+    target_fragments_of = target.fragments
 
     def fragments_of(key: str) -> Sequence[TargetFragment]:
         if key not in save.pieces:
@@ -285,7 +285,6 @@ def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
         dtype = save.tensors[key].dtype
         return tuple(
             Fragment(
-                key,
                 box,
                 PlannedArray(array_name(key, box), dtype, box.shape, coords=((HOLDER, rank),)),
                 _zeros(box),
@@ -301,7 +300,7 @@ class RankSave:
     """The part of a save that one rank writes; it is sent to that rank.
 
     Args:
-        tensors: the target's tensors of which the rank writes regions.
+        tensors: the target's tensors of which the rank writes regions, without their fragments.
         fragments: the regions, and the arrays that contain them, by key.
         images: the files that the rank writes to, with only those arrays; literals only if
             ``is_finished_by_rank``.
@@ -310,7 +309,7 @@ class RankSave:
         number: number of the rank.
     """
 
-    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    tensors: dict[str, TargetTensor] = field(default_factory=dict)
     fragments: dict[str, tuple[TargetFragment, ...]] = field(default_factory=dict)
     images: tuple[FileImage, ...] = ()
     token: str = ""
@@ -319,7 +318,14 @@ class RankSave:
 
     def catalog(self) -> TargetCatalog:
         """Return the target catalog with only the regions of this rank."""
-        return Catalog("live", None, self.tensors, lambda key: self.fragments[key])
+        return Catalog(
+            "live",
+            None,
+            {
+                key: replace(tensor, fragments=partial(self.fragments.__getitem__, key))
+                for key, tensor in self.tensors.items()
+            },
+        )
 
 
 def is_finished_by_rank(image: FileImage) -> bool:
@@ -355,7 +361,7 @@ def split_by_rank(
             fragments = (
                 clip_fragments(layout.target, key, [box]) if fragment is None else (fragment,)
             )
-            parts[rank].tensors[key] = meta
+            parts[rank].tensors[key] = without_fragments(meta)
             parts[rank].fragments[key] = (*parts[rank].fragments.get(key, ()), *fragments)
     # Add the files that contain those fragments' arrays.
     position_of = {

@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, overload
 
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import TargetCatalog, held_boxes
+from core.catalog.catalog import TargetCatalog
 from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
 from core.catalog.stored import Coords, PlannedArray
+from core.catalog.tensor import held_boxes
 from core.errors import UnsupportedError
 from core.formats.torch.format import TreePlan, plan_tree
 from core.pickle.inert import TensorLeaf

@@ -26,8 +26,9 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, metas_of
+from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog
 from core.catalog.facets import DcpFacts
+from core.catalog.tensor import tensors_of
 from core.formats.torch import format as torch_file
 from core.formats.torch.tree import parse, stream_kind
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
@@ -75,8 +76,8 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
     joined = catalog.with_hidden({**tree.arrays, **tree.hidden})
     joined = replace(
         joined,
-        tensors={**catalog.tensors, **metas_of(tree.arrays)},
-        hidden={**catalog.hidden, **metas_of(tree.hidden)},
+        tensors={**catalog.tensors, **tensors_of(tree.arrays)},
+        hidden={**catalog.hidden, **tensors_of(tree.hidden)},
         objects={**catalog.objects, **tree.objects},
         skeleton={**skeleton, **root},
         aliases=tree.aliases,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape, boxes_of_flat_range, full_box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment
 
 if TYPE_CHECKING:
     from core.formats.deepspeed.partition import Partition
@@ -57,7 +57,7 @@ def tensor_of_array(array: StoredArray) -> UnkeyedTensor:
     """Return a tensor that consists of one stored array."""
 
     def fragments(key: str) -> Sequence[Fragment]:
-        return (Fragment(key, full_box(array.shape), array, (0,) * len(array.shape)),)
+        return (Fragment(full_box(array.shape), array, (0,) * len(array.shape)),)
 
     return UnkeyedTensor(array.dtype, array.shape, fragments)
 
@@ -113,7 +113,7 @@ def fragments_of_run(key: str, shape: Shape, run: StoredRun) -> list[Fragment]:
     fragments = []
     for box in boxes_of_flat_range(shape, run.start, run.start + run.n):
         array = part_of_array(run.array, position, box.shape)
-        fragments.append(Fragment(key, box, array, (0,) * len(box.shape)))
+        fragments.append(Fragment(box, array, (0,) * len(box.shape)))
         position += box.n_elements
     return fragments
 

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError
 from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
@@ -104,12 +105,11 @@ def assemble_catalog(
         format=format,
         version=version,
         tensors={
-            key: TensorMeta(key, tensor.dtype, tensor.shape)
-            for key, tensor in entries.tensors.items()
+            key: Tensor(tensor.dtype, tensor.shape) for key, tensor in entries.tensors.items()
         },
         fragments_of=fragments_of,
         objects=entries.objects,
-        hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in hidden.items()},
+        hidden={key: Tensor(array.dtype, array.shape) for key, array in hidden.items()},
         skeleton=skeleton,
     )
 

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import boxes_of_flat_range, full_box
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.stored import Extent, StoredArray, array_name
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError
 from core.files.json_object import read_json_object
 from core.files.store import check_name
@@ -117,7 +118,7 @@ def read(store: ReadStore) -> Catalog:
     catalog: Catalog = Catalog(
         format="flax",
         version=None,
-        tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()},
+        tensors={key: Tensor(array.dtype, array.shape) for key, array in arrays.items()},
         fragments_of=lambda key: _fragments(key, arrays[key]),
         objects=objects,
         skeleton=nest_leaves(marked) if marked else {},
@@ -167,7 +168,7 @@ def _fragments(key: str, array: FlatPart | ChunkedArray) -> Sequence[Fragment]:
     """Return the fragments of a tensor: one, or the boxes of every flattened chunk."""
     if isinstance(array, FlatPart):
         stored = StoredArray(key, array.dtype, array.shape, Extent(array.file, array.offset))
-        return (Fragment(key, full_box(array.shape), stored, (0,) * len(array.shape)),)
+        return (Fragment(full_box(array.shape), stored, (0,) * len(array.shape)),)
     fragments = []
     start = 0
     for chunk in array.chunks:
@@ -177,7 +178,7 @@ def _fragments(key: str, array: FlatPart | ChunkedArray) -> Sequence[Fragment]:
             stored = StoredArray(
                 array_name(key, box), array.dtype, box.shape, Extent(chunk.file, offset)
             )
-            fragments.append(Fragment(key, box, stored, (0,) * box.rank))
+            fragments.append(Fragment(box, stored, (0,) * box.rank))
             offset += stored.n_bytes
         start += chunk.shape[0]
     return fragments

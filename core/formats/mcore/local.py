@@ -38,9 +38,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.key_patterns import some_of
 from core.catalog.stored import StoredArray, array_name
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format
 from core.formats.mcore.common_state import with_common_state
@@ -140,12 +141,13 @@ class _Shard:
     """A shard in a rank's file.
 
     Args:
-        meta: the tensor that it is a part of.
+        key, meta: the tensor that it is a part of.
         box: its position in the tensor.
         array: its elements; it may lack leading axes of the box, which have extent 1.
     """
 
-    meta: TensorMeta
+    key: str
+    meta: Tensor
     box: Box
     array: StoredArray
 
@@ -254,8 +256,8 @@ def _shard_of(leaf: object, arrays: Mapping[str, StoredArray], file: str) -> _Sh
         )
     flexible = fields.get("allow_shape_mismatch") is True
     box = Box(offset, shape)
-    meta = TensorMeta(key, array.dtype, global_shape, flexible)
-    return _Shard(meta, box, replace(array, name=f"{file}:{array_name(key, box)}"))
+    meta = Tensor(array.dtype, global_shape, flexible=flexible)
+    return _Shard(key, meta, box, replace(array, name=f"{file}:{array_name(key, box)}"))
 
 
 def _object_of(leaf: object, file: str) -> StoredObject:
@@ -297,24 +299,24 @@ def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = 
     Raises:
         CorruptError: ranks disagree about a tensor.
     """
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     fragments: dict[str, list[Fragment]] = {}
     for content in contents:
         for shard in content.shards:
-            meta, box = shard.meta, shard.box
+            key, meta, box = shard.key, shard.meta, shard.box
             if is_single and box.shape != meta.shape:
-                meta = replace(meta, key=array_name(meta.key, box), shape=box.shape)
+                key, meta = array_name(key, box), replace(meta, shape=box.shape)
                 box = replace(box, offset=(0,) * box.rank)
-            first = tensors.setdefault(meta.key, meta)
+            first = tensors.setdefault(key, meta)
             if first != meta:
                 raise CorruptError(
                     f"the tensor is {first.dtype} of shape {first.shape} in one file, and "
                     f"{meta.dtype} of shape {meta.shape} in {shard.array.extent.file}",
                     file=label,
-                    key=meta.key,
+                    key=key,
                 )
             at = (0,) * len(shard.array.shape)
-            fragments.setdefault(meta.key, []).append(Fragment(meta.key, box, shard.array, at))
+            fragments.setdefault(key, []).append(Fragment(box, shard.array, at))
 
     # Replicas of an object are those of its key; the first rank's are used.
     objects: dict[str, StoredObject] = {}

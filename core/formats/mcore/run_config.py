@@ -32,7 +32,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.pickle.inert import Global, make_namespace
@@ -89,7 +90,7 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
     )
 
 
-def find_embedding(catalog: Catalog) -> TensorMeta | None:
+def find_embedding(catalog: Catalog) -> Tensor | None:
     """Return the word embeddings of a Megatron model, whatever the prefix of their name."""
     return next((meta for key, meta in catalog.tensors.items() if key.endswith(_EMBEDDING)), None)
 

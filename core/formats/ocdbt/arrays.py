@@ -26,7 +26,7 @@ from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray
 from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Fragment
+    from core.catalog.tensor import Fragment
     from core.files.store import ReadStore
     from core.formats.zarr.array import ZarrArray
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment
 from core.errors import MissingShardError, TruncatedError
 from core.files.store import MemoryStore, ReadStore
 from core.formats.ocdbt.entries import MANIFEST, entries_of

@@ -49,7 +49,8 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.attributes import ROOT, Attributes, with_attributes
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format
 from core.formats.missing_entries import report_missing
@@ -130,8 +131,7 @@ def read(store: ReadStore) -> Catalog:
         format="orbax",
         version=None,
         tensors={
-            key: TensorMeta(key, array.array.dtype, array.array.grid.shape)
-            for key, array in arrays.items()
+            key: Tensor(array.array.dtype, array.array.grid.shape) for key, array in arrays.items()
         },
         fragments_of=fragments_of,
         objects=objects,

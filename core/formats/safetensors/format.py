@@ -41,9 +41,10 @@ from core.catalog.attributes import (
     parse_by_path,
     with_attributes,
 )
-from core.catalog.catalog import Catalog, Fragment, catalog_of_arrays
+from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import Fragment
 from core.errors import (
     CheckpointingException,
     CorruptError,

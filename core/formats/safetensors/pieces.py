@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import first_hole, first_overlap
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Fragment, TensorMeta
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.huggingface.files import config_number
 from core.formats.safetensors.header import Header
@@ -51,7 +51,7 @@ class TensorPieces:
         fragments: the pieces of each key.
     """
 
-    tensors: dict[str, TensorMeta]
+    tensors: dict[str, Tensor]
     fragments: dict[str, tuple[Fragment, ...]]
 
 
@@ -88,7 +88,7 @@ def pieces_of(headers: Iterable[Header]) -> TensorPieces:
             pieces_of_key.setdefault(key, []).append((Box(offset, array.shape), array))
 
     # The global shape is the farthest end of all pieces, which must then tile it.
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for key, pieces in pieces_of_key.items():
         box, first = pieces[0]
         for other, array in pieces:
@@ -100,8 +100,8 @@ def pieces_of(headers: Iterable[Header]) -> TensorPieces:
                     key=key,
                 )
         ends = zip(*(box.end for box, _ in pieces), strict=True)
-        tensors[key] = TensorMeta(key, first.dtype, tuple(map(max, ends)))
-    fragments = {key: _tiling_fragments(tensors[key], pieces_of_key[key]) for key in tensors}
+        tensors[key] = Tensor(first.dtype, tuple(map(max, ends)))
+    fragments = {key: _tiling_fragments(key, tensors[key], pieces_of_key[key]) for key in tensors}
     return TensorPieces(tensors, fragments)
 
 
@@ -152,7 +152,7 @@ def _piece_offsets(header: Header) -> dict[str, Shape]:
 
 
 def _tiling_fragments(
-    meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]
+    key: str, meta: Tensor, pieces: list[tuple[Box, StoredArray]]
 ) -> tuple[Fragment, ...]:
     """Return the pieces of a tensor as fragments, after checking that they tile it.
 
@@ -178,7 +178,7 @@ def _tiling_fragments(
             f"{array_of[first].extent.file}, and offset {list(other.offset)} shape "
             f"{list(other.shape)}",
             file=array_of[other].extent.file,
-            key=meta.key,
+            key=key,
         )
     if sum(box.n_elements for box in boxes) != meta.n_elements:
         hole = first_hole(full_box(meta.shape), boxes)
@@ -186,18 +186,16 @@ def _tiling_fragments(
         raise MissingShardError(
             f"no piece contains offset {list(hole.offset)} shape {list(hole.shape)} of the tensor, "
             f"which has shape {list(meta.shape)}",
-            key=meta.key,
+            key=key,
             hint="copy the checkpoint again, with the files of all ranks",
         )
     return tuple(
-        Fragment(
-            meta.key, box, replace(array, name=f"{meta.key}@{array.extent.file}"), (0,) * box.rank
-        )
+        Fragment(box, replace(array, name=f"{key}@{array.extent.file}"), (0,) * box.rank)
         for box, array in pieces
     )
 
 
-def check_sizes(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> None:
+def check_sizes(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
     """Raise if tensors assembled from pieces are smaller than in the model's configuration.
 
     Raises:

@@ -28,11 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from core.catalog.attributes import ROOT
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.facets import PipelineFacts, WeightFileFacts
+from core.catalog.stored import StoredArray
+from core.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     MissingShardError,
@@ -146,12 +149,6 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
         root: the small files of the pipeline's own directory.
     """
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        name, dot, own_key = key.partition(".")
-        if not dot or name not in parts:
-            return root.fragments(key)
-        return [_below(fragment, name, key) for fragment in parts[name].fragments(own_key)]
-
     def keyed(field: str) -> dict[str, object]:
         return {
             f"{name}.{key}": item
@@ -159,14 +156,14 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
             for key, item in getattr(part, field).items()
         }
 
-    metas = {
-        field: {
-            f"{name}.{key}": replace(meta, key=f"{name}.{key}")
-            for name, part in parts.items()
-            for key, meta in getattr(part, field).items()
-        }
-        for field in ("tensors", "hidden")
-    }
+    def tensors_in(field: str) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, part in parts.items():
+            stored: Mapping[str, Tensor] = getattr(part, field)
+            for key, tensor in stored.items():
+                tensors[f"{name}.{key}"] = tensor.with_arrays(partial(_below, component=name))
+        return tensors
+
     carried = {
         f"{name}/{path}": f"{name}.{key}"
         for name, part in parts.items()
@@ -181,9 +178,8 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
     return Catalog(
         "safetensors",
         None,
-        metas["tensors"],
-        fragments_of,
-        hidden={**root.hidden, **metas["hidden"]},
+        tensors_in("tensors"),
+        hidden={**root.hidden, **tensors_in("hidden")},
         aliases={
             f"{name}.{key}": f"{name}.{original}"
             for name, part in parts.items()
@@ -200,14 +196,12 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
     ).with_facet(PipelineFacts(models))
 
 
-def _below(fragment: Fragment, component: str, key: str) -> Fragment:
-    """Return a fragment of a component as a fragment of the pipeline.
+def _below(array: StoredArray, component: str) -> StoredArray:
+    """Return an array of a component as an array of the pipeline.
 
     Raises:
         UnsupportedError: its bytes have to be decoded.
     """
-    array = fragment.array
-    assert array is not None, "weight files have no holes"
     if array.extent.encoding is not None:
         raise UnsupportedError(
             "the file is compressed, which is not supported inside a pipeline",
@@ -215,9 +209,7 @@ def _below(fragment: Fragment, component: str, key: str) -> Fragment:
             hint=f"convert the directory {component} alone",
         )
     extent = replace(array.extent, file=f"{component}/{array.extent.file}")
-    return replace(
-        fragment, key=key, array=replace(array, name=f"{component}.{array.name}", extent=extent)
-    )
+    return replace(array, name=f"{component}.{array.name}", extent=extent)
 
 
 class _ComponentStore(ReadStore):

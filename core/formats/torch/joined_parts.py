@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import StoredObject
 from core.catalog.stored import StoredArray, array_name
+from core.catalog.tensor import Fragment, Tensor
 from core.formats.torch.tree import TorchTree
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping
 
@@ -46,7 +47,7 @@ class JoinedParts:
         skeleton: the mapping of the parts, with a leaf for each.
     """
 
-    tensors: Mapping[str, TensorMeta]
+    tensors: Mapping[str, Tensor]
     fragments: Mapping[str, Sequence[Fragment]]
     objects: Mapping[str, StoredObject]
     skeleton: Mapping[object, object]
@@ -82,7 +83,7 @@ def joined_parts(
         return f"{settings.get('class')} of torchao whose chunks are not complete"
 
     n_of_row = prod(shape[1:])
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     fragments: dict[str, list[Fragment]] = {}
     for box, tree in chunks:
         for part, array in tree.arrays.items():
@@ -102,14 +103,12 @@ def joined_parts(
                 if first is None or not _is_copy(array, first):
                     return f"{settings.get('class')} of torchao whose chunks have different {name}"
                 continue
-            meta = TensorMeta(part, array.dtype, extents)
+            meta = Tensor(array.dtype, extents)
             if tensors.setdefault(part, meta) != meta:
                 return f"{settings.get('class')} of torchao whose chunks do not fit each other"
             named = replace(array, name=array_name(part, box))
             at = (0,) * len(array.shape)
-            fragments.setdefault(part, []).append(
-                Fragment(part, Box(offset, array.shape), named, at)
-            )
+            fragments.setdefault(part, []).append(Fragment(Box(offset, array.shape), named, at))
     # The shape that is recorded is that of a chunk.
     objects = dict(first_tree.objects)
     leaves: dict[object, object] = {}

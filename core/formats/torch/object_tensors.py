@@ -28,9 +28,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.files.store import list_files_below
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, attributes
 from core.pickle.key_text import element_type, is_scalar_call
@@ -177,7 +178,7 @@ def with_array_tensors(catalog: Catalog, store: ReadStore) -> Catalog:
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         array = arrays.get(key)
-        return catalog.fragments(key) if array is None else (whole_fragment(key, array),)
+        return catalog.fragments(key) if array is None else (whole_fragment(array),)
 
     skeleton = catalog.skeleton
     if skeleton is not None:
@@ -185,7 +186,7 @@ def with_array_tensors(catalog: Catalog, store: ReadStore) -> Catalog:
             skeleton,
             lambda entry: TensorLeaf(entry.key) if entry.key in arrays else entry.leaf,
         )
-    tensors = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
+    tensors = {key: Tensor(array.dtype, array.shape) for key, array in arrays.items()}
     return replace(
         catalog,
         tensors={**catalog.tensors, **tensors},

@@ -24,9 +24,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch.tree import load_object
 from core.formats.torch.weights_only import set_aside
@@ -225,7 +226,7 @@ def with_objects(catalog: Catalog, contents: ObjectsBeside | None) -> Catalog:
     )
 
 
-def _find_mismatch(contents: ObjectsBeside, tensors: Mapping[str, TensorMeta]) -> str | None:
+def _find_mismatch(contents: ObjectsBeside, tensors: Mapping[str, Tensor]) -> str | None:
     """Return the first key that is only in the skeleton or only in the checkpoint, or None."""
     placed: dict[str, None] = {}
     for entry in entries(contents.skeleton):

@@ -38,7 +38,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, Fragment, metas_of, whole_fragment
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Fragment, tensors_of, whole_fragment
 from core.errors import CorruptError, UnsupportedError
 from core.formats.format import Format, no_folders
 from core.formats.torch_sharded.merge import MergedFiles, merge_files
@@ -197,7 +198,7 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         array = hidden.get(key)
-        return fragments[key] if array is None else (whole_fragment(key, array),)
+        return fragments[key] if array is None else (whole_fragment(array),)
 
     return Catalog(
         format="torch_sharded",
@@ -205,7 +206,7 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
         tensors=tensors,
         fragments_of=fragments_of,
         objects={key: item for family in merged for key, item in family.objects.items()},
-        hidden=metas_of(hidden),
+        hidden=tensors_of(hidden),
         skeleton=skeleton,
         aliases={key: first for family in merged for key, first in family.aliases.items()},
         unsupported={key: kind for family in merged for key, kind in family.unsupported.items()},

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import StoredObject
 from core.catalog.key_patterns import some_of
 from core.catalog.stored import StoredArray, array_name
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError
 from core.formats.torch.joined_parts import JoinedParts
 from core.formats.torch_sharded.flat_parameters import (
@@ -56,7 +57,7 @@ class MergedFiles:
         notes, dropped: as in the catalog.
     """
 
-    tensors: Mapping[str, TensorMeta]
+    tensors: Mapping[str, Tensor]
     fragments: Mapping[str, Sequence[Fragment]]
     objects: Mapping[str, StoredObject]
     hidden: Mapping[str, StoredArray]
@@ -147,7 +148,7 @@ class _Merger:
         self.hidden: dict[str, StoredArray] = {}
         self.unsupported = dict(incomplete)
         self._ranges = ranges
-        self._tensors: dict[str, TensorMeta] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._objects: dict[str, StoredObject] = {}
         self._first: dict[str, tuple[str, TensorFile]] = {}
         """Key → kind of the entry, and the first file that has it."""
@@ -159,7 +160,7 @@ class _Merger:
         self.unsupported.update(file.unsupported)
         for key, part in file.parts.items():
             self._check_kind(key, part.kind, file)
-            self._add_meta(TensorMeta(key, part.dtype, part.shape), file)
+            self._add_meta(key, Tensor(part.dtype, part.shape), file)
             if part.quantized is not None:
                 of_rank = {
                     name: _named(item, file, name) if isinstance(item, StoredArray) else item
@@ -171,9 +172,7 @@ class _Merger:
                 is_one = len(part.arrays) == 1
                 name = key if is_one else array_name(key, stored.boxes[0].box)
                 array = _named(stored.array, file, name)
-                self.fragments[key] += [
-                    Fragment(key, box.box, array, box.at) for box in stored.boxes
-                ]
+                self.fragments[key] += [Fragment(box.box, array, box.at) for box in stored.boxes]
 
     def add_plain_tensors(self, file: TensorFile) -> None:
         """Add plain tensors and views of flat parameters; raises CorruptError if files disagree."""
@@ -182,19 +181,19 @@ class _Merger:
             self._check_kind(key, "plain tensor", file)
             in_flat = self._ranges.get(key)
             if in_flat is not None:
-                self._add_meta(TensorMeta(key, array.dtype, (in_flat.stop - in_flat.start,)), file)
+                self._add_meta(key, Tensor(array.dtype, (in_flat.stop - in_flat.start,)), file)
                 # On a rank that holds nothing of the parameter, the view is empty.
                 if key in views:
                     box = Box((views[key].start - in_flat.start,), array.shape)
-                    self.fragments[key].append(Fragment(key, box, _named(array, file, key), (0,)))
+                    self.fragments[key].append(Fragment(box, _named(array, file, key), (0,)))
                 continue
-            meta = TensorMeta(key, array.dtype, array.shape)
+            meta = Tensor(array.dtype, array.shape)
             if self._tensors.get(key, meta) != meta:
                 self.unsupported[key] = "plain tensor whose shape or dtype differs between ranks"
                 continue
-            self._add_meta(meta, file)
+            self._add_meta(key, meta, file)
             at = (0,) * len(array.shape)
-            fragment = Fragment(key, full_box(array.shape), _named(array, file, key), at)
+            fragment = Fragment(full_box(array.shape), _named(array, file, key), at)
             self.fragments[key].append(fragment)
 
     def add_values(self, file: TensorFile) -> None:
@@ -228,7 +227,7 @@ class _Merger:
                 self.fragments |= {name: list(of) for name, of in result.fragments.items()}
         return joined
 
-    def entries(self) -> tuple[dict[str, TensorMeta], dict[str, StoredObject]]:
+    def entries(self) -> tuple[dict[str, Tensor], dict[str, StoredObject]]:
         """Return tensors and objects; a tensor that cannot be read is an object without a value."""
         unread = {key: StoredObject(key) for key in self.unsupported}
         tensors = {key: meta for key, meta in self._tensors.items() if key not in unread}
@@ -253,16 +252,16 @@ class _Merger:
                 hint=_MIXED,
             )
 
-    def _add_meta(self, meta: TensorMeta, file: TensorFile) -> None:
+    def _add_meta(self, key: str, meta: Tensor, file: TensorFile) -> None:
         """Record dtype and shape of a tensor; raise CorruptError if the files disagree."""
-        first = self._tensors.setdefault(meta.key, meta)
-        self.fragments.setdefault(meta.key, [])
+        first = self._tensors.setdefault(key, meta)
+        self.fragments.setdefault(key, [])
         if first != meta:
             raise CorruptError(
                 f"the tensor is {first.dtype} of shape {first.shape} in "
-                f"{self._first[meta.key][1].file}, and {meta.dtype} of shape {meta.shape} here",
+                f"{self._first[key][1].file}, and {meta.dtype} of shape {meta.shape} here",
                 file=file.file,
-                key=meta.key,
+                key=key,
                 hint=_MIXED,
             )
 
@@ -292,7 +291,7 @@ def _completed(tree: object, other: object) -> object:
 
 
 def _aliases(
-    tensors: Mapping[str, TensorMeta], fragments: Mapping[str, Sequence[Fragment]]
+    tensors: Mapping[str, Tensor], fragments: Mapping[str, Sequence[Fragment]]
 ) -> dict[str, str]:
     """Return key → first key that consists of the same bytes on every rank."""
     first: dict[object, str] = {}

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Fragment
 from core.catalog.stored import StoredArray, array_name
+from core.catalog.tensor import Fragment
 from core.formats.torch.joined_parts import JoinedParts, joined_parts
 from core.formats.torch.tree import TorchTree
 from core.formats.torch_sharded.local_part import QuantizedPart, unwrapped

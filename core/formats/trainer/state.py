@@ -33,9 +33,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog, StoredObject, metas_of
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import TrainingState, WeightFileFacts
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import tensors_of
 from core.errors import CheckpointingException
 from core.files.json_object import read_json_object
 from core.formats.torch.tree import TorchTree, keys_of, parse
@@ -225,8 +226,8 @@ def with_entries(catalog: Catalog, skeleton: object, parts: list[StateEntries]) 
     root |= {part.entry: part.skeleton for part in parts}
     return replace(
         joined,
-        tensors={**catalog.tensors, **metas_of(arrays)},
-        hidden={**catalog.hidden, **metas_of(hidden)},
+        tensors={**catalog.tensors, **tensors_of(arrays)},
+        hidden={**catalog.hidden, **tensors_of(hidden)},
         objects={
             **catalog.objects,
             **{key: o for part in parts for key, o in part.objects.items()},

@@ -15,8 +15,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, full_box
-from core.catalog.catalog import Fragment, whole_fragment
 from core.catalog.stored import Extent, StoredArray, array_name
+from core.catalog.tensor import Fragment, whole_fragment
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -351,9 +351,7 @@ def fragments_of_chunks(
     fragments += _filled_fragments(key, array, chunks, file)
     # A tensor without elements has no chunk, but is one (empty) array.
     if 0 in grid.shape:
-        fragments.append(
-            whole_fragment(key, StoredArray(key, array.dtype, grid.shape, Extent(file, 0)))
-        )
+        fragments.append(whole_fragment(StoredArray(key, array.dtype, grid.shape, Extent(file, 0))))
     return fragments
 
 
@@ -412,7 +410,7 @@ def _fragment(
         is_only: the array is the only one of the tensor, and is named like it.
     """
     name = key if is_only else array_name(key, box)
-    return Fragment(key, box, StoredArray(name, dtype, shape, extent), (0,) * box.rank)
+    return Fragment(box, StoredArray(name, dtype, shape, extent), (0,) * box.rank)
 
 
 def _chunk_extent(coding: ChunkCoding, location: ChunkLocation, strides: Shape | None) -> Extent:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.catalog.tensor import Tensor
 from core.errors import UnsafeError, UnsupportedError
 from core.formats.zarr.array import PICKLED
 from core.formats.zarr.chunks import Chunks, fragments_of_chunks
@@ -18,8 +19,8 @@ from core.pickle.inert import Global, Inert
 if TYPE_CHECKING:
     from core.arrays.box import Shape
     from core.catalog.attributes import AttributesByPath
-    from core.catalog.catalog import Fragment
     from core.catalog.stored import PlannedArray
+    from core.catalog.tensor import Fragment
     from core.files.store import ReadStore
     from core.formats.zarr.array import ZarrArray
     from core.formats.zarr.grid import ChunkGrid, ChunkNames
@@ -79,8 +80,7 @@ def catalog_of_folders(
         format=format,
         version=version,
         tensors={
-            key: TensorMeta(
-                key,
+            key: Tensor(
                 zarr_folder.array.dtype,
                 zarr_folder.array.grid.shape,
                 attributes=zarr_folder.array.attributes or None,

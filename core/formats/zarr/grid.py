@@ -14,8 +14,8 @@ from itertools import product
 from math import isqrt, prod
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import TargetFragment, held_boxes
 from core.catalog.stored import PlannedArray
+from core.catalog.tensor import TargetFragment, held_boxes
 from core.errors import UnsupportedError
 
 

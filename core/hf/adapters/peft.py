@@ -214,11 +214,12 @@ def sorted_tensors(
             raise CorruptError(
                 "one of the two LoRA matrices is missing", key=next(iter(keys.values()))
             )
-        a, b = (catalog.tensors[keys[name]] for name in "AB")
+        key_a, key_b = keys["A"], keys["B"]
+        a, b = catalog.tensors[key_a], catalog.tensors[key_b]
         if len(a.shape) != 2 or len(b.shape) != 2:
             raise UnsupportedError(
                 f"LoRA of a convolution (matrices of shapes {a.shape} and {b.shape})",
-                key=a.key,
+                key=key_a,
                 hint="merge it with peft: PeftModel.merge_and_unload()",
             )
         rank = _number_of(config, "rank_pattern", module, config["r"])
@@ -226,12 +227,12 @@ def sorted_tensors(
             raise CorruptError(
                 f"matrices of shapes {a.shape} and {b.shape}, but "
                 f"{ADAPTER_CONFIG} gives rank {rank:g}",
-                key=a.key,
+                key=key_a,
             )
         alpha = _number_of(config, "alpha_pattern", module, config["lora_alpha"])
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         adaptations[f"{module}.weight"] = Adaptation(
-            a.key, b.key, module in embeddings, int(rank), scaling
+            key_a, key_b, module in embeddings, int(rank), scaling
         )
     if not adaptations and not replacements:
         raise CorruptError("the adapter has no tensors", file=ADAPTER_CONFIG)

@@ -6,14 +6,15 @@ model. The configuration of the adapter is kept as text in the arguments, for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from core.arrays.box import Shape, full_box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import listed_keys
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.hf.adapters.linear import (
@@ -152,10 +153,9 @@ def adapter_to_megatron(
             else f"is {CONFIG} that of the adapter's base model?",
         )
     is_canonical = not all(layer.is_shared for layer in layers)
-    tensors: dict[str, tuple[TensorMeta, Callable[[], list[Fragment]]]] = {}
+    tensors: dict[str, Tensor] = {}
     for layer in layers:
-        for meta, fragments in _tensors_of(catalog, layer, is_canonical=is_canonical):
-            tensors[meta.key] = (meta, fragments)
+        tensors.update(_tensors_of(catalog, layer, is_canonical=is_canonical))
 
     fields |= {
         "tensor_model_parallel_size": tp,
@@ -170,14 +170,10 @@ def adapter_to_megatron(
         "of Megatron-Bridge"
     )
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return tuple(tensors[key][1]()) if key in tensors else catalog.fragments(key)
-
     return Catalog(
         format=catalog.format,
         version=None,
-        tensors={name: meta for name, (meta, _) in tensors.items()},
-        fragments_of=fragments_of,
+        tensors=tensors,
         bind=catalog.bind,
         iteration=1,
         args=args,
@@ -267,7 +263,7 @@ def _check_shapes(catalog: Catalog, item: Adaptation, weight: Shape) -> None:
 
 def _tensors_of(
     catalog: Catalog, layer: _Layer, *, is_canonical: bool
-) -> Iterator[tuple[TensorMeta, Callable[[], list[Fragment]]]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a layer's adapter, with functions that return their fragments.
 
     Raises:
@@ -277,7 +273,7 @@ def _tensors_of(
     if is_canonical and _has_canonical_form(layer):
         for module, _, item in layer.parts:
             for key, name in ((item.a, LINEAR_IN), (item.b, LINEAR_OUT)):
-                yield _renamed(catalog, key, f"{start}{CANONICAL[module]}.{name}")
+                yield f"{start}{CANONICAL[module]}.{name}", catalog.tensors[key]
         return
     if not layer.is_shared:
         modules = ", ".join(module_of(tensor.names[0]) for tensor in layer.pair.tensors)
@@ -287,12 +283,14 @@ def _tensors_of(
             hint=_FOLD,
         )
     items = [item for _, _, item in layer.parts]
-    yield _renamed(catalog, items[0].a, start + LINEAR_IN)
-    meta = catalog.tensors[items[0].b]
-    name, strips = start + LINEAR_OUT, layer.pair.strips
+    yield start + LINEAR_IN, catalog.tensors[items[0].a]
     yield (
-        TensorMeta(name, meta.dtype, (layer.pair.shape[0], items[0].rank)),
-        lambda: fuse.fuse_parts(name, strips, [catalog.fragments(item.b) for item in items]),
+        start + LINEAR_OUT,
+        fuse.fuse_parts(
+            layer.pair.strips,
+            [catalog.tensors[item.b] for item in items],
+            (layer.pair.shape[0], items[0].rank),
+        ),
     )
 
 
@@ -304,21 +302,6 @@ def _has_canonical_form(layer: _Layer) -> bool:
         and layer.pair.n_alternations == 1
         and all(module_of(tensor.names[0]) in CANONICAL for tensor in tensors)
     )
-
-
-def _renamed(
-    catalog: Catalog, key: str, name: str
-) -> tuple[TensorMeta, Callable[[], list[Fragment]]]:
-    """Return a tensor under another name, with the function that returns its fragments."""
-    meta = catalog.tensors[key]
-
-    def fragments() -> list[Fragment]:
-        return [
-            Fragment(name, fragment.box, fragment.array, fragment.at)
-            for fragment in catalog.fragments(key)
-        ]
-
-    return TensorMeta(name, meta.dtype, meta.shape), fragments
 
 
 def _targets(layer: _Layer, is_canonical: bool) -> Iterator[str]:

@@ -7,12 +7,13 @@ trained it recorded (``core.formats.mcore.run_config``).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from core.catalog.catalog import AnyCatalog, Catalog, Fragment, TensorMeta
+from core.catalog.catalog import AnyCatalog, Catalog
 from core.catalog.facets import HuggingFaceModel, WeightFileFacts
 from core.catalog.key_patterns import listed_keys, natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf.adapters.linear import (
     ADAPTER,
@@ -30,7 +31,7 @@ from core.hf.choice import choose_family
 from core.hf.config_json.origin import origin_of, parse_origin
 from core.hf.family import Family
 from core.hf.name_tables import Pair
-from core.hf.tensors import fuse
+from core.hf.tensors.fuse import take_apart
 from core.hf.tensors.hf_tensor import weights_in
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
@@ -84,7 +85,7 @@ def adapter_to_peft(
     weights = weights_in(catalog)
     text = _config_text(fields)
     rank = parse_config(text)["r"]
-    tensors: dict[str, tuple[TensorMeta, Callable[[], list[Fragment]]]] = {}
+    tensors: dict[str, Tensor] = {}
     used: set[str] = set()
     modules: set[str] = set()
     orientations: set[bool] = set()
@@ -104,10 +105,11 @@ def adapter_to_peft(
             used.add(key)
             orientations.add(pair.is_transposed)
             modules.add(module_of(pair.tensors[part].names[0]))
-            shape = (n_rows, meta.shape[1]) if is_fused else meta.shape
+            tensor = catalog.tensors[key]
             tensors[name] = (
-                TensorMeta(name, meta.dtype, shape),
-                _taken(catalog, key, name, pair if is_fused else None, part),
+                take_apart(pair.strips, part, tensor, (n_rows, meta.shape[1]))
+                if is_fused
+                else tensor
             )
     unused = weights.keys() - used
     if unused:
@@ -124,9 +126,6 @@ def adapter_to_peft(
             f"not, and {_TRANSPOSED} in {ADAPTER_CONFIG} is one value for all"
         )
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return tuple(tensors[key][1]()) if key in tensors else catalog.fragments(key)
-
     dropped = [line for line in catalog.dropped if not line.startswith("optimizer")]
     if len(dropped) < len(catalog.dropped):
         dropped.append(f"optimizer ({NOT_IN_HF})")
@@ -135,8 +134,7 @@ def adapter_to_peft(
     return Catalog(
         format=catalog.format,
         version=None,
-        tensors={name: tensors[name][0] for name in sorted(tensors, key=natural_order)},
-        fragments_of=fragments_of,
+        tensors={name: tensors[name] for name in sorted(tensors, key=natural_order)},
         bind=catalog.bind,
         documents={ADAPTER_CONFIG: _completed(text, modules, is_transposed=True in orientations)},
         notes=catalog.notes,
@@ -148,7 +146,7 @@ def adapter_to_peft(
     )
 
 
-def _adapters_of(pair: Pair, weights: Mapping[str, TensorMeta]) -> Iterator[tuple[str, str, int]]:
+def _adapters_of(pair: Pair, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str, int]]:
     """Yield the adapters of a layer.
 
     Args:
@@ -177,26 +175,6 @@ def _adapters_of(pair: Pair, weights: Mapping[str, TensorMeta]) -> Iterator[tupl
                         "the other matrix of this adapter is not in the checkpoint", key=present[0]
                     )
                 yield from ((key, keys[key], number) for key in present)
-
-
-def _taken(
-    catalog: Catalog, key: str, name: str, pair: Pair | None, part: int
-) -> Callable[[], list[Fragment]]:
-    """Return the function that returns the fragments of a tensor of peft's.
-
-    Args:
-        key, name: the tensor of Megatron's, and of peft's.
-        pair: the weight whose rows a fused tensor has; None for a tensor that is complete.
-        part: number of the part to take.
-    """
-
-    def fragments() -> list[Fragment]:
-        stored = catalog.fragments(key)
-        if pair is not None:
-            return fuse.take_apart(name, pair.strips, part, stored)
-        return [Fragment(name, each.box, each.array, each.at) for each in stored]
-
-    return fragments
 
 
 def _config_text(fields: Mapping[str, object]) -> bytes:

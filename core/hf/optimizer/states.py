@@ -16,10 +16,10 @@ under the parameters' numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER, STATES, state_of
 from core.errors import UnsupportedError
 
@@ -111,15 +111,7 @@ def view_of_named_state(catalog: Catalog, state: str) -> Catalog:
 
 def _view(catalog: Catalog, keys: dict[str, str]) -> Catalog:
     """Return a catalog of other tensors; ``keys`` maps each new name to the stored key."""
-
-    def fragments_of(name: str) -> Sequence[Fragment]:
-        return [replace(fragment, key=name) for fragment in catalog.fragments(keys[name])]
-
-    metas = {
-        name: TensorMeta(name, catalog.tensors[key].dtype, catalog.tensors[key].shape)
-        for name, key in keys.items()
-    }
-    return replace(catalog, tensors=metas, fragments_of=fragments_of)
+    return replace(catalog, tensors={name: catalog.tensors[key] for name, key in keys.items()})
 
 
 def with_masters(catalog: Catalog) -> Catalog:
@@ -148,11 +140,5 @@ def with_masters(catalog: Catalog) -> Catalog:
     if not masters:
         return catalog
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        name = masters.get(key)
-        if name is None:
-            return catalog.fragments(key)
-        return [replace(fragment, key=key) for fragment in catalog.fragments(name)]
-
-    metas = {key: replace(catalog.tensors[name], key=key) for key, name in masters.items()}
-    return replace(catalog, tensors={**catalog.tensors, **metas}, fragments_of=fragments_of)
+    states = {key: catalog.tensors[name] for key, name in masters.items()}
+    return replace(catalog, tensors={**catalog.tensors, **states})

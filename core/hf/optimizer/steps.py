@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import full_box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import Optimizer
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, UnsupportedError
 from core.hf.optimizer.states import STEP, named_state_key
 from core.pickle.inert import TensorLeaf
@@ -71,24 +72,21 @@ class MegatronStep:
     """The number of steps of a Megatron optimizer, as a tensor.
 
     Args:
-        meta: its dtype and shape.
-        fragments: its fragments, under the key of ``meta``.
+        tensor: the number; all ranks' copies are its fragments.
     """
 
-    meta: TensorMeta
-    fragments: Sequence[Fragment]
+    tensor: Tensor
 
-    def of(self, name: str, *, is_first: bool) -> tuple[TensorMeta, list[Fragment]]:
-        """Return the step of the parameter with a Hugging Face name, and its fragments.
+    def of(self, *, is_first: bool) -> Tensor:
+        """Return the step of a parameter.
 
         Args:
-            name: name of the parameter.
             is_first: it is the first parameter, whose step is compared with all copies of the
                 ranks; the other parameters get one of these.
         """
-        key = named_state_key(name, STEP)
-        fragments = self.fragments if is_first else self.fragments[:1]
-        return replace(self.meta, key=key), [replace(part, key=key) for part in fragments]
+        if is_first:
+            return self.tensor
+        return replace(self.tensor, fragments=lambda: self.tensor.fragments()[:1])
 
 
 def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> MegatronStep | None:
@@ -99,7 +97,7 @@ def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> MegatronStep | N
     """
     if isinstance(optimizer.step, TensorLeaf):
         key = optimizer.step.key
-        return MegatronStep(catalog.meta(key), catalog.fragments(key))
+        return MegatronStep(catalog.meta(key))
     # Groups that no rank had parameters of count no steps, or count from 0.
     numbers = {
         int(step) if isinstance(step, (int, float)) else step
@@ -118,7 +116,7 @@ def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> MegatronStep | N
         )
     file = source_of(catalog, next(iter(catalog.tensors))).file
     array = StoredArray(STEP, "float32", (), Extent(file, 0, encoding=StepNumber(number)))
-    return MegatronStep(TensorMeta(STEP, "float32", ()), (whole_fragment(STEP, array),))
+    return MegatronStep(whole_tensor(array))
 
 
 def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int | None:

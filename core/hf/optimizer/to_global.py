@@ -99,8 +99,7 @@ def convert_states(
             # A moment is not shifted with its weight; redundant copies of a weight have no states.
             shift = pair.shift if state == MASTER else None
             tensor = global_tensor(view, replace(pair, shift=shift, copies=(), twins=()))
-            key = state_key(state, name)
-            tensors[key] = tensor.renamed(key)
+            tensors[state_key(state, name)] = tensor
             used |= {named_state_key(part, state) for part in tensor.used}
     return ConvertedStates(tensors, frozenset(used), tuple(params), tuple(names))
 

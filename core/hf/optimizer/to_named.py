@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.optimizer_keys import MASTER, Optimizer
+from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.hf.name_tables import Pair
 from core.hf.optimizer.groups import torch_groups
-from core.hf.optimizer.states import named_state_key, states_in_global_form, view_of_global_state
+from core.hf.optimizer.states import (
+    STEP,
+    named_state_key,
+    states_in_global_form,
+    view_of_global_state,
+)
 from core.hf.optimizer.steps import step_of_megatron
-from core.hf.tensors.hf_tensor import HfTensor, hf_tensors
+from core.hf.tensors.hf_tensor import hf_tensors
 from core.megatron.model.args import fields_of
 from core.megatron.optimizer.groups import is_muon
 
@@ -23,7 +28,7 @@ from core.megatron.optimizer.groups import is_muon
 class HfStates:
     """The optimizer under Hugging Face's names: its states, and its groups as objects."""
 
-    tensors: dict[str, HfTensor]
+    tensors: dict[str, Tensor]
     objects: Mapping[str, StoredObject]
 
 
@@ -39,7 +44,7 @@ def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair])
             "Muon's momentum has no counterpart among the optimizers of Hugging Face models",
             hint="drop the optimizer with --no-optim",
         )
-    tensors: dict[str, HfTensor] = {}
+    tensors: dict[str, Tensor] = {}
     names_of: dict[str, list[str]] = {}
     for state in states_in_global_form(catalog):
         # A moment is not shifted with its weight; a master weight is.
@@ -51,8 +56,7 @@ def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair])
         }
         _check_experts(pairs, used, state)
         for key, tensor in hf_tensors(view, used).items():
-            state_key = named_state_key(key, state)
-            tensors[state_key] = tensor.renamed(state_key)
+            tensors[named_state_key(key, state)] = tensor
         for name, pair in used.items():
             keys = [tensor.names[0] for tensor in pair.tensors] if pair.packed is None else []
             names_of[name] = keys or [pair.packed.key if pair.packed else name]
@@ -61,8 +65,7 @@ def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair])
     step = step_of_megatron(catalog, optimizer)
     if step is not None:
         for number, key in enumerate(dict.fromkeys(chain.from_iterable(names_of.values()))):
-            meta, fragments = step.of(key, is_first=number == 0)
-            tensors[meta.key] = HfTensor(meta, partial(list, fragments))
+            tensors[named_state_key(key, STEP)] = step.of(is_first=number == 0)
     objects = torch_groups(optimizer, names_of)
     samples = fields_of(catalog.args).get("consumed_train_samples")
     if type(samples) is int and samples > 0:

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import TensorMeta
 from core.catalog.sister_layers import find_deviations
+from core.catalog.tensor import Tensor
 from core.changes.quantize import is_float8
 from core.hf.proof.common_sizes import embeddings_of, find_size_problems
 from core.hf.proof.problem import Problem
@@ -31,7 +31,7 @@ _OUTPUT = re.compile(r"(^|.*\.)(lm_head|output|embed_out|head|output_layer|outpu
 
 
 def find_problems(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object], *, has_own_file: bool
+    tensors: Mapping[str, Tensor], config: Mapping[str, object], *, has_own_file: bool
 ) -> Iterator[Problem]:
     """Yield the contradictions between tensors and configuration, and between layers of the model.
 
@@ -81,7 +81,7 @@ def find_problems(
 
 
 def _check_output_layer(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+    tensors: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Yield a problem if the configuration requires an output layer that is missing."""
     architectures = config.get("architectures")
@@ -94,14 +94,14 @@ def _check_output_layer(
     if len(embeddings) != 1 or any(map(_OUTPUT.fullmatch, tensors)):
         return
     # Under whatever name, an output layer has as many rows (or columns) as the embedding.
-    (embedding,) = embeddings
+    ((embedding_key, embedding),) = embeddings.items()
     if not any(
-        embedding.shape[0] in meta.shape for meta in tensors.values() if meta.key != embedding.key
+        embedding.shape[0] in meta.shape for key, meta in tensors.items() if key != embedding_key
     ):
         yield Problem(
             kind="ties",
             message="config.json declares untied embeddings, but the output layer is missing",
-            key=embedding.key,
+            key=embedding_key,
             expected="an output layer, or tie_word_embeddings",
             found="neither",
             is_lack=True,
@@ -109,9 +109,9 @@ def _check_output_layer(
 
 
 def _check_quantization(
-    tensors: Mapping[str, TensorMeta],
+    tensors: Mapping[str, Tensor],
     scheme: QuantizationScheme | None,
-    narrow: list[TensorMeta],
+    narrow: list[Tensor],
     *,
     has_own_file: bool,
 ) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from core.arrays.dtypes import dtype_of, itemsize
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.hf.proof.problem import Problem
 
 _EMBEDDING = re.compile(
@@ -59,13 +59,13 @@ _MOST_NAMED = 6
 _COUNTS_LAYERS = re.compile(r".*(layer|depth|block|mtp|nextn).*", re.IGNORECASE)
 
 
-def embeddings_of(tensors: Mapping[str, TensorMeta]) -> list[TensorMeta]:
+def embeddings_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the token embeddings."""
-    return [meta for key, meta in tensors.items() if _EMBEDDING.fullmatch(key)]
+    return {key: tensor for key, tensor in tensors.items() if _EMBEDDING.fullmatch(key)}
 
 
 def find_size_problems(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+    tensors: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Yield contradictions between tensors and the sizes in a configuration.
 
@@ -83,7 +83,7 @@ def find_size_problems(
 
 
 def _check_embedding(
-    tensors: Mapping[str, TensorMeta],
+    tensors: Mapping[str, Tensor],
     config: Mapping[str, object],
     parts: tuple[Mapping[str, object], ...],
 ) -> Iterator[Problem]:
@@ -91,7 +91,7 @@ def _check_embedding(
     embeddings = embeddings_of(tensors)
     if len(embeddings) != 1:
         return
-    (meta,) = embeddings
+    ((key, meta),) = embeddings.items()
     rows, hidden = _first_number(parts, _VOCABULARY), _first_number(parts, _HIDDEN)
     # Packed weights have other extents.
     is_wide = dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
@@ -102,14 +102,14 @@ def _check_embedding(
         yield Problem(
             kind="shape",
             message=f"shape {meta.shape}, but config.json implies {(rows, hidden)} (elements)",
-            key=meta.key,
+            key=key,
             expected=str((rows, hidden)),
             found=str(meta.shape),
         )
 
 
 def _check_layers(
-    tensors: Mapping[str, TensorMeta],
+    tensors: Mapping[str, Tensor],
     config: Mapping[str, object],
     parts: tuple[Mapping[str, object], ...],
 ) -> Iterator[Problem]:
@@ -139,7 +139,7 @@ def _check_layers(
 
 
 def _check_experts(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+    tensors: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Yield problems if the number of experts is not in the configuration, or some are missing."""
     # Count the experts of each layer, stored as single tensors or stacked in one tensor.
@@ -261,7 +261,7 @@ class _HeadSizes:
 
 
 def _check_projections(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+    tensors: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Yield a problem for projections whose number of rows does not follow from the configuration.
 
@@ -271,47 +271,47 @@ def _check_projections(
     sizes = _HeadSizes.of(config)
     if max(len(sizes.heads), len(sizes.groups), len(sizes.widths)) > _MOST_SIZES:
         return
-    for name, metas in _projections(tensors, config):
-        first = metas[0]
+    for name, stack in _projections(tensors, config):
+        first_key, first = next(iter(stack.items()))
         # With a gate, q_proj has more rows than the output projection has columns.
-        output = tensors.get(first.key.replace("q_proj", "o_proj"))
+        output = tensors.get(first_key.replace("q_proj", "o_proj"))
         may_be_gated = output is None or output.shape[-1:] != first.shape[:1]
         possible = sizes.rows_of(name, may_be_gated=may_be_gated)
-        is_uniform = {meta.shape[0] for meta in metas} == {first.shape[0]}
+        is_uniform = {meta.shape[0] for meta in stack.values()} == {first.shape[0]}
         if possible and is_uniform and first.shape[0] not in possible:
             choices = [f"{number:,}" for number in sorted(possible)]
             text = " or ".join([*choices[:_MOST_NAMED], *(["…"] if choices[_MOST_NAMED:] else [])])
             yield Problem(
                 kind="shape",
                 message=f"{first.shape[0]:,} rows in every layer, but config.json implies {text}",
-                key=first.key,
+                key=first_key,
                 expected=f"{text} rows",
                 found=str(first.shape),
             )
 
 
 def _projections(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
-) -> Iterator[tuple[str, list[TensorMeta]]]:
+    tensors: Mapping[str, Tensor], config: Mapping[str, object]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (last part of the module name, matrices of all layers) for each stack of layers."""
     # With an encoder of images or audio, names such as fc1 may be its own, with sizes of its own.
     has_one_part = not any(
         isinstance(part, Mapping) and "model_type" in part for part in config.values()
     )
-    metas_of: dict[tuple[str, str], list[TensorMeta]] = {}
-    for meta in tensors.values():
-        match = _PROJECTION.fullmatch(meta.key)
+    tensors_of: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for key, meta in tensors.items():
+        match = _PROJECTION.fullmatch(key)
         if match is None and has_one_part:
-            match = _INNER_PROJECTION.fullmatch(meta.key)
+            match = _INNER_PROJECTION.fullmatch(key)
         is_wide = (
             len(meta.shape) == 2
             and dtype_of(meta.dtype).kind == "float"
             and itemsize(meta.dtype) > 1
         )
         if match is not None and is_wide:
-            metas_of.setdefault((match[1], match[2] or match[3]), []).append(meta)
-    for (_, name), metas in metas_of.items():
-        yield name, metas
+            tensors_of.setdefault((match[1], match[2] or match[3]), {})[key] = meta
+    for (_, name), stack in tensors_of.items():
+        yield name, stack
 
 
 def _head_widths(config: Mapping[str, object]) -> Iterator[int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.changes.quantize import is_float8
 from core.errors import CorruptError
 from core.hf.config_json.experts import dense_layers
@@ -69,7 +69,7 @@ _BODY_OF_ANSWERS = "transformer."
 
 
 def find_differences(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object], *, files: Collection[str] = ()
+    tensors: Mapping[str, Tensor], config: Mapping[str, object], *, files: Collection[str] = ()
 ) -> tuple[Problem, ...]:
     """Find all differences between tensors and their configuration, causes before consequences.
 
@@ -112,7 +112,8 @@ class _Case:
     Args:
         config: parsed ``config.json``.
         model: family and class of the model that it describes.
-        stored: name in a language model → tensor, which keeps its stored name in ``key``.
+        stored: name in a language model → tensor.
+        key_of: name in a language model → key of the tensor.
         body: prefix of the stored names in place of ``model.``.
         counts: numbers of layers and experts.
         scheme: declared quantization of the weights, or None.
@@ -124,7 +125,8 @@ class _Case:
 
     config: Mapping[str, object]
     model: Described
-    stored: Mapping[str, TensorMeta]
+    stored: Mapping[str, Tensor]
+    key_of: Mapping[str, str]
     body: str
     counts: _Counts
     scheme: QuantizationScheme | None
@@ -139,7 +141,7 @@ class _Case:
 
 
 def _prepare_case(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described
+    tensors: Mapping[str, Tensor], config: Mapping[str, object], model: Described
 ) -> _Case:
     """Match the stored tensors with those of the described model.
 
@@ -149,7 +151,8 @@ def _prepare_case(
     # Give all models the names of a language model, and count their parts.
     config = completed(config, model.family)
     body, scheme = _body_of(tensors, model), scheme_of(config)
-    stored = {_as_language_model(key, body): meta for key, meta in tensors.items()}
+    key_of = {_as_language_model(key, body): key for key in tensors}
+    stored = {name: tensors[key] for name, key in key_of.items()}
     counts = _count_parts(stored, config, model.family)
     # Describe the model with the smaller of the declared and stored counts: a difference in counts
     # is one problem, not one per tensor.
@@ -176,7 +179,17 @@ def _prepare_case(
     owner_by_key = {key: owner for key, owner in owners if owner is not None}
     quantized = frozenset(owner_by_key.values())
     return _Case(
-        config, model, stored, body, counts, scheme, expected, unmatched, owner_by_key, quantized
+        config,
+        model,
+        stored,
+        key_of,
+        body,
+        counts,
+        scheme,
+        expected,
+        unmatched,
+        owner_by_key,
+        quantized,
     )
 
 
@@ -210,7 +223,7 @@ def _check_counts(case: _Case) -> Iterator[Problem]:
     )
     for kind, declared, stored, pattern in kinds:
         if declared != stored:
-            matches = ((pattern.match(name), meta.key) for name, meta in case.stored.items())
+            matches = ((pattern.match(name), key) for name, key in case.key_of.items())
             yield Problem(
                 kind=kind,
                 message=f"{CONFIG} declares {declared:,} {kind}, "
@@ -272,7 +285,7 @@ def _check_expected(case: _Case, item: Expected) -> Iterator[Problem]:
         )
 
 
-def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Iterator[Problem]:
+def _check_stored(case: _Case, meta: Tensor, name: str, shape: Shape) -> Iterator[Problem]:
     """Yield the problems of a stored tensor.
 
     Args:
@@ -288,7 +301,7 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
         yield Problem(
             kind="dtype",
             message=f"the elements are {meta.dtype}, but {CONFIG} declares no quantization",
-            key=meta.key,
+            key=case.key_of[name],
             expected="floating-point numbers",
             found=meta.dtype,
         )
@@ -300,7 +313,7 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
         yield Problem(
             kind="ties" if is_tied_head else "shape",
             message=f"{tied}shape {meta.shape}, but {CONFIG} implies {shape} (elements)",
-            key=meta.key,
+            key=case.key_of[name],
             expected=str(shape),
             found=str(meta.shape),
         )
@@ -309,7 +322,7 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
 
 
 def _check_scales(
-    case: _Case, meta: TensorMeta, name: str, scheme: QuantizationScheme
+    case: _Case, meta: Tensor, name: str, scheme: QuantizationScheme
 ) -> Iterator[Problem]:
     """Yield the problems of the scales of a float8 weight."""
     key = scale_key(name, case.stored)
@@ -317,8 +330,8 @@ def _check_scales(
         yield Problem(
             kind="quantization",
             message=f"a weight in {meta.dtype} has no scales",
-            key=meta.key,
-            expected=f"{meta.key}_scale_inv",
+            key=case.key_of[name],
+            expected=f"{case.key_of[name]}_scale_inv",
             found="no such tensor",
             is_lack=True,
         )
@@ -327,7 +340,7 @@ def _check_scales(
             kind="quantization",
             message=f"scales of shape {case.stored[key].shape} for a weight of shape {meta.shape} "
             f"in blocks of {scheme.block}",
-            key=case.stored[key].key,
+            key=case.key_of[key],
             expected=f"one for each block of {scheme.block}",
             found=str(case.stored[key].shape),
         )
@@ -341,7 +354,7 @@ def _check_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]
             kind="quantization",
             message=f"quantized weights ({len(signs):,} tensors), "
             f"but {CONFIG} has no quantization_config",
-            key=case.stored[signs[0]].key,
+            key=case.key_of[signs[0]],
             expected="quantization_config",
             found="none",
         )
@@ -383,13 +396,13 @@ def _find_unexpected(case: _Case) -> Iterator[Problem]:
             kind="unexpected",
             message=f"{case.model.family.model_type} models as described by {CONFIG} "
             "have no such tensor",
-            key=case.stored[name].key,
+            key=case.key_of[name],
             expected="no such tensor",
             found=f"{case.stored[name].dtype} {case.stored[name].shape}",
         )
 
 
-def _body_of(tensors: Mapping[str, TensorMeta], model: Described) -> str:
+def _body_of(tensors: Mapping[str, Tensor], model: Described) -> str:
     """Return the prefix of the body's tensors; empty for models that were saved without a head."""
     own = tuple(dict.fromkeys((model.family.body, BODY)))
     bodies = (*own, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (*own, "")
@@ -413,7 +426,7 @@ def _as_language_model(key: str, body: str) -> str:
 
 
 def _count_parts(
-    stored: Mapping[str, TensorMeta], config: Mapping[str, object], family: Family
+    stored: Mapping[str, Tensor], config: Mapping[str, object], family: Family
 ) -> _Counts:
     """Count the declared and stored layers and experts.
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Tensor
 from core.changes.rename import is_optimizer_key
 from core.errors import (
     CheckpointingException,
@@ -105,7 +106,7 @@ def check_model(
 
 
 def _prefix_error(
-    weights: Mapping[str, TensorMeta],
+    weights: Mapping[str, Tensor],
     config: Mapping[str, object],
     prefix: str,
     *,
@@ -129,7 +130,7 @@ def _prefix_error(
     )
 
 
-def _refuse_wrapper(weights: Mapping[str, TensorMeta]) -> None:
+def _refuse_wrapper(weights: Mapping[str, Tensor]) -> None:
     """Raise UnknownTensorError if all names have the prefix of a training framework."""
     wrapper = next(
         (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
@@ -143,7 +144,7 @@ def _refuse_wrapper(weights: Mapping[str, TensorMeta]) -> None:
         )
 
 
-def _dtype_notes(weights: Mapping[str, TensorMeta], config: Mapping[str, object]) -> list[str]:
+def _dtype_notes(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> list[str]:
     """Return a note if the weights have another dtype than the configuration declares."""
     declared = next(
         (config[name] for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)),
@@ -160,7 +161,7 @@ def _dtype_notes(weights: Mapping[str, TensorMeta], config: Mapping[str, object]
 
 
 def fitting_prefix(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object], problems: Collection[Problem]
+    tensors: Mapping[str, Tensor], config: Mapping[str, object], problems: Collection[Problem]
 ) -> str | None:
     """Find the prefix whose removal turns the names into those of the model.
 
@@ -195,7 +196,7 @@ def _names_fit(problems: Collection[Problem]) -> bool:
     return all(problem.kind not in ("missing", "unexpected") for problem in problems)
 
 
-def _without(tensors: Mapping[str, TensorMeta], prefix: str) -> dict[str, TensorMeta]:
+def _without(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors with a prefix removed from their names."""
     return {key.removeprefix(prefix): meta for key, meta in tensors.items()}
 

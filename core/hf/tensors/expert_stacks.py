@@ -15,9 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Fragment, Tensor, stack
 from core.hf.tensors.packed import transpose_matrix
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
@@ -38,53 +40,51 @@ def stack_experts(catalog: Catalog, names: Container[str] | None = None) -> Cata
     for key in catalog.tensors:
         match = _EXPERT.fullmatch(key)
         if match is not None and (names is None or key not in names):
-            stack = f"{match[1]}.{_STACK_OF[match[3]]}"
-            if names is None or stack in names:
-                parts.setdefault(stack, []).append((key, int(match[2]), match[3] == "up"))
+            stack_name = f"{match[1]}.{_STACK_OF[match[3]]}"
+            if names is None or stack_name in names:
+                parts.setdefault(stack_name, []).append((key, int(match[2]), match[3] == "up"))
     if not parts:
         return catalog
     stacked = {part for members in parts.values() for part, _, _ in members}
-    tensors = {key: meta for key, meta in catalog.tensors.items() if key not in stacked}
-    for stack, members in parts.items():
-        meta = catalog.tensors[members[0][0]]
-        n_rows = meta.shape[0] * (2 if stack.endswith("gate_up_proj") else 1)
+    tensors = {key: tensor for key, tensor in catalog.tensors.items() if key not in stacked}
+    for name, members in parts.items():
+        first = catalog.tensors[members[0][0]]
+        n_rows = first.shape[0] * (2 if name.endswith("gate_up_proj") else 1)
         n_experts = 1 + max(number for _, number, _ in members)
-        tensors[stack] = TensorMeta(stack, meta.dtype, (n_experts, n_rows, *meta.shape[1:]))
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in parts:
-            return catalog.fragments(key)
-        return [
-            replace(fragment, key=key, box=_box_in_stack(fragment.box, number, row))
-            for part, number, is_up in parts[key]
-            for row in (catalog.tensors[part].shape[0] if is_up else 0,)
-            for fragment in catalog.fragments(part)
+        matrices = [
+            (catalog.tensors[key], number, catalog.tensors[key].shape[0] if is_up else 0)
+            for key, number, is_up in members
         ]
+        shape = (n_experts, n_rows, *first.shape[1:])
+        tensors[name] = Tensor(first.dtype, shape, partial(_place_matrices, matrices))
+    return replace(catalog, tensors=tensors)
 
-    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
+
+def _place_matrices(matrices: Sequence[tuple[Tensor, int, int]]) -> list[Fragment]:
+    """Return the fragments of matrices in the tensor of all experts.
+
+    Args:
+        matrices: each matrix, the number of its expert, and its first row in the expert's entry.
+    """
+    return [
+        replace(
+            fragment,
+            box=Box(
+                (number, fragment.box.offset[0] + row, *fragment.box.offset[1:]),
+                (1, *fragment.box.shape),
+            ),
+        )
+        for matrix, number, row in matrices
+        for fragment in matrix.fragments()
+    ]
 
 
 def transpose_stacks(catalog: Catalog, stacks: Set[str]) -> Catalog:
     """Return a catalog with the matrices of some stacks transposed."""
-
     tensors = {
-        key: replace(meta, shape=(meta.shape[0], *reversed(meta.shape[1:])))
-        for key, meta in catalog.tensors.items()
-        if key in stacks and len(meta.shape) == 3
+        key: stack([transpose_matrix(catalog, key, number) for number in range(tensor.shape[0])])
+        if key in stacks and len(tensor.shape) == 3
+        else tensor
+        for key, tensor in catalog.tensors.items()
     }
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in tensors:
-            return catalog.fragments(key)
-        return [
-            replace(fragment, key=key, box=_box_in_stack(fragment.box, number, 0))
-            for number in range(tensors[key].shape[0])
-            for fragment in transpose_matrix(catalog, key, number)
-        ]
-
-    return replace(catalog, tensors={**catalog.tensors, **tensors}, fragments_of=fragments_of)
-
-
-def _box_in_stack(box: Box, number: int, row: int) -> Box:
-    """Return the box of an expert's matrix in the tensor of all experts, ``row`` rows further."""
-    return Box((number, box.offset[0] + row, *box.offset[1:]), (1, *box.shape))
+    return replace(catalog, tensors=tensors)

@@ -14,11 +14,11 @@ directions. Every strip is a box: the order of the elements within a row does no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, clip_fragment
+from core.arrays.box import Shape
+from core.catalog.tensor import Fragment, Tensor, clip_fragment, concat
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,103 +84,62 @@ def chain_strips(
     return result
 
 
-def fuse_parts(
-    key: str, strips: Iterable[Strip], parts: Sequence[Sequence[Fragment]]
-) -> list[Fragment]:
-    """Return the fragments of a fused tensor.
+def fuse_parts(strips: Iterable[Strip], parts: Sequence[Tensor], shape: Shape) -> Tensor:
+    """Return the tensor that consists of rows of several.
 
     Args:
-        key: name of the fused tensor.
-        parts: fragments of each part.
+        strips: which rows of which part are which rows of the tensor.
+        parts: tensors of one dtype.
+        shape: shape of the tensor.
     """
-    return [
-        moved
-        for strip in strips
-        for fragment in parts[strip.part]
-        if (
-            moved := clip_fragment(
-                fragment, key, start=strip.part_row, extent=strip.n_rows, to=strip.row
+    strips = tuple(strips)
+
+    def fragments() -> list[Fragment]:
+        stored = [part.fragments() for part in parts]
+        return [
+            moved
+            for strip in strips
+            for fragment in stored[strip.part]
+            if (
+                moved := clip_fragment(
+                    fragment, start=strip.part_row, extent=strip.n_rows, to=strip.row
+                )
             )
-        )
-        is not None
-    ]
+            is not None
+        ]
+
+    return Tensor(parts[0].dtype, shape, fragments)
 
 
-def take_apart(
-    key: str, strips: Iterable[Strip], part: int, fragments: Sequence[Fragment]
-) -> list[Fragment]:
-    """Return the fragments of one part of a fused tensor.
+def take_apart(strips: Iterable[Strip], part: int, fused: Tensor, shape: Shape) -> Tensor:
+    """Return one of the tensors whose rows a fused tensor has.
 
     Args:
-        key: name of the part.
+        strips: as for ``fuse_parts``.
         part: number of the part.
-        fragments: the fragments of the fused tensor.
+        fused: the fused tensor.
+        shape: shape of the part.
     """
-    return [
-        moved
-        for strip in strips
-        if strip.part == part
-        for fragment in fragments
-        if (
-            moved := clip_fragment(
-                fragment, key, start=strip.row, extent=strip.n_rows, to=strip.part_row
+    of_part = [strip for strip in strips if strip.part == part]
+
+    def fragments() -> list[Fragment]:
+        stored = fused.fragments()
+        return [
+            moved
+            for strip in of_part
+            for fragment in stored
+            if (
+                moved := clip_fragment(
+                    fragment, start=strip.row, extent=strip.n_rows, to=strip.part_row
+                )
             )
-        )
-        is not None
-    ]
+            is not None
+        ]
+
+    return Tensor(fused.dtype, shape, fragments)
 
 
-def first_rows(key: str, fragments: Iterable[Fragment], n_rows: int) -> list[Fragment]:
-    """Return the fragments of the first rows of a tensor."""
-    return [
-        moved
-        for fragment in fragments
-        if (moved := clip_fragment(fragment, key, start=0, extent=n_rows, to=0)) is not None
-    ]
-
-
-def take_from_stack(catalog: Catalog, stack: str, index: int, *, key: str) -> Iterator[Fragment]:
-    """Yield the fragments of entry ``index`` of a tensor stacked along its first axis.
-
-    Args:
-        catalog, stack, index: the tensor and the entry.
-        key: name of the entry.
-    """
-    for fragment in catalog.entry_fragments(stack, index):
-        moved = clip_fragment(fragment, key, start=index, extent=1, to=0)
-        if moved is not None:
-            yield replace(moved, box=Box(moved.box.offset[1:], moved.box.shape[1:]))
-
-
-def with_first_axis(key: str, fragments: Iterable[Fragment], index: int = 0) -> list[Fragment]:
-    """Return the fragments of a tensor that becomes an entry of another first axis.
-
-    Args:
-        key: name of the tensor with that axis.
-        index: number of the entry.
-    """
-    return [
-        replace(fragment, key=key, box=Box((index, *fragment.box.offset), (1, *fragment.box.shape)))
-        for fragment in fragments
-    ]
-
-
-def swap_halves(fragments: Iterable[Fragment], n_columns: int) -> list[Fragment]:
-    """Return the fragments of a matrix with the halves of its columns exchanged.
-
-    Args:
-        fragments: the fragments of the matrix.
-        n_columns: number of its columns, an even number.
-    """
-    half = n_columns // 2
-    result = []
-    for fragment in fragments:
-        (row, column), (n_rows, _) = fragment.box.offset, fragment.box.shape
-        for start, to in ((0, half), (half, 0)):
-            first, stop = max(start, column), min(start + half, fragment.box.end[1])
-            if first < stop:
-                box = Box((row, first - start + to), (n_rows, stop - first))
-                # Array and fragment are aligned at the last axis.
-                at = (*fragment.at[:-1], fragment.at[-1] + first - column) if fragment.at else ()
-                result.append(Fragment(fragment.key, box, fragment.array, at))
-    return result
+def swap_halves(tensor: Tensor) -> Tensor:
+    """Return a matrix with the halves of its columns, an even number, exchanged."""
+    half = tensor.shape[1] // 2
+    return concat([tensor.narrow(1, half, half), tensor.narrow(1, 0, half)], axis=1)

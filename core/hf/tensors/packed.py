@@ -20,15 +20,16 @@ Not supported: units smaller than the matrix of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.quantize.source import SourceTensor, source_of
 
 if TYPE_CHECKING:
@@ -122,10 +123,8 @@ class Rearranged:
         return memoryview(np.ascontiguousarray(result).view(np.uint8).reshape(-1))
 
 
-def unpack_expert(
-    catalog: Catalog, name: str, expert: PackedExpert, shape: Shape
-) -> list[Fragment]:
-    """Return the fragments of Megatron's tensor of an expert.
+def unpack_expert(catalog: Catalog, name: str, expert: PackedExpert, shape: Shape) -> Tensor:
+    """Return Megatron's tensor of an expert.
 
     Args:
         catalog: the catalog with the tensor of all experts.
@@ -135,47 +134,52 @@ def unpack_expert(
     """
     entry = expert.entry_shape(shape)
     box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
-    source = source_of(
-        catalog, expert.key, part=(box, catalog.entry_fragments(expert.key, expert.number))
-    )
-    encoding = Rearranged(source, box, expert.n_parts, is_packed=False)
-    array = StoredArray(
-        f"{name} of {source.origin}",
-        source.dtype,
-        shape,
-        Extent(source.file, 0, encoding=encoding),
-    )
-    return [Fragment(name, full_box(shape), array, (0,) * len(shape))]
+
+    def fragments() -> tuple[Fragment]:
+        stored = catalog.entry_fragments(expert.key, expert.number)
+        source = source_of(catalog, expert.key, part=(box, stored))
+        encoding = Rearranged(source, box, expert.n_parts, is_packed=False)
+        extent = Extent(source.file, 0, encoding=encoding)
+        return (
+            whole_fragment(StoredArray(f"{name} of {source.origin}", source.dtype, shape, extent)),
+        )
+
+    return Tensor(catalog.tensors[expert.key].dtype, shape, fragments)
 
 
 def pack_experts(
     catalog: Catalog, experts: Sequence[tuple[str, PackedExpert]], shape: Shape
-) -> list[Fragment]:
-    """Return the fragments of the tensor of all experts.
+) -> Tensor:
+    """Return the tensor of all experts.
 
     Args:
         catalog: the catalog with the tensors of single experts.
         experts: Megatron's name of each expert's tensor, and where the expert stands.
         shape: shape of Megatron's tensors.
     """
-    fragments = []
-    for name, expert in experts:
-        source = source_of(catalog, name)
-        entry = expert.entry_shape(shape)
-        encoding = Rearranged(source, full_box(shape), expert.n_parts, is_packed=True)
-        array = StoredArray(
-            f"{expert.key}[{expert.number}] of {source.origin}",
-            source.dtype,
-            entry,
-            Extent(source.file, 0, encoding=encoding),
-        )
-        box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
-        fragments.append(Fragment(expert.key, box, array, (0,) * len(entry)))
-    return fragments
+
+    def fragments() -> Iterator[Fragment]:
+        for name, expert in experts:
+            source = source_of(catalog, name)
+            entry = expert.entry_shape(shape)
+            encoding = Rearranged(source, full_box(shape), expert.n_parts, is_packed=True)
+            array = StoredArray(
+                f"{expert.key}[{expert.number}] of {source.origin}",
+                source.dtype,
+                entry,
+                Extent(source.file, 0, encoding=encoding),
+            )
+            box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
+            yield Fragment(box, array, (0,) * len(entry))
+
+    first, expert = experts[0]
+    return Tensor(
+        catalog.tensors[first].dtype, expert.tensor_shape(shape), lambda: list(fragments())
+    )
 
 
-def transpose_matrix(catalog: Catalog, key: str, number: int) -> list[Fragment]:
-    """Return the fragments of one matrix of a stack, transposed.
+def transpose_matrix(catalog: Catalog, key: str, number: int) -> Tensor:
+    """Return one matrix of a stack, transposed.
 
     Args:
         catalog: the catalog with the stack.
@@ -187,21 +191,23 @@ def transpose_matrix(catalog: Catalog, key: str, number: int) -> list[Fragment]:
     return unpack_expert(catalog, f"{key}[{number}]", matrix, tuple(reversed(shape)))
 
 
-def transpose_tensor(catalog: Catalog, key: str, name: str) -> list[Fragment]:
-    """Return the fragments of a matrix, transposed.
+def transpose_tensor(catalog: Catalog, key: str, name: str) -> Tensor:
+    """Return a matrix, transposed.
 
     Args:
         catalog: the catalog with the matrix.
         key: name of the matrix.
         name: name of the result.
     """
-    source = source_of(catalog, key)
-    encoding = Rearranged(source, full_box(source.shape), 1, is_packed=True)
-    shape = source.shape[::-1]
-    array = StoredArray(
-        f"{name} of {source.origin}",
-        source.dtype,
-        shape,
-        Extent(source.file, 0, encoding=encoding),
-    )
-    return [Fragment(name, full_box(shape), array, (0,) * len(shape))]
+    matrix = catalog.tensors[key]
+    shape = matrix.shape[::-1]
+
+    def fragments() -> tuple[Fragment]:
+        source = source_of(catalog, key)
+        encoding = Rearranged(source, full_box(source.shape), 1, is_packed=True)
+        extent = Extent(source.file, 0, encoding=encoding)
+        return (
+            whole_fragment(StoredArray(f"{name} of {source.origin}", source.dtype, shape, extent)),
+        )
+
+    return Tensor(matrix.dtype, shape, fragments)

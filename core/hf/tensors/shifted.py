@@ -20,15 +20,16 @@ Not supported: tensors that do not fit in one unit (norms have a few hundred ele
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import full_box
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize, numpy_dtype
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.quantize.source import SourceTensor, source_of
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ class Shifted:
         return result
 
 
-def shifted_fragments(catalog: Catalog, key: str, name: str, shift: int) -> list[Fragment]:
-    """Return the fragments of a tensor whose elements are those of another one plus a number.
+def shifted(catalog: Catalog, key: str, name: str, shift: int) -> Tensor:
+    """Return a tensor whose elements are those of another one plus a number.
 
     Args:
         catalog: the catalog with the other tensor.
@@ -106,7 +107,11 @@ def shifted_fragments(catalog: Catalog, key: str, name: str, shift: int) -> list
         name: name of the tensor.
         shift: the number.
     """
-    source = source_of(catalog, key)
-    extent = Extent(source.file, 0, encoding=Shifted(source, shift))
-    array = StoredArray(f"{name} of {source.origin}", source.dtype, source.shape, extent)
-    return [Fragment(name, full_box(source.shape), array, (0,) * len(source.shape))]
+
+    def fragments() -> tuple[Fragment]:
+        source = source_of(catalog, key)
+        extent = Extent(source.file, 0, encoding=Shifted(source, shift))
+        array = StoredArray(f"{name} of {source.origin}", source.dtype, source.shape, extent)
+        return (whole_fragment(array),)
+
+    return replace(catalog.tensors[key], fragments=fragments)

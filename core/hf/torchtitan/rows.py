@@ -12,12 +12,12 @@ Source: torchtitan 0.3.0 ``models/common/attention.py`` (``FusedQKVLinear``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.arrays.box import Box, c_strides
-from core.catalog.catalog import Fragment, clip_fragment
+from core.arrays.box import Box, Shape, c_strides
 from core.catalog.stored import StoredArray, part_of
+from core.catalog.tensor import Fragment, Tensor, clip_fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,59 +35,72 @@ class FusedRows:
     n_rows: int
 
 
-def take_rows(key: str, fragments: Sequence[Fragment], rows: FusedRows) -> Iterator[Fragment]:
-    """Yield the fragments of some rows of a fused parameter, one below the other.
+def take_rows(fused: Tensor, rows: FusedRows, shape: Shape) -> Tensor:
+    """Return some rows of a fused parameter, one below the other.
 
     Args:
-        key: name of the result.
-        fragments: the fragments of the fused parameter.
+        fused: the fused parameter.
+        rows: the rows.
+        shape: shape of the result.
     """
-    for fragment in fragments:
-        box = fragment.box
-        for group in range(box.offset[0] // rows.stride, -(-box.end[0] // rows.stride)):
-            clipped = clip_fragment(
-                fragment,
-                key,
-                start=group * rows.stride + rows.first,
-                extent=rows.n_rows,
-                to=group * rows.n_rows,
-            )
-            if clipped is not None:
-                yield clipped
+
+    def fragments() -> Iterator[Fragment]:
+        for fragment in fused.fragments():
+            box = fragment.box
+            for group in range(box.offset[0] // rows.stride, -(-box.end[0] // rows.stride)):
+                clipped = clip_fragment(
+                    fragment,
+                    start=group * rows.stride + rows.first,
+                    extent=rows.n_rows,
+                    to=group * rows.n_rows,
+                )
+                if clipped is not None:
+                    yield clipped
+
+    return Tensor(fused.dtype, shape, lambda: list(fragments()))
 
 
-def halves_of_heads(key: str, fragments: Sequence[Fragment], head_dim: int) -> Iterator[Fragment]:
-    """Yield the rows of a matrix in the order of halves, a few fragments for each head.
+def halves_of_heads(matrix: Tensor, head_dim: int) -> Tensor:
+    """Return the rows of a matrix in the order of halves, a few fragments for each head.
 
     Args:
-        key: name of the result.
-        fragments: the fragments of torchtitan's matrix.
+        matrix: torchtitan's matrix.
         head_dim: rows of a head, an even number.
     """
-    for fragment in fragments:
-        box = fragment.box
-        first, stop = box.offset[0], box.end[0]
-        pairs = _in_pairs(fragment, skipped=first % 2)
-        start = first
-        while start < stop:
-            # Complete pairs of rows of one head; a single row where a fragment cuts a pair.
-            head, row = divmod(start, head_dim)
-            n_pairs = (min(stop, (head + 1) * head_dim) - start) // 2
-            if pairs is None or row % 2 or n_pairs == 0:
-                to = head * head_dim + row % 2 * (head_dim // 2) + row // 2
-                yield _moved(fragment, key, start - first, to, 1)
-                start += 1
-                continue
-            for half in (0, 1):
-                to = head * head_dim + half * (head_dim // 2) + row // 2
-                n_columns = pairs.shape[1] // 2
-                half_box = Box((to, *box.offset[1:]), (n_pairs, *box.shape[1:]))
-                at = ((start - first) // 2, half * n_columns + fragment.at[1])
-                yield Fragment(key, half_box, pairs, at)
-            start += 2 * n_pairs
+    return Tensor(
+        matrix.dtype,
+        matrix.shape,
+        lambda: [
+            moved for fragment in matrix.fragments() for moved in _in_halves(fragment, head_dim)
+        ],
+    )
 
 
-def _moved(fragment: Fragment, key: str, n_skipped: int, to: int, n_rows: int) -> Fragment:
+def _in_halves(fragment: Fragment, head_dim: int) -> Iterator[Fragment]:
+    """Yield the rows of a fragment in the order of halves."""
+    box = fragment.box
+    first, stop = box.offset[0], box.end[0]
+    pairs = _in_pairs(fragment, skipped=first % 2)
+    start = first
+    while start < stop:
+        # Complete pairs of rows of one head; a single row where a fragment cuts a pair.
+        head, row = divmod(start, head_dim)
+        n_pairs = (min(stop, (head + 1) * head_dim) - start) // 2
+        if pairs is None or row % 2 or n_pairs == 0:
+            to = head * head_dim + row % 2 * (head_dim // 2) + row // 2
+            yield _moved(fragment, start - first, to, 1)
+            start += 1
+            continue
+        for half in (0, 1):
+            to = head * head_dim + half * (head_dim // 2) + row // 2
+            n_columns = pairs.shape[1] // 2
+            half_box = Box((to, *box.offset[1:]), (n_pairs, *box.shape[1:]))
+            at = ((start - first) // 2, half * n_columns + fragment.at[1])
+            yield Fragment(half_box, pairs, at)
+        start += 2 * n_pairs
+
+
+def _moved(fragment: Fragment, n_skipped: int, to: int, n_rows: int) -> Fragment:
     """Return some rows of a fragment at another place of a tensor."""
     box, at = fragment.box, fragment.at
     # An array and its fragment are aligned at the last axis.
@@ -95,7 +108,7 @@ def _moved(fragment: Fragment, key: str, n_skipped: int, to: int, n_rows: int) -
     if n_skipped and row_axis >= 0:
         at = (*at[:row_axis], at[row_axis] + n_skipped, *at[row_axis + 1 :])
     row_box = Box((to, *box.offset[1:]), (n_rows, *box.shape[1:]))
-    return Fragment(key, row_box, fragment.array, at)
+    return Fragment(row_box, fragment.array, at)
 
 
 def _in_pairs(fragment: Fragment, *, skipped: int) -> StoredArray | None:

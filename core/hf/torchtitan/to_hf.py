@@ -34,13 +34,13 @@ tests/golden/torchtitan.tar.xz.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.tensor import Tensor
 from core.changes.rename import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
-from core.hf.tensors.fuse import take_from_stack
 from core.hf.torchtitan.names import (
     BUFFER,
     HINT,
@@ -92,8 +92,8 @@ def from_torchtitan(
         )
     is_permuted = _IS_ROTATED_BY_NEIGHBOURS[str(model_type)]
     shapes = {key: meta.shape for key, meta in catalog.tensors.items()}
-    tensors: dict[str, TensorMeta] = {}
-    parts: dict[str, tuple[str, TitanPart]] = {}
+    tensors: dict[str, Tensor] = {}
+    parts: dict[str, str] = {}
     dropped = []
     for key, meta in catalog.tensors.items():
         match = IN_LAYER.fullmatch(key)
@@ -118,22 +118,9 @@ def from_torchtitan(
         for part_name, part in parts_of(name, shape, config, is_permuted=is_permuted):
             new_key = f"{head}{part_name}{tail}"
             if new_key in parts:
-                raise CorruptError(f"the tensor has the same place as {parts[new_key][0]}", key=key)
-            tensors[new_key] = TensorMeta(new_key, meta.dtype, part.shape if meta.shape else ())
-            parts[new_key] = key, part if meta.shape else TitanPart(())
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in parts:
-            return catalog.fragments(key)
-        old_key, part = parts[key]
-        if part.expert is not None:
-            return list(take_from_stack(catalog, old_key, part.expert, key=key))
-        fragments = catalog.fragments(old_key)
-        if part.rows is not None:
-            fragments = list(take_rows(key, fragments, part.rows))
-        if part.n_heads:
-            return list(halves_of_heads(key, fragments, part.shape[0] // part.n_heads))
-        return [replace(fragment, key=key) for fragment in fragments]
+                raise CorruptError(f"the tensor has the same place as {parts[new_key]}", key=key)
+            tensors[new_key] = _part_of(catalog, key, part) if meta.shape else meta
+            parts[new_key] = key
 
     # Settings of the optimizer are stored for each parameter.
     objects: dict[str, StoredObject] = {}
@@ -154,14 +141,25 @@ def from_torchtitan(
         catalog,
         tensors=tensors,
         objects=objects,
-        fragments_of=fragments_of,
         skeleton=None,
         dropped=(*catalog.dropped, *dropped),
     ).noted([note])
 
 
+def _part_of(catalog: Catalog, key: str, part: TitanPart) -> Tensor:
+    """Return the tensor of transformers that a part of torchtitan's is."""
+    if part.expert is not None:
+        return catalog.entry(key, part.expert)
+    stored = catalog.tensors[key]
+    if part.rows is not None:
+        stored = take_rows(stored, part.rows, part.shape)
+    if part.n_heads:
+        stored = halves_of_heads(stored, part.shape[0] // part.n_heads)
+    return stored
+
+
 def _shape_of_parameter(
-    key: str, name: str, meta: TensorMeta, shapes: Mapping[str, tuple[int, ...]]
+    key: str, name: str, meta: Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
     """Return the shape of the parameter that a state of the optimizer belongs to.
 

@@ -8,17 +8,17 @@ those of the argument ``huggingface_names``, else the published ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.files.json_object import parse_json_object
 from core.hf.config_json.config import document
 from core.hf.config_json.origin import ConfigOrigin
 from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
-from core.hf.tensors.hf_tensor import HfTensor
 from core.hf.text_model import THINKER, text_config_of, thinking_part
 from core.hf.towers.models import CompositeModel, composite_models
 from core.hf.towers.tensors import hf_tower_tensors
@@ -50,7 +50,7 @@ class SeparatedTowers:
     fields: Mapping[str, object]
     complete_origin: ConfigOrigin
     origin: ConfigOrigin
-    towers: Mapping[str, HfTensor]
+    towers: Mapping[str, Tensor]
     beginnings: Mapping[str, str]
 
     def joined(self, text: Catalog) -> Catalog:
@@ -69,13 +69,7 @@ class SeparatedTowers:
         if len(in_text) < len(text.tensors) or in_text.keys() & towers.keys():
             raise CorruptError(f"argument {NAMES_ARGUMENT} gives several tensors the same name")
 
-        def fragments_of(key: str) -> Sequence[Fragment]:
-            if key in in_text:
-                return [replace(item, key=key) for item in text.fragments(in_text[key])]
-            return towers[key].fragments() if key in towers else text.fragments(key)
-
-        tensors = {name: replace(text.tensors[key], key=name) for name, key in in_text.items()}
-        tensors |= {name: tensor.meta for name, tensor in towers.items()}
+        tensors = {name: text.tensors[key] for name, key in in_text.items()} | dict(towers)
         documents = dict(text.documents)
         if CONFIG in documents:
             documents[CONFIG] = self._config_document(documents[CONFIG])
@@ -87,9 +81,7 @@ class SeparatedTowers:
                 f"it with {_SPEAKS}=False"
             )
             notes = (*notes, note)
-        result = replace(
-            text, tensors=tensors, fragments_of=fragments_of, documents=documents, notes=notes
-        )
+        result = replace(text, tensors=tensors, documents=documents, notes=notes)
         return result.with_facet(HuggingFaceModel(self.model.model_type))
 
     def _name_of(self, key: str) -> str:
@@ -208,7 +200,7 @@ def separate_towers(
     # Select the towers' tensors, and give them the names of the model that they came from.
     beginnings = _beginnings_of(fields, model)
     part = thinking_part(origin.config)
-    towers: dict[str, HfTensor] = {}
+    towers: dict[str, Tensor] = {}
     used: set[str] = set()
     for tower in model.towers:
         # One by one: a damaged configuration may describe more tensors than memory can hold.

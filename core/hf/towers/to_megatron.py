@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel
 from core.changes.select import is_optimizer_key
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
@@ -82,14 +82,10 @@ class SeparatedModel:
         Args:
             text: that of the text model.
         """
-        towers = {
-            name: megatron_tensor(self.complete, tensor) for name, tensor in self.towers.items()
+        tensors = {
+            name: megatron_tensor(self.complete, tensor).tensor
+            for name, tensor in self.towers.items()
         }
-
-        def fragments_of(key: str) -> Sequence[Fragment]:
-            return towers[key].fragments() if key in towers else text.fragments(key)
-
-        tensors = {name: tensor.meta for name, tensor in towers.items()}
         changes: dict[str, object] = {NAMES_ARGUMENT: json.dumps(self.beginnings)}
         if self.model.has_expert_stacks:
             changes[EXPERTS_ARGUMENT] = TRANSPOSED if self.is_transposed else PLAIN
@@ -108,7 +104,6 @@ class SeparatedModel:
         return replace(
             text,
             tensors={**tensors, **text.tensors},
-            fragments_of=fragments_of,
             objects={
                 **{key: StoredObject(key, value=_empty(key)) for key in states},
                 **text.objects,

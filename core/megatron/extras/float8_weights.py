@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.megatron.extras.common_state import is_chunk
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import LeafEntry, map_leaves
@@ -82,13 +83,13 @@ def dequantize_rank_weights(catalog: Catalog, dtype: str) -> DequantizedRanks:
         return DequantizedRanks(catalog, 0)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        return (whole_fragment(key, arrays[key]),) if key in arrays else catalog.fragments(key)
+        return (whole_fragment(arrays[key]),) if key in arrays else catalog.fragments(key)
 
     result = replace(
         catalog,
         tensors={
             **catalog.tensors,
-            **{key: TensorMeta(key, dtype, array.shape) for key, array in arrays.items()},
+            **{key: Tensor(dtype, array.shape) for key, array in arrays.items()},
         },
         objects={key: item for key, item in catalog.objects.items() if key not in arrays},
         fragments_of=fragments_of,

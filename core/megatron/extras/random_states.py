@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
+from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import RNG, common_of, sharded_object, unwrap_shard
 from core.megatron.model.topology import Rank, Topology
@@ -173,7 +174,7 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
     return result.with_facet(replace(model, rng_states={})) if model.rng_states else result
 
 
-def _needed_tensors(catalog: Catalog, removed: Collection[str]) -> dict[str, TensorMeta]:
+def _needed_tensors(catalog: Catalog, removed: Collection[str]) -> dict[str, Tensor]:
     """Return the hidden tensors that are still needed without some objects and all rank states.
 
     Args:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from math import prod
 
 from core.arrays.box import Shape
-from core.catalog.catalog import TensorMeta
 from core.catalog.sister_layers import find_deviations
+from core.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -37,7 +37,7 @@ ADAPTER = ".adapter."
 
 
 def check_complete(
-    tensors: Mapping[str, TensorMeta], facts: ModelFacts, rules: Rules, *, report: Report = raising
+    tensors: Mapping[str, Tensor], facts: ModelFacts, rules: Rules, *, report: Report = raising
 ) -> None:
     """Raise unless a model is complete.
 

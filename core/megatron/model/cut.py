@@ -16,11 +16,12 @@ from core.arrays.sharding import (
     shard_shape,
     split_axis,
 )
-from core.catalog.catalog import Catalog, Fragment, TargetFragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray
+from core.catalog.tensor import Fragment, TargetFragment, Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts
@@ -87,8 +88,8 @@ class Cut:
                 (Box(piece.box.offset[::-1], piece.box.shape[::-1]), piece.at[::-1])
                 for piece in pieces
             ]
-            return [Fragment(key, box, array, at) for box, at in swapped]
-        return [Fragment(key, piece.box, array, piece.at) for piece in pieces]
+            return [Fragment(box, array, at) for box, at in swapped]
+        return [Fragment(piece.box, array, piece.at) for piece in pieces]
 
 
 def cuts_of(
@@ -99,6 +100,7 @@ def cuts_of(
     An optimizer's states are cut like their parameters.
 
     Args:
+        key, meta: the tensor.
         n_rows: number of rows of the true vocabulary, or None if unknown.
 
     Raises:
@@ -122,13 +124,15 @@ def cuts_of(
         if cut is None:
             if rule.may_be_cut and model.is_down_proj_cut:
                 rule = rule.as_cut()
-            cut = cut_of_kind[kind] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
+            cut = cut_of_kind[kind] = cut_of(
+                key, meta, rule, facts, topology=topology, n_rows=n_rows
+            )
         cuts[key] = cut
     return cuts
 
 
 def cut_of(
-    meta: TensorMeta, rule: Rule, facts: ModelFacts, *, topology: Topology, n_rows: int | None
+    key: str, meta: Tensor, rule: Rule, facts: ModelFacts, *, topology: Topology, n_rows: int | None
 ) -> Cut:
     """Return the cut of a tensor.
 
@@ -146,26 +150,26 @@ def cut_of(
         return Cut(meta.shape, None, (), n, rule.group)
     if axis >= len(meta.shape):
         raise CorruptError(
-            f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=meta.key
+            f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=key
         )
 
     # Heads, units and parts must divide; the vocabulary is padded to divide.
     if rule.unit == "heads":
-        check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups_of(meta.key), tp=n, key=meta.key)
+        check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups_of(key), tp=n, key=key)
     shape = meta.shape
     if rule.kind == "vocab":
-        rows = padded_rows(meta, facts, tp=n, n_rows=n_rows)
+        rows = padded_rows(key, meta, facts, tp=n, n_rows=n_rows)
         shape = (*shape[:axis], rows, *shape[axis + 1 :])
-    check_units(rule, n, facts, key=meta.key)
-    parts = parts_of(rule, shape[axis], facts, key=meta.key)
-    check_divides(parts, n, key=meta.key, axis=axis, group=rule.group.upper())
+    check_units(rule, n, facts, key=key)
+    parts = parts_of(rule, shape[axis], facts, key=key)
+    check_divides(parts, n, key=key, axis=axis, group=rule.group.upper())
     return Cut(shape, axis, tuple(parts), n, rule.group)
 
 
 def param_array(
     name: str,
     keys: Sequence[str],
-    tensors: Mapping[str, TensorMeta],
+    tensors: Mapping[str, Tensor],
     cuts: Mapping[str, Cut],
     rules: Rules,
     *,
@@ -193,7 +197,7 @@ def param_array(
     return packed(name, parts, expert.rest)
 
 
-def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
+def zeros_of(meta: Tensor, cut: Cut) -> list[Box]:
     """Return the boxes of the destination's tensor that are padding, which the source lacks."""
     if cut.shape == meta.shape:
         return []

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.facts import ModelFacts
 
@@ -153,7 +154,7 @@ def rows_of(catalog: Catalog, given: int | None) -> int | None:
     return given if given is not None or model is None else model.vocab_size
 
 
-def padded_rows(meta: TensorMeta, facts: ModelFacts, *, tp: int, n_rows: int | None) -> int:
+def padded_rows(key: str, meta: Tensor, facts: ModelFacts, *, tp: int, n_rows: int | None) -> int:
     """Return the rows of a vocabulary tensor in a destination of size ``tp``.
 
     Raises:
@@ -167,7 +168,7 @@ def padded_rows(meta: TensorMeta, facts: ModelFacts, *, tp: int, n_rows: int | N
         raise UnsupportedError(
             f"the number of padding rows among the {rows} rows is unknown, so the padding for TP "
             f"{tp} is, too",
-            key=meta.key,
+            key=key,
             hint="give the true vocabulary size with --vocab-size, or keep all rows with "
             "--keep-padded-vocab",
         )
@@ -176,6 +177,6 @@ def padded_rows(meta: TensorMeta, facts: ModelFacts, *, tp: int, n_rows: int | N
         raise CorruptError(
             f"the tensor has {rows} rows, neither the {n_rows} of the vocabulary nor {padded} with "
             "padding",
-            key=meta.key,
+            key=key,
         )
     return padded

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.arrays.fast_value import value
-from core.catalog.catalog import TargetFragment
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import Optimizer
 from core.catalog.stored import Coords, PlannedArray, StoredArray
+from core.catalog.tensor import TargetFragment
 from core.megatron.model.topology import Rank
 from core.megatron.placement.chunk import ModelChunk
 

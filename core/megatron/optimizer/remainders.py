@@ -29,9 +29,10 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog, TensorMeta, bind_nothing
+from core.catalog.catalog import Catalog, bind_nothing
 from core.catalog.optimizer_keys import MASTER, state_of
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.optimizer.proof import pairs_of_masters, sample
@@ -65,7 +66,7 @@ def are_remainders(
     )
 
 
-def check_dtypes(tensors: Mapping[str, TensorMeta]) -> None:
+def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
     """Raise if master weights are stored as integers.
 
     Args:

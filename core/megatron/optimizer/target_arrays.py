@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.catalog.catalog import TargetFragment
 from core.catalog.stored import Coords, PlannedArray
+from core.catalog.tensor import TargetFragment
 from core.megatron.extras.common_state import plan_entry
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.reshard_target import ReshardTarget

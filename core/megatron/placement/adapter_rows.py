@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Fragment
 from core.errors import UnsupportedError
 
 _HALVED = re.compile(r"\.linear_fc1\.adapter\.adapter_(up|gate)\.linear_out\.weight$")
@@ -68,7 +69,7 @@ def _reordered(catalog: Catalog, *, first: int, second: int) -> Catalog:
                 f"{first * second // 2} does not cut into halves for each rank",
                 key=key,
             )
-    fragments_of = catalog.fragments_of
+    fragments_of = catalog.fragments
 
     def moved(key: str) -> Iterator[Fragment]:
         n_in_block = catalog.tensors[key].shape[0] // (first * second)

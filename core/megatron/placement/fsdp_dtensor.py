@@ -40,12 +40,12 @@ Transformer Engine's). ``core.megatron.reshard.fsdp`` writes this form.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
-from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.optimizer_keys import MASTER, STATES, state_key
+from core.catalog.tensor import Tensor, concat
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.args import fields_of, replaced
@@ -125,24 +125,7 @@ def _state_name(key: str) -> str:
 
 def _renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
     """Return a catalog with other keys; ``names`` has the new key of every old one."""
-    old = {new: key for key, new in names.items()}
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        stored = old.get(key, key)
-        if stored == key:
-            return catalog.fragments(key)
-        return tuple(replace(piece, key=key) for piece in catalog.fragments(stored))
-
-    tensors = {names[key]: replace(meta, key=names[key]) for key, meta in catalog.tensors.items()}
-    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
-
-
-@dataclass(frozen=True, slots=True)
-class _Halves:
-    """The two stored halves of a gated layer's parameter: gate rows, then up rows."""
-
-    gate: TensorMeta
-    up: TensorMeta
+    return replace(catalog, tensors={names[key]: tensor for key, tensor in catalog.tensors.items()})
 
 
 def _join_halves(catalog: Catalog) -> Catalog:
@@ -153,8 +136,7 @@ def _join_halves(catalog: Catalog) -> Catalog:
         CorruptError: the halves have different shapes or dtypes.
     """
     # Find both halves of every gated layer's parameter.
-    tensors: dict[str, TensorMeta] = {}
-    halves: dict[str, _Halves] = {}
+    tensors: dict[str, Tensor] = {}
     for key, meta in catalog.tensors.items():
         match = _HALF.fullmatch(key)
         if match is None:
@@ -175,25 +157,9 @@ def _join_halves(catalog: Catalog) -> Catalog:
                 f"{other.dtype} of {other.shape}",
                 key=key,
             )
-        halves[param] = _Halves(meta, other) if match["half"] == "w" else _Halves(other, meta)
-        tensors[param] = replace(meta, key=param, shape=(2 * meta.shape[0], *meta.shape[1:]))
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        pair = halves.get(key)
-        if pair is None:
-            return catalog.fragments(key)
-        return tuple(
-            replace(piece, key=key, box=_moved(piece.box, start))
-            for meta, start in ((pair.gate, 0), (pair.up, pair.gate.shape[0]))
-            for piece in catalog.fragments(meta.key)
-        )
-
-    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
-
-
-def _moved(box: Box, n_rows: int) -> Box:
-    """Return a box that begins further down by a number of rows."""
-    return Box((box.offset[0] + n_rows, *box.offset[1:]), box.shape)
+        # Gate rows come first.
+        tensors[param] = concat([meta, other] if match["half"] == "w" else [other, meta])
+    return replace(catalog, tensors=tensors)
 
 
 def _with_extra_states(catalog: Catalog) -> Catalog:
@@ -279,20 +245,14 @@ def _with_masters(catalog: Catalog) -> Catalog:
             )
         weights[master] = weight
         meta = catalog.tensors[weight]
-        tensors[master] = replace(meta, key=master, dtype="float32")
+        tensors[master] = replace(meta, dtype="float32")
         if dtype is not None:
             tensors[weight] = replace(meta, dtype=dtype)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        weight = weights.get(key)
-        if weight is None:
-            return catalog.fragments(key)
-        return tuple(replace(piece, key=key) for piece in catalog.fragments(weight))
 
     cast = [weight for weight in weights.values() if catalog.tensors[weight].dtype != dtype]
     note = (
         f"the {len(cast)} stored weights are the optimizer's fp32 masters; the weights are rounded "
         f"to {dtype}, with which the run computes, and the masters are carried as they are"
     )
-    result = replace(catalog, tensors=tensors, fragments_of=fragments_of)
+    result = replace(catalog, tensors=tensors)
     return result.noted([note]) if dtype is not None and cast else result

@@ -17,10 +17,9 @@ Source: megatron-core 0.16.1 ``models/gpt/gpt_layer_specs.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel
 from core.catalog.optimizer_keys import Optimizer, state_key, state_of
 from core.errors import UnsupportedError
@@ -67,12 +66,6 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         for key in catalog.tensors
         if not key.endswith(EXTRA_STATE)
     }
-    old_of = {new: old for old, new in new_of.items()}
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        old = old_of.get(key, key)
-        fragments = catalog.fragments(old)
-        return fragments if old == key else [replace(piece, key=key) for piece in fragments]
 
     # Transformer Engine's norms have states, too, which are empty in the other implementation.
     objects = {key: item for key, item in catalog.objects.items() if key not in filled_states}
@@ -89,9 +82,8 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     optimizer = catalog.optimizer
     return replace(
         catalog,
-        tensors={new: replace(catalog.tensors[old], key=new) for old, new in new_of.items()},
+        tensors={new: catalog.tensors[old] for old, new in new_of.items()},
         objects=objects,
-        fragments_of=fragments_of,
         args=args,
         common={**common_of(catalog), "args": args},
         optimizer=None if optimizer is None else _with_names(optimizer, new_of),

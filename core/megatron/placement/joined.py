@@ -21,30 +21,18 @@ Source: megatron-core 0.16.1 ``ssm/mamba_mixer.py``, ``ssm/gated_delta_net.py``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
-from core.arrays.box import Box, Shape
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, clip_fragment
+from core.arrays.box import Shape
+from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import ArrayT, array_name
+from core.catalog.tensor import Fragment, Tensor, concat
 from core.errors import CorruptError, MissingShardError
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import parts_of
 from core.megatron.rules.rules import Rules
-
-
-@dataclass(frozen=True, slots=True)
-class _PartRange:
-    """The range of a part on the axis of its parameter.
-
-    Args:
-        key: key of the part.
-        start, extent: in elements.
-    """
-
-    key: str
-    start: int
-    extent: int
 
 
 def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
@@ -55,7 +43,7 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
         CorruptError: parts have different dtypes, or shapes that do not fit together.
     """
     # Collect the parts of every parameter, with the axis on which to join them.
-    parts_of_key: dict[str, tuple[int, dict[str, TensorMeta]]] = {}
+    parts_of_key: dict[str, tuple[int, dict[str, Tensor]]] = {}
     order: dict[str, tuple[str, ...]] = {}
     names = rules.part_names
     for key, meta in catalog.tensors.items():
@@ -68,73 +56,50 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
         return catalog
 
     # Replace the first part by the parameter, whose extent is the sum of the parts'.
-    runs = {
-        param: _place_parts(param, axis, parts, order[param])
+    parts_in_order = {
+        param: _in_order(param, axis, parts, order[param])
         for param, (axis, parts) in parts_of_key.items()
     }
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for key, meta in catalog.tensors.items():
         param = key.rpartition(".")[0]
-        if param not in runs:
+        if param not in parts_in_order:
             tensors[key] = meta
         elif param not in tensors:
-            axis, extent = parts_of_key[param][0], sum(run.extent for run in runs[param])
-            tensors[param] = replace(meta, key=param, shape=_with(meta.shape, axis, extent))
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in runs:
-            return catalog.fragments(key)
-        axis = parts_of_key[key][0]
-        return tuple(
-            replace(
-                piece,
-                key=key,
-                box=Box(
-                    _with(piece.box.offset, axis, piece.box.offset[axis] + run.start),
-                    piece.box.shape,
-                ),
-            )
-            for run in runs[key]
-            for piece in catalog.fragments(run.key)
-        )
-
-    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
+            whole = concat(parts_in_order[param], parts_of_key[param][0])
+            tensors[param] = replace(meta, shape=whole.shape, fragments=whole.fragments)
+    return replace(catalog, tensors=tensors)
 
 
-def _place_parts(
-    param: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequence[str]
-) -> list[_PartRange]:
-    """Return the ranges of a parameter's parts on their axis, in order.
+def _in_order(
+    param: str, axis: int, parts: Mapping[str, Tensor], names: Sequence[str]
+) -> list[Tensor]:
+    """Return the parts of a parameter in the order in which they follow each other.
 
     Args:
-        parts: name → metadata of the part.
+        axis: the axis that they divide.
+        parts: name → part.
         names: names of all parts, in order.
 
     Raises:
         MissingShardError: a part is missing.
         CorruptError: parts have different dtypes, or other axes have different extents.
     """
-    first_part = next(iter(parts.values()))
-    runs: list[_PartRange] = []
-    start = 0
+    first = next(iter(parts.values()))
     for name in names:
-        meta = parts.get(name)
-        if meta is None:
+        part = parts.get(name)
+        if part is None:
             raise MissingShardError(
                 "this part of the parameter is missing; the others are present",
                 key=f"{param}.{name}",
             )
-        if meta.dtype != first_part.dtype or _with(meta.shape, axis, 0) != _with(
-            first_part.shape, axis, 0
-        ):
+        if part.dtype != first.dtype or _with(part.shape, axis, 0) != _with(first.shape, axis, 0):
             raise CorruptError(
-                f"{meta.dtype} of shape {meta.shape}, but another part of {param} is "
-                f"{first_part.dtype} of {first_part.shape}",
-                key=meta.key,
+                f"{part.dtype} of shape {part.shape}, but another part of {param} is "
+                f"{first.dtype} of {first.shape}",
+                key=f"{param}.{name}",
             )
-        runs.append(_PartRange(f"{param}.{name}", start, meta.shape[axis]))
-        start += meta.shape[axis]
-    return runs
+    return [parts[name] for name in names]
 
 
 def separate_parts(
@@ -150,8 +115,7 @@ def separate_parts(
         CorruptError: the sizes of the parts do not add up to the tensor's extent.
     """
     # Give every part its range on the axis; other tensors stay as they are.
-    tensors: dict[str, TensorMeta] = {}
-    runs: dict[str, tuple[int, str, _PartRange]] = {}
+    tensors: dict[str, Tensor[ArrayT]] = {}
     for key, meta in catalog.tensors.items():
         rule = rules.parted_rule(param_of(key))
         axis = 0 if rule is None else (rule.axis or 0) + _n_front(key, rules)
@@ -167,24 +131,14 @@ def separate_parts(
             n_words = name.count(".") + 1
             if n_words > 1:
                 part = ".".join([*key.split(".")[:-n_words], name])
-            tensors[part] = replace(meta, key=part, shape=_with(meta.shape, axis, extent))
-            runs[part] = (axis, key, _PartRange(part, start, extent))
+            range_of_key = meta.narrow(axis, start, extent)
+            if is_target:
+                range_of_key = range_of_key.with_fragments(partial(_as_own_chunk, part))
+            tensors[part] = replace(
+                meta, shape=range_of_key.shape, fragments=range_of_key.fragments
+            )
             start += extent
-    if not runs:
-        return catalog
-
-    def fragments_of(key: str) -> Sequence[Fragment[ArrayT]]:
-        if key not in runs:
-            return catalog.fragments(key)
-        axis, param, run = runs[key]
-        pieces = (
-            clip_fragment(piece, run.key, start=run.start, extent=run.extent, axis=axis)
-            for piece in catalog.fragments(param)
-        )
-        clipped = tuple(piece for piece in pieces if piece is not None)
-        return tuple(map(_as_own_chunk, clipped)) if is_target else clipped
-
-    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
+    return replace(catalog, tensors=tensors)
 
 
 def _n_front(key: str, rules: Rules) -> int:
@@ -192,10 +146,10 @@ def _n_front(key: str, rules: Rules) -> int:
     return int(rules.stacked_of(param_of(key)) is not None)
 
 
-def _as_own_chunk(piece: Fragment[ArrayT]) -> Fragment[ArrayT]:
+def _as_own_chunk(key: str, piece: Fragment[ArrayT]) -> Fragment[ArrayT]:
     """Return a fragment of a part in a chunk of its own, not in its parameter's chunk."""
     assert piece.array is not None, "chunks that are to be written are arrays"
-    name = array_name(piece.key, piece.box)
+    name = array_name(key, piece.box)
     array = replace(piece.array, name=name, shape=piece.box.shape)
     return replace(piece, array=array, at=(0,) * len(array.shape))
 

@@ -10,13 +10,14 @@ A stored tensor may stack the layers of a model, and the experts of a layer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
-from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.arrays.box import Box, Shape
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.rules import (
@@ -170,7 +171,7 @@ def _sub(sub: str, facts: ModelFacts, rules: Rules) -> str:
     return rules.local(sub) if facts.fuses_names else sub
 
 
-def meta_of(catalog: Catalog, name: str, origin: Origin) -> TensorMeta:
+def meta_of(catalog: Catalog, name: str, origin: Origin) -> Tensor:
     """Return the metadata of a global per-layer tensor.
 
     Raises:
@@ -181,46 +182,34 @@ def meta_of(catalog: Catalog, name: str, origin: Origin) -> TensorMeta:
         other = catalog.tensors[key]
         if (other.dtype, other.shape) != (first.dtype, first.shape):
             raise CorruptError(
-                f"{other.dtype} of shape {other.shape}, but its copy {first.key} is {first.dtype} "
-                f"of {first.shape}",
+                f"{other.dtype} of shape {other.shape}, but its copy {origin.keys[0]} is "
+                f"{first.dtype} of {first.shape}",
                 key=key,
             )
-    return TensorMeta(name, first.dtype, first.shape[len(origin.at) :])
+    return Tensor(first.dtype, first.shape[len(origin.at) :])
 
 
-class OriginFragments:
-    """A finder of the fragments of global per-layer tensors in stored ones.
+def place_tensors(
+    catalog: Catalog, origins: Mapping[str, Origin], metas: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return global per-layer tensors, made of stored ones.
 
     Args:
         catalog: the stored tensors.
         origins: global name → origin.
-        metas: global name → metadata; shapes may have fewer rows than the stored tensors.
+        metas: global name → dtype and shape, which may have fewer rows than the stored tensor.
     """
+    # The layers of a stack are usually requested one after the other.
+    unstacked = lru_cache(maxsize=32)(lambda key, depth: _unstack(catalog.fragments(key), depth))
 
-    def __init__(
-        self, catalog: Catalog, origins: Mapping[str, Origin], metas: Mapping[str, TensorMeta]
-    ) -> None:
-        self._catalog = catalog
-        self._origins = origins
-        self._metas = metas
-        # The layers of a stack are usually requested one after the other.
-        self._unstacked = lru_cache(maxsize=32)(
-            lambda key, depth: _unstack(catalog.fragments(key), depth)
-        )
-
-    def fragments_of(self, key: str) -> Sequence[Fragment]:
-        """Return the fragments of a tensor; for a key without an origin, the catalog's own."""
-        origin = self._origins.get(key)
-        if origin is None:
-            return self._catalog.fragments(key)
-        shape = self._metas[key].shape
+    def fragments_at(origin: Origin, shape: Shape) -> list[Fragment]:
         fragments: list[Fragment] = []
         for source in origin.keys:
             pieces: Iterable[Fragment]
             if origin.at:
-                pieces = self._unstacked(source, len(origin.at)).get(origin.at, [])
+                pieces = unstacked(source, len(origin.at)).get(origin.at, [])
             else:
-                pieces = self._catalog.fragments(source)
+                pieces = catalog.fragments(source)
 
             # Clip the pieces: padding rows of the vocabulary may have been dropped.
             for piece in pieces:
@@ -230,8 +219,13 @@ class OriginFragments:
                     if n_rows <= 0:
                         continue
                     box = Box(box.offset, (n_rows, *box.shape[1:]))
-                fragments.append(replace(piece, key=key, box=box))
-        return tuple(fragments)
+                fragments.append(replace(piece, box=box))
+        return fragments
+
+    return {
+        name: replace(metas[name], fragments=partial(fragments_at, origin, metas[name].shape))
+        for name, origin in origins.items()
+    }
 
 
 def _unstack(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:
@@ -254,5 +248,5 @@ def _unstack(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...],
                     for axis, start in enumerate(at)
                 )
             index = tuple(start + step for start, step in zip(offset, steps, strict=False))
-            fragments_at.setdefault(index, []).append(Fragment(piece.key, box, piece.array, at))
+            fragments_at.setdefault(index, []).append(Fragment(box, piece.array, at))
     return fragments_at

@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 
 from core.arrays.box import Box, c_strides
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Fragment
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import Fragment
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.facts import ModelFacts
 

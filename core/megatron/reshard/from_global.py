@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import filterfalse
 
-from core.catalog.catalog import Catalog, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel, TorchDistFacts
+from core.catalog.tensor import Tensor
 from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import ReadStore
@@ -51,10 +52,10 @@ from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import (
     Origin,
-    OriginFragments,
     meta_of,
     names_in,
     origins_of,
+    place_tensors,
     with_stacked_tower,
 )
 from core.megatron.rules.prefixes import list_prefixes, numbered_names, prefix_of, without_prefix
@@ -126,8 +127,9 @@ def unshard_global(
     objects = _rename_objects(catalog, entries, prefix, stored.facts, rules)
     for name, key in objects.tensors.items():
         meta = catalog.meta(key)
-        metas[name] = TensorMeta(name, meta.dtype, meta.shape)
+        metas[name] = Tensor(meta.dtype, meta.shape)
         origins[name] = Origin((key,))
+    tensors = place_tensors(catalog, origins, metas)
 
     # Rank files have a state of the output layer, which torch_dist has not.
     head_state = f"{GPT.output.removesuffix('weight')}{_EXTRA}"
@@ -142,10 +144,9 @@ def unshard_global(
     )
     model = replace(
         catalog,
-        tensors={name: metas[name] for name in order if name in metas},
+        tensors={name: tensors[name] for name in order if name in tensors},
         objects=objects.by_key,
         hidden={key: catalog.meta(key) for key in entries.tensors | objects.hidden_keys()},
-        fragments_of=OriginFragments(catalog, origins, metas).fragments_of,
         skeleton=None,
         args=entries.common["args"],
         iteration=iteration_of(entries.common),
@@ -226,7 +227,7 @@ class _StoredTensors:
     """
 
     origins: Mapping[str, Origin]
-    metas: Mapping[str, TensorMeta]
+    metas: Mapping[str, Tensor]
     n_rows: int | None
     facts: ModelFacts
     notes: Sequence[str]

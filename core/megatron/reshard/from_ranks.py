@@ -30,17 +30,11 @@ from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    StoredObject,
-    TensorMeta,
-    metas_of,
-    whole_fragment,
-)
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
+from core.catalog.tensor import Fragment, Tensor, tensors_of, whole_fragment
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (
@@ -199,7 +193,7 @@ def unshard_ranks(
     hidden = {
         leaf.key: catalog.meta(leaf.key) for leaf in walk(trees) if isinstance(leaf, TensorLeaf)
     }
-    hidden |= metas_of({key: arrays[0] for key, arrays in optimizer.copies.items()})
+    hidden |= tensors_of({key: arrays[0] for key, arrays in optimizer.copies.items()})
 
     unused = []
     if facts.has_unused_head(facts.topology):
@@ -218,7 +212,7 @@ def unshard_ranks(
     return replace(
         catalog,
         tensors={
-            name: TensorMeta(name, tensors[name].parts[0].array.dtype, shape)
+            name: Tensor(tensors[name].parts[0].array.dtype, shape)
             for name, shape in shapes.items()
         },
         objects=objects,
@@ -541,14 +535,14 @@ class _RankFragments:
             CorruptError: the sizes of the tensor's parts do not add up to its extent.
         """
         if key in self.copies:
-            return tuple(whole_fragment(key, array) for array in self.copies[key])
+            return tuple(whole_fragment(array) for array in self.copies[key])
         tensor = self.tensors.get(key)
         if tensor is None:
             return self.catalog.fragments(key)
         fragments: list[Fragment] = []
         for part in tensor.parts:
             for piece in self._pieces_of(key, tensor.rule, part):
-                fragment = Fragment(key, piece.box, part.array, piece.at)
+                fragment = Fragment(piece.box, part.array, piece.at)
                 if tensor.old_rows is None:
                     fragments.append(fragment)
                 else:

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.stored import Coords
+from core.catalog.tensor import Tensor
 from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.files.store import ReadStore
@@ -246,7 +247,7 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     # Find the per-layer tensors in the stored ones.
     facts = with_stacked_tower(facts, catalog, names)
     origins = origins_of(catalog, names, facts, rules, report=report)
-    metas: dict[str, TensorMeta] = {}
+    metas: dict[str, Tensor] = {}
     for name, origin in origins.items():
         try:
             metas[name] = meta_of(catalog, name, origin)

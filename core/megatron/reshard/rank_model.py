@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.arrays.fast_value import value
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Coords, StoredArray
+from core.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -90,10 +91,10 @@ class RankModel:
     outer: str = ""
     wrapper: Wrapper | None = None
 
-    def metas(self) -> dict[str, TensorMeta]:
+    def metas(self) -> dict[str, Tensor]:
         """Return the name, element type and shape that one rank's share of each tensor has."""
         arrays = {name: tensor.parts[0].array for name, tensor in self.tensors.items()}
-        return {name: TensorMeta(name, item.dtype, item.shape) for name, item in arrays.items()}
+        return {name: Tensor(item.dtype, item.shape) for name, item in arrays.items()}
 
 
 @dataclass(frozen=True, slots=True)

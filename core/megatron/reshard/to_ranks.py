@@ -17,18 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.arrays.box import full_box
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-    bind_nothing,
-)
+from core.catalog.catalog import Catalog, TargetCatalog, bind_nothing
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of, state_of
 from core.catalog.stored import Coords, PlannedArray
+from core.catalog.tensor import Fragment, TargetFragment, Tensor, without_fragments
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import (
     CONTENT,
@@ -170,7 +164,7 @@ def shard(
 
 
 def _target_catalog(
-    plan: _ShardPlan, files: _PlannedFiles, tensors: Mapping[str, TensorMeta]
+    plan: _ShardPlan, files: _PlannedFiles, tensors: Mapping[str, Tensor]
 ) -> TargetCatalog:
     """Return the target catalog of planned files, without notes and arguments.
 
@@ -189,10 +183,13 @@ def _target_catalog(
     return Catalog(
         format="megatron",
         version=None,
-        tensors={key: replace(meta, shape=cuts[key].target_shape) for key, meta in tensors.items()},
+        tensors={
+            key: replace(without_fragments(tensor), shape=cuts[key].target_shape)
+            for key, tensor in tensors.items()
+        },
         fragments_of=files.fragments_of,
         objects={key: item for key, item in model.objects.items() if item.raw_key is None},
-        hidden={key: model.meta(key) for key in extras},
+        hidden={key: without_fragments(model.meta(key)) for key in extras},
         iteration=model.iteration,
         zeros={key: boxes for key, boxes in zeros.items() if boxes},
         write=model.write,
@@ -488,7 +485,7 @@ class _PlannedFiles:
             if key in self.plan.cuts:
                 return () if self.optimizer is None else self.optimizer.fragments(key)
             return tuple(
-                Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))
+                Fragment(full_box(array.shape), array, (0,) * len(array.shape))
                 for array in self.extras.get(key, ())
             )
 

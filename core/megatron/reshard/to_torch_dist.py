@@ -29,19 +29,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    StoredObject,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-)
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray, array_name
+from core.catalog.tensor import Fragment, TargetFragment, Tensor, without_fragments
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
 from core.megatron.extras.engine_states import requested_states
@@ -217,13 +212,13 @@ def stack(
         hidden=hidden,
         notes=tuple(notes),
     )
-    target_catalog = Catalog(
+    target_catalog: TargetCatalog = Catalog(
         format="torch_dist",
         version=None,
         tensors=model.metas(is_target=True),
         fragments_of=model.target_fragments,
         objects=objects,
-        hidden=hidden,
+        hidden={key: without_fragments(tensor) for key, tensor in hidden.items()},
         args=common["args"],
         common=common,
         iteration=catalog.iteration,
@@ -316,7 +311,7 @@ def _is_homogeneous(
 
     Layers with tensors that Megatron never stacks (``Rules.unstacked``) are not homogeneous either.
     """
-    metas: dict[tuple[str, str], list[TensorMeta]] = {}
+    metas: dict[tuple[str, str], list[Tensor]] = {}
     for key in cuts:
         # ``layer_of`` is None for an optimizer's states, too, which follow their parameters.
         layer = rules.layer_of(key)
@@ -373,16 +368,16 @@ class _StackedModel:
     cuts: Mapping[str, Cut]
     groups: Mapping[str, Sequence[_StackedTensor]]
 
-    def metas(self, *, is_target: bool) -> dict[str, TensorMeta]:
+    def metas(self, *, is_target: bool) -> dict[str, Tensor[Any]]:
         """Return the metadata of every key, with the shapes of the destination or of the source.
 
         They differ in the padding of the vocabulary.
         """
-        metas: dict[str, TensorMeta] = {}
+        metas: dict[str, Tensor[Any]] = {}
         for key, group in self.groups.items():
             first = self.catalog.tensors[group[0].key]
-            shape = self.cuts[first.key].shape if is_target else first.shape
-            metas[key] = replace(first, key=key, shape=(*group[0].shape, *shape))
+            shape = self.cuts[group[0].key].shape if is_target else first.shape
+            metas[key] = replace(first, shape=(*group[0].shape, *shape))
         return metas
 
     def source_fragments(self, key: str) -> Sequence[Fragment]:
@@ -390,7 +385,7 @@ class _StackedModel:
         if key not in self.groups:
             return self.catalog.fragments(key)
         return tuple(
-            replace(piece, key=key, box=tensor.box(piece.box))
+            replace(piece, box=tensor.box(piece.box))
             for tensor in self.groups[key]
             for piece in self.catalog.fragments(tensor.key)
         )
@@ -403,7 +398,7 @@ class _StackedModel:
         if key not in self.groups:
             meta = self.catalog.meta(key)
             array = PlannedArray(key, meta.dtype, meta.shape)
-            return (Fragment(key, full_box(meta.shape), array, (0,) * len(meta.shape)),)
+            return (Fragment(full_box(meta.shape), array, (0,) * len(meta.shape)),)
 
         # A rank writes the tensors of its stage, and of its experts; of equal boxes, which are
         # replicas, only the first.
@@ -423,7 +418,7 @@ class _StackedModel:
                         array = PlannedArray(
                             array_name(key, box), dtype, box.shape, coords=_file_coords(number)
                         )
-                        chunks[box] = Fragment(key, box, array, (0,) * len(box.shape))
+                        chunks[box] = Fragment(box, array, (0,) * len(box.shape))
         return tuple(chunks.values())
 
     def zeros(self) -> dict[str, list[Box]]:
@@ -614,7 +609,7 @@ def _common_state(
 
 def _hidden_tensors(
     catalog: Catalog, common: Mapping[object, object], objects: Mapping[str, StoredObject]
-) -> dict[str, TensorMeta]:
+) -> dict[str, Tensor]:
     """Return the metadata of the tensors to which the common state and the objects refer."""
     values = (common, *(item.value for item in objects.values()))
     keys = [leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)]

@@ -28,13 +28,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
-from core.catalog.catalog import Catalog, Fragment, swapped
+from core.catalog.catalog import Catalog
 from core.catalog.file_image import JoinedArray
 from core.catalog.stored import PlannedArray, StoredArray, with_axes
+from core.catalog.tensor import Fragment, swapped
 from core.errors import CorruptError, UnsupportedError
 
 OPTION = "--experts"
@@ -189,18 +191,16 @@ def transposed(catalog: Catalog, keys: Collection[str]) -> Catalog:
     if not keys:
         return catalog
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        fragments = catalog.fragments(key)
-        return [_transposed(fragment) for fragment in fragments] if key in keys else fragments
-
     tensors = {
-        key: replace(meta, shape=meta.shape[::-1]) if key in keys else meta
-        for key, meta in catalog.tensors.items()
+        key: replace(tensor.with_fragments(partial(_transposed, key)), shape=tensor.shape[::-1])
+        if key in keys
+        else tensor
+        for key, tensor in catalog.tensors.items()
     }
-    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
+    return replace(catalog, tensors=tensors)
 
 
-def _transposed(fragment: Fragment) -> Fragment:
+def _transposed(key: str, fragment: Fragment) -> Fragment:
     """Return a fragment of the transposed matrix; its array is a transposed view."""
     array = fragment.array
     box = Box(fragment.box.offset[::-1], fragment.box.shape[::-1])
@@ -210,7 +210,7 @@ def _transposed(fragment: Fragment) -> Fragment:
     if extent.encoding is not None or len(array.shape) < 2:
         raise UnsupportedError(
             "compressed experts cannot be written as one parameter (the old GroupedMLP)",
-            key=fragment.key,
+            key=key,
             hint=f"write one module per expert with {OPTION} sequential",
         )
 

@@ -20,7 +20,7 @@ from core.megatron.rules.experts import Expert, ExpertForm, expert_form, expert_
 from core.megatron.rules.sizes import PartSize, ShapeSize
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import TensorMeta
+    from core.catalog.tensor import Tensor
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -132,7 +132,7 @@ GPT = ModelKind(
 """The default kind."""
 
 
-def has_value_head(tensors: Mapping[str, TensorMeta]) -> bool:
+def has_value_head(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether a GPT model's output layer has one row, as a critic or reward model has it."""
     return GPT.output in tensors and tensors[GPT.output].shape[:1] == (1,)
 

@@ -10,7 +10,7 @@ from ckpt_cli.html_report.rank_table import MAX_CELLS, CellFindings, rank_table
 from ckpt_cli.html_report.shard_layouts import MAX_BOXES, ShardLayouts
 from ckpt_cli.html_report.tensor_table import table_json
 from core.arrays.box import Box
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.pictures.heat import HeatCell, HeatMap
 from core.pictures.ranks import RankCell, RankGrid
 from core.pictures.shards import RankMoves, Shard, ShardMap
@@ -126,7 +126,8 @@ def test_a_tensor_of_many_boxes_keeps_their_number() -> None:
 
 
 def test_a_report_of_a_hundred_thousand_tensors_is_bounded() -> None:
-    wild = [TensorMeta(f"{i * 7919:x}." + "n" * 150, "float32", (4,)) for i in range(100_000)]
+    vector = Tensor("float32", (4,))
+    wild = {f"{i * 7919:x}." + "n" * 150: vector for i in range(100_000)}
     table = table_json(wild, map_of=lambda key: sharded(key, 2, file=key))
     assert len(json.dumps(table)) < 3_000_000
     assert isinstance(table["leftOut"], int) and table["leftOut"] > 0
@@ -134,7 +135,8 @@ def test_a_report_of_a_hundred_thousand_tensors_is_bounded() -> None:
 
 
 def test_equal_layers_are_one_row() -> None:
-    metas = [TensorMeta(f"l.{i}.e.{j}.w", "float32", (4,)) for i in range(100) for j in range(1000)]
-    table = table_json(metas, map_of=lambda key: sharded(key, 2, file="f"))
+    vector = Tensor("float32", (4,))
+    layers = {f"l.{i}.e.{j}.w": vector for i in range(100) for j in range(1000)}
+    table = table_json(layers, map_of=lambda key: sharded(key, 2, file="f"))
     assert len(json.dumps(table)) < 2_000
     assert table["withoutMap"] == 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ckpt_cli.pages.diff_rows import Row, folded_rows, only_row
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.diff.result import TensorDiff
 
 
 def only_in_a(*keys: str) -> list[TensorDiff]:
-    return [TensorDiff(key=key, kind="only_a", a=TensorMeta(key, "float32", (2,))) for key in keys]
+    return [TensorDiff(key=key, kind="only_a", a=Tensor("float32", (2,))) for key in keys]
 
 
 def test_keys_that_differ_in_numbers_share_a_row() -> None:

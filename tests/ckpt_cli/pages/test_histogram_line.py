@@ -8,7 +8,7 @@ import pytest
 from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.pages.pictures.histogram import histogram_text, scale_of
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.numbers.histogram import Histogram
 from core.numbers.statistics import ValueStatistics, describe
 
@@ -18,9 +18,9 @@ def lines_of(layers: dict[str, np.ndarray], screen: Screen, *, has_members: bool
         key: describe(memoryview(values.astype("f4").tobytes()), "float32")
         for key, values in layers.items()
     }
-    metas = [TensorMeta(key, "float32", values.shape) for key, values in layers.items()]
+    tensors = {key: Tensor("float32", values.shape) for key, values in layers.items()}
     return list(
-        stats_lines(screen, metas, parts, is_flat=False, has_members=has_members, sort=None)
+        stats_lines(screen, tensors, parts, is_flat=False, has_members=has_members, sort=None)
     )
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from ckpt_cli.pages.inspect_listing import listing_lines
 from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.numbers.statistics import ValueStatistics
 from core.opening.listing import ListedCheckpoint, Listing
 
 
-def statistics(*keys: str) -> tuple[list[TensorMeta], dict[str, ValueStatistics | None]]:
+def statistics(*keys: str) -> tuple[dict[str, Tensor], dict[str, ValueStatistics | None]]:
     part = ValueStatistics(
         n_elements=8, n_zeros=5376, least=-0.00452, greatest=0.00364, total=-1.67e-05, square=1e-5
     )
-    return [TensorMeta(key, "float32", (8,)) for key in keys], dict.fromkeys(keys, part)
+    return dict.fromkeys(keys, Tensor("float32", (8,))), dict.fromkeys(keys, part)
 
 
 def test_a_long_name_has_a_line_above_its_figures() -> None:

@@ -7,12 +7,13 @@ import pytest
 from ckpt_cli.pages.pictures.bars import bar_text, columns_text
 from ckpt_cli.pages.pictures.sizes import size_lines, sizes_json
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Tensor
 from core.pictures.sizes import SizeNode, sizes_of
 
 
 def sizes(**shapes: int) -> tuple[SizeNode, SizeNode]:
-    tensors = {key: TensorMeta(key, "uint8", (n,)) for key, n in shapes.items()}
+    tensors = {key: Tensor("uint8", (n,)) for key, n in shapes.items()}
     return sizes_of(Catalog("torch", None, tensors, lambda key: ()))
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import TensorMeta, whole_fragment
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Tensor, whole_fragment
 from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange
 from core.convert.stage import identity_text
@@ -140,9 +140,9 @@ def members_of(node: ast.ClassDef) -> Iterator[str]:
 
 
 def test_a_place_that_is_found_late_keeps_the_order_of_its_axes() -> None:
-    meta = TensorMeta("w", "float32", (3, 1, 2))
+    meta = Tensor("float32", (3, 1, 2))
     extent = Extent("a", 8, item_bytes=99, axes=(1, None, 0))
-    fragments = (whole_fragment("w", StoredArray("w^T", "float32", (3, 1, 2), extent)),)
+    fragments = (whole_fragment(StoredArray("w^T", "float32", (3, 1, 2), extent)),)
     encoder = Encoder()
     data = json.loads(json.dumps(encoder.fragments(meta, fragments)))
     assert Decoder(list(encoder.files)).fragments(meta, data) == fragments

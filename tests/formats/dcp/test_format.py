@@ -20,18 +20,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from core.arrays.box import Box
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    StoredObject,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-    catalog_of_arrays,
-)
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
 from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, PlannedArray, StoredArray
+from core.catalog.tensor import Fragment, TargetFragment, Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -440,11 +433,11 @@ def made_catalog(
     def fragments_of(key: str) -> list[TargetFragment]:
         made, row = [], 0
         for array in arrays[key]:
-            made.append(Fragment(key, Box((row, 0), array.shape), array, (0, 0)))
+            made.append(Fragment(Box((row, 0), array.shape), array, (0, 0)))
             row += array.shape[0]
         return made
 
-    tensors = {key: TensorMeta(key, parts[0].dtype, shape) for key, parts in arrays.items()}
+    tensors = {key: Tensor(parts[0].dtype, shape) for key, parts in arrays.items()}
     return Catalog("dcp", None, tensors, fragments_of, objects=objects or {})
 
 
@@ -517,7 +510,6 @@ def test_a_value_with_tensors_inside_is_written_with_them(tmp_path: Path) -> Non
         "dcp",
         None,
         {"w": base.tensors["w"]},
-        base.fragments_of,
         objects={"state": StoredObject("state", value={"rng": TensorLeaf("hidden"), "n": 1})},
         hidden=hidden,
     )
@@ -571,10 +563,9 @@ def test_an_array_with_fewer_axes_becomes_a_chunk_of_the_stacked_tensor() -> Non
     target = Catalog(
         "dcp",
         None,
-        {"w": TensorMeta("w", "float32", (4, 2, 3))},
+        {"w": Tensor("float32", (4, 2, 3))},
         lambda key: [
-            Fragment(key, Box((n, 0, 0), (1, 2, 3)), array, (0, 0))
-            for n, array in enumerate(arrays)
+            Fragment(Box((n, 0, 0), (1, 2, 3)), array, (0, 0)) for n, array in enumerate(arrays)
         ],
     )
     images = laid_out(target)
@@ -592,11 +583,9 @@ def test_an_array_with_fewer_axes_becomes_a_chunk_of_the_stacked_tensor() -> Non
 
 def test_an_array_in_several_fragments_is_one_chunk() -> None:
     array = PlannedArray("whole", "float32", (4, 3))
-    rows = [Fragment("w", Box((2 + n, 0), (1, 3)), array, (n, 0)) for n in range(4)]
-    other = Fragment("w", Box((0, 0), (2, 3)), PlannedArray("first", "float32", (2, 3)), (0, 0))
-    target = Catalog(
-        "dcp", None, {"w": TensorMeta("w", "float32", (6, 3))}, lambda key: [*rows, other]
-    )
+    rows = [Fragment(Box((2 + n, 0), (1, 3)), array, (n, 0)) for n in range(4)]
+    other = Fragment(Box((0, 0), (2, 3)), PlannedArray("first", "float32", (2, 3)), (0, 0))
+    target = Catalog("dcp", None, {"w": Tensor("float32", (6, 3))}, lambda key: [*rows, other])
     metadata = read_metadata(literal_bytes(laid_out(target)[-1]), label="made")
     assert [chunk.box for chunk in metadata.chunks("w")] == [
         Box((2, 0), (4, 3)),
@@ -613,8 +602,8 @@ def test_two_chunks_at_one_element_are_refused() -> None:
     target = Catalog(
         "dcp",
         None,
-        {"w": TensorMeta("w", "float32", (2, 3))},
-        lambda key: [Fragment(key, Box((0, 0), (2, 3)), array, (0, 0)) for array in arrays],
+        {"w": Tensor("float32", (2, 3))},
+        lambda key: [Fragment(Box((0, 0), (2, 3)), array, (0, 0)) for array in arrays],
     )
     with pytest.raises(UnsupportedError, match="two chunks begin"):
         laid_out(target)

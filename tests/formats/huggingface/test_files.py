@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of, with_documents, without_carried
+from core.catalog.tensor import Tensor
 from core.errors import CorruptError, StorageError, UnsupportedError
 from core.files.json_object import MAX_VALUES
 from core.files.store import LocalStore, MemoryStore, override
@@ -108,7 +109,7 @@ def test_carried_files_come_out_byte_for_byte() -> None:
     store = MemoryStore(files)
     source = with_carried(empty(), store)
     assert carried_of(source) == {name: f"file:{name}" for name in sorted(files)}
-    assert source.hidden["file:merges.txt"] == TensorMeta("file:merges.txt", "uint8", (256,))
+    assert source.hidden["file:merges.txt"] == Tensor("uint8", (256,))
     target = partitioned(with_documents(source, {"new.json": b"{}"}), format="fake", by="whole")
     made = materialized(file_images(target), target=target, source=source, store=store)
     assert made == {**files, "new.json": b"{}"}
@@ -118,7 +119,7 @@ def test_a_carried_file_gets_a_key_that_no_tensor_has() -> None:
     taken = Catalog(
         "fake",
         None,
-        {"file:config.json": TensorMeta("file:config.json", "uint8", (1,))},
+        {"file:config.json": Tensor("uint8", (1,))},
         lambda key: (),
     )
     made = with_carried(taken, MemoryStore({"config.json": b"{}"}))

@@ -627,8 +627,7 @@ def test_names_that_other_tools_look_for_are_kept(tmp_path: Path, stem: str) -> 
 def test_a_dtype_that_the_format_lacks_is_refused_by_the_tensors_name() -> None:
     store = MemoryStore({"x.safetensors": A})
     source = read(store)
-    meta = replace(source.tensors["a"], key="z", dtype="complex128")
-    odd = Catalog("fake", None, {"z": meta}, source.fragments_of)
+    odd = Catalog("fake", None, {"z": replace(source.tensors["a"], dtype="complex128")})
     with pytest.raises(UnsupportedError, match="no dtype complex128") as caught:
         lay_out(target_of(odd))
     assert caught.value.key == "z" and "--exclude" in str(caught.value.hint)

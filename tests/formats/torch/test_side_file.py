@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from core.arrays.box import full_box
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.torch.format import FORMAT as TORCH
@@ -57,15 +58,13 @@ def flat_catalog(tensors: tuple[str, ...] = (), **objects: object) -> Catalog:
     def fragments_of(key: str) -> list[Fragment]:
         number = tensors.index(key)
         return [
-            Fragment(
-                key, full_box((2,)), StoredArray(key, "uint8", (2,), Extent("t", 2 * number)), (0,)
-            )
+            Fragment(full_box((2,)), StoredArray(key, "uint8", (2,), Extent("t", 2 * number)), (0,))
         ]
 
     return Catalog(
         "fake",
         None,
-        {key: TensorMeta(key, "uint8", (2,)) for key in tensors},
+        {key: Tensor("uint8", (2,)) for key in tensors},
         fragments_of,
         objects={key: StoredObject(key, value=value) for key, value in objects.items()},
     )
@@ -102,7 +101,7 @@ def test_objects_and_nesting_of_a_torch_file_come_back(tmp_path: Path) -> None:
     assert list(found.objects) == list(source.objects)
     assert found.objects["optimizer.param_groups.0.betas"].value == (0.9, 0.95)
     assert found.objects["names"].value == {"a", "b"}
-    tensors = Catalog("fake", None, source.tensors, source.fragments_of)
+    tensors = Catalog("fake", None, source.tensors)
     back = inlined(with_objects(tensors, found))
     target = partitioned(back, format="torch", by="whole")
     assert TORCH.lay_out is not None
@@ -144,7 +143,7 @@ def test_tensors_inside_objects_are_hidden_and_keep_their_bytes(tmp_path: Path) 
 
     def fragments_of(key: str) -> list[Fragment]:
         assert key == "inside"
-        return [Fragment(key, full_box((40,)), array, (0,))]
+        return [Fragment(full_box((40,)), array, (0,))]
 
     catalog = Catalog(
         "fake",
@@ -152,7 +151,7 @@ def test_tensors_inside_objects_are_hidden_and_keep_their_bytes(tmp_path: Path) 
         {},
         fragments_of,
         objects={"rng": StoredObject("rng", value=hidden)},
-        hidden={"inside": TensorMeta("inside", "uint8", (40,))},
+        hidden={"inside": Tensor("uint8", (40,))},
     )
     made = written(catalog, store)
     found = read_back(made)
@@ -205,7 +204,7 @@ def test_an_object_that_was_not_read_is_refused() -> None:
     source = flat_catalog()
     raw = StoredObject("o", raw_key="raw:o")
     with pytest.raises(UnsupportedError, match="has not been read"):
-        objects_image(Catalog("fake", None, {}, source.fragments_of, objects={"o": raw}))
+        objects_image(Catalog("fake", None, {}, objects={"o": raw}, hidden=source.hidden))
     with pytest.raises(UnsupportedError, match="bare storage"):
         objects_image(flat_catalog(o=[Persistent(("storage",))]))
 

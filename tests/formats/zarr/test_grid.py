@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box
 from core.arrays.coverage import first_hole, first_overlap
-from core.catalog.catalog import Fragment, TargetFragment
 from core.catalog.stored import PlannedArray
+from core.catalog.tensor import Fragment, TargetFragment
 from core.errors import UnsupportedError
 from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
 from core.formats.zarr.shards import are_bands
@@ -57,7 +57,7 @@ def test_bands_of_long_axes_are_found_at_once() -> None:
 def fragments(boxes: list[Box]) -> list[TargetFragment]:
     origin = (0,) * len(boxes[0].shape)
     return [
-        Fragment("w", box, PlannedArray(f"w@{n}", "float32", box.shape), origin)
+        Fragment(box, PlannedArray(f"w@{n}", "float32", box.shape), origin)
         for n, box in enumerate(boxes)
     ]
 
@@ -73,14 +73,14 @@ def test_equal_pieces_are_a_grid_in_any_order() -> None:
 
 def test_an_array_in_several_fragments_is_one_chunk() -> None:
     array = PlannedArray("w", "float32", (4, 3))
-    parts = [Fragment("w", Box((row, 0), (2, 3)), array, (row, 0)) for row in (0, 2)]
+    parts = [Fragment(Box((row, 0), (2, 3)), array, (row, 0)) for row in (0, 2)]
     grid, arrays = grid_of_pieces("w", (4, 3), parts)
     assert (grid.chunk_shape, arrays) == ((4, 3), {(0, 0): array})
 
 
 def test_arrays_with_fewer_axes_are_chunks_of_extent_one() -> None:
     parts = [
-        Fragment("w", Box((n, 0), (1, 3)), PlannedArray(f"w{n}", "float32", (3,)), (0,))
+        Fragment(Box((n, 0), (1, 3)), PlannedArray(f"w{n}", "float32", (3,)), (0,))
         for n in range(2)
     ]
     grid, arrays = grid_of_pieces("w", (2, 3), parts)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.hf.tensors import fuse
 
 Sizes = tuple[int, list[int], int, list[int]]
@@ -37,17 +38,20 @@ def _pieces(key: str, n_rows: int, columns: int, cuts: list[int]) -> list[Fragme
         array = StoredArray(
             f"{key}@{start}", "uint8", (1, stop - start + 2, columns), Extent(key, start)
         )
-        found.append(Fragment(key, Box((start, 0), (stop - start, columns)), array, (0, 1, 0)))
+        found.append(Fragment(Box((start, 0), (stop - start, columns)), array, (0, 1, 0)))
     return found
 
 
-def _filled(
-    pieces: list[Fragment], data: dict[str, np.ndarray], shape: tuple[int, ...]
-) -> np.ndarray:
-    """The tensor that fragments describe; every element is filled once."""
-    made = np.zeros(shape, np.int64)
-    count = np.zeros(shape, int)
-    for piece in pieces:
+def _stored(key: str, numbers: np.ndarray, columns: int, cuts: list[int]) -> Tensor:
+    """Return a matrix as a tensor that is stored in row pieces."""
+    return Tensor("uint8", numbers.shape, lambda: _pieces(key, len(numbers), columns, cuts))
+
+
+def _filled(tensor: Tensor, data: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the elements of a tensor, each of which is filled once."""
+    made = np.zeros(tensor.shape, np.int64)
+    count = np.zeros(tensor.shape, int)
+    for piece in tensor.fragments():
         assert piece.array is not None
         stored = data[piece.array.extent.file]  # the whole tensor that the array is cut from
         first = piece.array.extent.offset + piece.at[-2] - 1
@@ -77,14 +81,13 @@ def test_parts_are_dealt_out_group_by_group_and_collected_again(sizes: Sizes) ->
     )
     strips = fuse.interleave_by_group(extents, groups)
     data = {f"part{number}": part for number, part in enumerate(parts)}
-    sources = [_pieces(name, len(part), columns, cuts) for name, part in data.items()]
-    assert np.array_equal(
-        _filled(fuse.fuse_parts("whole", strips, sources), data, wanted.shape), wanted
-    )
-    pieces = _pieces("whole", len(wanted), columns, cuts)
+    sources = [_stored(name, part, columns, cuts) for name, part in data.items()]
+    fused = fuse.fuse_parts(strips, sources, wanted.shape)
+    assert np.array_equal(_filled(fused, data), wanted)
+    whole = _stored("whole", wanted, columns, cuts)
     for number, part in enumerate(parts):
-        found = fuse.take_apart("part", strips, number, pieces)
-        assert np.array_equal(_filled(found, {"whole": wanted}, part.shape), part)
+        taken = fuse.take_apart(strips, number, whole, part.shape)
+        assert np.array_equal(_filled(taken, {"whole": wanted}), part)
 
 
 def test_the_parts_of_one_group_are_one_after_the_other() -> None:
@@ -96,15 +99,18 @@ def test_rows_that_are_not_those_of_the_groups_are_refused() -> None:
         fuse.interleave_by_group([4, 3], 2)
 
 
-def stack_of(fragments: list[Fragment]) -> Catalog:
-    return Catalog("torch", None, {}, lambda key: fragments)
+def entry_of(shape: tuple[int, ...], fragments: list[Fragment], number: int) -> Fragment:
+    """Return the only fragment of an entry of a stack."""
+    stack = Tensor("uint8", shape, lambda: fragments)
+    (fragment,) = Catalog("torch", None, {"s": stack}).entry("s", number).fragments()
+    return fragment
 
 
 def test_one_of_a_stack_has_an_axis_less() -> None:
     array = StoredArray("a", "uint8", (4, 2, 3), Extent("f", 0))
-    pieces = [Fragment("s", full_box((4, 2, 3)), array, (0, 0, 0))]
-    (entry,) = fuse.take_from_stack(stack_of(pieces), "s", 2, key="e")
-    assert (entry.key, entry.box, entry.at) == ("e", full_box((2, 3)), (2, 0, 0))
+    pieces = [Fragment(full_box((4, 2, 3)), array, (0, 0, 0))]
+    entry = entry_of((4, 2, 3), pieces, 2)
+    assert (entry.box, entry.at) == (full_box((2, 3)), (2, 0, 0))
 
 
 def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
@@ -112,24 +118,17 @@ def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
         StoredArray(f"a{number}", "uint8", (2, 3), Extent("f", number)) for number in range(4)
     ]
     pieces = [
-        Fragment("s", Box((number, 0, 0), (1, 2, 3)), array, (0, 0))
+        Fragment(Box((number, 0, 0), (1, 2, 3)), array, (0, 0))
         for number, array in enumerate(arrays)
     ]
-    (entry,) = fuse.take_from_stack(stack_of(pieces), "s", 3, key="e")
+    entry = entry_of((4, 2, 3), pieces, 3)
     assert (entry.array, entry.at) == (arrays[3], (0, 0))
 
 
 def test_regions_without_an_array_stay_so() -> None:
-    zero = [Fragment("s", full_box((4, 3)), None, ())]
-    (found,) = fuse.take_apart("p", fuse.interleave_by_group([1, 3], 1), 1, zero)
-    assert (found.array, found.box, found.at) == (None, full_box((3, 3)), ())
-
-
-def test_first_rows_leave_the_padding() -> None:
-    array = StoredArray("a", "uint8", (4, 3), Extent("f", 0))
-    pieces = [Fragment("s", Box((4 * n, 0), (4, 3)), array, (0, 0)) for n in range(3)]
-    found = fuse.first_rows("s", pieces, 6)
-    assert [piece.box for piece in found] == [Box((0, 0), (4, 3)), Box((4, 0), (2, 3))]
+    zeros = Tensor("uint8", (4, 3), lambda: [Fragment(full_box((4, 3)), None, ())])
+    taken = fuse.take_apart(fuse.interleave_by_group([1, 3], 1), 1, zeros, (3, 3))
+    assert taken.fragments() == [Fragment(full_box((3, 3)), None, ())]
 
 
 @given(
@@ -154,9 +153,10 @@ def test_the_halves_of_the_columns_are_exchanged_however_the_matrix_is_cut(
             )
             arrays[array.name] = np.pad(matrix[top:bottom, left:right], ((0, 0), (1, 0)))
             box = Box((top, left), (bottom - top, right - left))
-            pieces.append(Fragment("m", box, array, (0, 1)))
+            pieces.append(Fragment(box, array, (0, 1)))
     result = np.full_like(matrix, 255)
-    for fragment in fuse.swap_halves(pieces, 2 * half):
+    stored = Tensor("uint8", matrix.shape, lambda: pieces)
+    for fragment in fuse.swap_halves(stored).fragments():
         assert fragment.array is not None
         (top, left), (n, m), (row, column) = fragment.box.offset, fragment.box.shape, fragment.at
         result[top : top + n, left : left + m] = arrays[fragment.array.name][

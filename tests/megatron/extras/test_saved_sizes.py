@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
+from core.catalog.tensor import Fragment, Tensor
 from core.megatron.extras.saved_sizes import read_saved_sizes
 from core.megatron.model.topology import Topology
 
@@ -34,12 +35,12 @@ def stored(topology: Topology, *, has_groups: bool = True) -> Catalog:
         extent[axis] //= n
         zeros = (0,) * len(extent)
         offsets = [(*zeros[:axis], i * extent[axis], *zeros[axis + 1 :]) for i in range(n)]
-        return [Fragment(key, Box(offset, tuple(extent)), None, zeros) for offset in offsets]
+        return [Fragment(Box(offset, tuple(extent)), None, zeros) for offset in offsets]
 
     return Catalog(
         "torch_dist",
         None,
-        {key: TensorMeta(key, "bfloat16", shape) for key, shape in shapes.items()},
+        {key: Tensor("bfloat16", shape) for key, shape in shapes.items()},
         fragments_of=fragments_of,
     )
 

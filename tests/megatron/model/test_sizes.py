@@ -24,7 +24,7 @@ def test_sizes_that_do_not_divide_each_other_meet_in_fractions(a: int, b: int) -
     source = unshard(catalog, rules=RULES)
     target = check(model, store, source, Topology(tp=b))
     key = "decoder.layers.0.mlp.linear_fc2.weight"
-    pairs = match(source, target, key).pairs
+    pairs = match(key, source.tensors[key], target.tensors[key]).pairs
     assert len(pairs) == a + b - np.gcd(a, b)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.catalog.catalog import TensorMeta
+from core.catalog.tensor import Tensor
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.job import Job, TopologyChange
@@ -86,7 +86,7 @@ def test_validate_names_them_and_reports_no_damage(
 
 
 def test_integers_are_remainders_and_states_of_other_names_may_be() -> None:
-    masters = {"optimizer.state.fp32_param.a": TensorMeta("", "float32", (2,))}
-    check_dtypes(masters | {"optimizer.state.count.a": TensorMeta("", "int16", (2,))})
+    masters = {"optimizer.state.fp32_param.a": Tensor("float32", (2,))}
+    check_dtypes(masters | {"optimizer.state.count.a": Tensor("int16", (2,))})
     with pytest.raises(UnsupportedError, match="stores remainders"):
-        check_dtypes(masters | {"optimizer.state.fp32_param.b": TensorMeta("", "int16", (2,))})
+        check_dtypes(masters | {"optimizer.state.fp32_param.b": Tensor("int16", (2,))})

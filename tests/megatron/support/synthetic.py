@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from core.arrays.box import full_box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pickle.inert import TensorLeaf, make_namespace, make_ordered_dict
@@ -331,14 +332,12 @@ class Model:
 
         def fragments_of(key: str) -> list[Fragment]:
             array = arrays[key]
-            return [Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))]
+            return [Fragment(full_box(array.shape), array, (0,) * len(array.shape))]
 
         catalog = Catalog(
             format="megatron",
             version="3.0",
-            tensors={
-                key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()
-            },
+            tensors={key: Tensor(array.dtype, array.shape) for key, array in arrays.items()},
             fragments_of=fragments_of,
             iteration=7,
             args=args,

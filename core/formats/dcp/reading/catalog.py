@@ -7,16 +7,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    StoredObject,
-    TensorMeta,
-    metas_of,
-    whole_fragment,
-)
+from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import DcpFacts, TorchDistFacts
 from core.catalog.stored import Extent, StoredArray, array_name
+from core.catalog.tensor import Fragment, Tensor, tensors_of, whole_fragment
 from core.errors import (
     CorruptError,
     UnsupportedError,
@@ -51,12 +45,10 @@ def catalog_of(
     Raises:
         UnsupportedError, CorruptError, UnsafeError: such an object cannot be read.
     """
-    tensors = {
-        key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()
-    }
+    tensors = {key: Tensor(tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()}
     # Read the objects inside zstd frames. The tensors inside them are hidden.
     objects, packed_arrays = _read_packed_objects(metadata, without, store)
-    hidden: dict[str, TensorMeta] = {}
+    hidden: dict[str, Tensor] = {}
 
     # All other objects become hidden streams, to be read when they are needed.
     stream_items: dict[str, DcpItem] = {}
@@ -67,9 +59,9 @@ def catalog_of(
         while raw_key in tensors:
             raw_key = f"raw:{raw_key}"
         stream_items[raw_key] = item
-        hidden[raw_key] = TensorMeta(raw_key, "uint8", (item.n_bytes,))
+        hidden[raw_key] = Tensor("uint8", (item.n_bytes,))
         objects[key] = StoredObject(key, raw_key=raw_key)
-    hidden |= metas_of(packed_arrays)
+    hidden |= tensors_of(packed_arrays)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in tensors:
@@ -78,7 +70,7 @@ def catalog_of(
         if array is None:
             item = stream_items[key]
             array = StoredArray(key, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
-        return (whole_fragment(key, array),)
+        return (whole_fragment(array),)
 
     # Entries keep the order of the file.
     catalog = Catalog(
@@ -141,7 +133,7 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
             # A torch zip: `item_location` finds the elements in it later.
             extent = Extent(item.file, item.offset, item_bytes=item.n_bytes)
         array = StoredArray(array_name(key, box), tensor.dtype, box.shape, extent)
-        fragments.append(Fragment(key, box, array, origin))
+        fragments.append(Fragment(box, array, origin))
     return fragments
 
 

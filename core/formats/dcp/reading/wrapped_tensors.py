@@ -9,12 +9,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of, itemsize
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    StoredObject,
-    TensorMeta,
-)
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.tensor import Fragment, Tensor
 from core.formats.dcp.columns import DcpTensor
 from core.formats.dcp.metadata import DcpMetadata
 from core.formats.torch.joined_parts import JoinedParts, joined_parts
@@ -45,7 +41,7 @@ def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Cat
 
     # The parts take the place of their tensors; a tensor that cannot be read is an object.
     fragments = {key: part for item in parts_of.values() for key, part in item.fragments.items()}
-    tensors: dict[str, TensorMeta] = {}
+    tensors: dict[str, Tensor] = {}
     for key, meta in catalog.tensors.items():
         if key in parts_of:
             tensors |= parts_of[key].tensors

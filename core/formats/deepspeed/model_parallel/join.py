@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import Fragment
+from core.catalog.tensor import Fragment
 from core.formats.deepspeed.runs import UnkeyedTensor
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def joined(
                         fragment.at, box.offset, fragment.box.offset, strict=True
                     )
                 )
-                parts.append(Fragment(key, box.shift(delta), fragment.array, at))
+                parts.append(Fragment(box.shift(delta), fragment.array, at))
         return parts
 
     return UnkeyedTensor(shards[0].dtype, shape, fragments)

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import full_box
-from core.catalog.catalog import Fragment, clip_fragment
 from core.catalog.stored import PlannedArray
+from core.catalog.tensor import Fragment, TargetTensor, clip_fragment
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.formats.deepspeed.experts import expert_of, numbered
 from core.formats.deepspeed.runs import UnkeyedTensor
@@ -38,7 +38,8 @@ from core.formats.deepspeed.universal.parameter import UniversalParameter
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.catalog import Catalog, TargetCatalog, TargetFragment
+    from core.catalog.catalog import Catalog, TargetCatalog
+    from core.catalog.tensor import Fragment, TargetTensor, clip_fragment
 
 IS_EXPERT = "is_expert_param"
 ROWS = "ep_num_experts"
@@ -133,33 +134,34 @@ def cut_experts(
     for key, entry in entries.items():
         _check_alike(target, key, entry)
 
-    def target_fragments(key: str) -> Sequence[TargetFragment]:
-        entry = entries.get(key)
-        if entry is None or entry.is_step:
-            return target.fragments(key)
-        meta = target.meta(key)
-        array = PlannedArray(entry.first, meta.dtype, _stacked(meta.shape, ep))
-        at = (entry.ep_rank * meta.shape[0], *(0 for _ in meta.shape[1:]))
-        return (Fragment(key, full_box(meta.shape), array, at),)
+    def in_directory(key: str, entry: _ExpertEntry) -> TargetTensor:
+        """Return a tensor as a region of the array of its directory."""
+        tensor = target.tensors[key]
+        array = PlannedArray(entry.first, tensor.dtype, _stacked(tensor.shape, ep))
+        at = (entry.ep_rank * tensor.shape[0], *(0 for _ in tensor.shape[1:]))
+        fragment = Fragment(full_box(tensor.shape), array, at)
+        return replace(tensor, fragments=lambda: (fragment,))
 
     # The steps of a directory are one tensor: the others become its copies.
     copies: dict[str, list[str]] = {}
     for key, entry in entries.items():
         if entry.is_step and key in target.tensors:
             copies.setdefault(entry.first, []).append(key)
-
-    def source_fragments(key: str) -> Sequence[Fragment]:
-        return [
-            replace(fragment, key=key)
-            for copy in copies.get(key, (key,))
-            for fragment in source.fragments(copy)
-        ]
-
     omitted = {key for key, entry in entries.items() if entry.is_step and key != entry.first}
-    tensors = {key: meta for key, meta in target.tensors.items() if key not in omitted}
+    stored = {key: tensor for key, tensor in source.tensors.items() if key not in omitted}
+    for first, keys in copies.items():
+        others = (source.tensors[key] for key in keys if key != first)
+        stored[first] = stored[first].with_replicas(*others)
+    tensors = {
+        key: in_directory(key, entries[key])
+        if key in entries and not entries[key].is_step
+        else tensor
+        for key, tensor in target.tensors.items()
+        if key not in omitted
+    }
     objects = {key: item for key, item in target.objects.items() if key not in omitted}
-    cut_source = replace(source, tensors=tensors, objects=objects, fragments_of=source_fragments)
-    cut_target = replace(target, tensors=tensors, objects=objects, fragments_of=target_fragments)
+    cut_source = replace(source, tensors=stored, objects=objects)
+    cut_target = replace(target, tensors=tensors, objects=objects)
     return cut_source, cut_target.with_facet(ExpertParallelFacts(ep, directory_of))
 
 
@@ -307,7 +309,7 @@ def part_of_stack(
 
         def fragments(key: str) -> Sequence[Fragment]:
             clipped = (
-                clip_fragment(fragment, key, start=ep_rank * extent, extent=extent)
+                clip_fragment(fragment, start=ep_rank * extent, extent=extent)
                 for fragment in tensor.fragments(key)
             )
             return tuple(fragment for fragment in clipped if fragment is not None)

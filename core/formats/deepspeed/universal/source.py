@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS
 from core.formats.deepspeed.universal.names import MASTER, STEP, STEP_COPY, state_of
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog, Fragment
+    from core.catalog.catalog import Catalog
 
 
 NO_STATE = (
@@ -37,7 +36,7 @@ def for_universal(catalog: Catalog) -> Catalog:
     # Master weights take the names of the weights, and stop being states.
     masters = {name: key for key, (name, state) in state_of_key.items() if state == MASTER}
     tensors = {
-        key: replace(catalog.tensors[masters[key]], key=key) if key in masters else meta
+        key: catalog.tensors[masters[key]] if key in masters else meta
         for key, meta in catalog.tensors.items()
         if key not in masters.values()
     }
@@ -46,19 +45,10 @@ def for_universal(catalog: Catalog) -> Catalog:
     step = next((key for key, (_, state) in state_of_key.items() if state == STEP), None)
     hidden = dict(catalog.hidden)
     if step is not None:
-        hidden[STEP_COPY] = replace(tensors[step], key=STEP_COPY)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        other = step if key == STEP_COPY else masters.get(key)
-        if other is None:
-            return catalog.fragments(key)
-        return [replace(fragment, key=key) for fragment in catalog.fragments(other)]
+        hidden[STEP_COPY] = tensors[step]
 
     notes = _notes(catalog, {state for _, state in state_of_key.values()})
-    prepared = replace(
-        catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None
-    )
-    return prepared.noted(notes)
+    return replace(catalog, tensors=tensors, hidden=hidden, skeleton=None).noted(notes)
 
 
 def _notes(catalog: Catalog, states: set[str]) -> list[str]:

@@ -46,8 +46,9 @@ from core.formats.torch.refused import loadable
 from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict, walk
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import TargetCatalog, TensorMeta
+    from core.catalog.catalog import TargetCatalog
     from core.catalog.stored import PlannedArray
+    from core.catalog.tensor import AnyTensor
 
 UCP_VERSION = 0.4
 _RESERVED = frozenset({
@@ -191,7 +192,7 @@ def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, 
         )
     parameters: dict[str, _ParameterFiles] = {}
     for name in names:
-        _check_weight(target.tensors[name])
+        _check_weight(name, target.tensors[name])
         parameters[name] = _ParameterFiles(name)
     # Assign each state to its parameter. A factor of a square matrix would pass for a state of its
     # elements.
@@ -225,7 +226,7 @@ def _is_directory_name(key: str) -> bool:
     return "/" not in key and len(key.encode("utf-8", "replace")) <= 255
 
 
-def _check_weight(meta: TensorMeta) -> None:
+def _check_weight(key: str, meta: AnyTensor) -> None:
     """Raise unless the tensor can be the master weights of a parameter, or a buffer.
 
     Raises:
@@ -233,11 +234,11 @@ def _check_weight(meta: TensorMeta) -> None:
     """
     kind = DTYPES[meta.dtype].kind
     if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
-        hint = f"cast it: --dtype float32 (or --dtype '{meta.key}=float32')"
+        hint = f"cast it: --dtype float32 (or --dtype '{key}=float32')"
         raise UnsupportedError(
             f"the weights are {meta.dtype} without master weights, but a universal checkpoint "
             "contains float32 master weights",
-            key=meta.key,
+            key=key,
             hint=hint if kind == "float" else "skip it with --exclude",
         )
 

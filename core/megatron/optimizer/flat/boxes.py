@@ -21,8 +21,8 @@ from operator import itemgetter
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
 from core.arrays.sharding import ShardPiece
-from core.catalog.catalog import Fragment
 from core.catalog.stored import StoredArray, part_of
+from core.catalog.tensor import Fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,11 @@ class FlatRun:
 
 
 def fragments_of_run(
-    key: str, run: FlatRun, pieces: Sequence[ShardPiece], *, shape: Shape
+    run: FlatRun, pieces: Sequence[ShardPiece], *, shape: Shape
 ) -> Iterator[Fragment]:
     """Yield the fragments of a global tensor that a run of one of its shards holds.
 
     Args:
-        key: key of the tensor.
         run: a run of the shard.
         pieces: regions of the tensor in the shard, with their position (``core.arrays.sharding``);
             elements outside of them (vocabulary padding) are in no fragment.
@@ -84,7 +83,7 @@ def fragments_of_run(
             at = tuple(
                 index - first for index, first in zip(common.offset, local.offset, strict=True)
             )
-            yield Fragment(key, common.shift(delta), part, at)
+            yield Fragment(common.shift(delta), part, at)
 
 
 def runs_in(stored: Sequence[tuple[int, StoredArray]], start: int, n: int) -> Iterator[FlatRun]:

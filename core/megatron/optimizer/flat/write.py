@@ -13,10 +13,10 @@ from dataclasses import replace
 from math import lcm, prod
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import TargetFragment
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import MASTER, state_key, state_of, trained
 from core.catalog.stored import Coords, PlannedArray
+from core.catalog.tensor import TargetFragment
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.model.args import fields_of
 from core.megatron.model.new_args import dp_at
@@ -97,7 +97,7 @@ class FlatFiles:
                 if meta.dtype != _FP32:
                     raise UnsupportedError(
                         f"the state is {meta.dtype}, but distrib_optim.pt stores {_FP32}",
-                        key=meta.key,
+                        key=state_key(state, name),
                         hint=_HINT,
                     )
 

@@ -23,12 +23,14 @@ rank (``core.megatron.optimizer.sharded.held``), in the order of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER, Optimizer, param_of, state_key
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.args import fields_of
@@ -60,22 +62,21 @@ MARK = "optimizer.distributed.dp_group_idx_"
 
 
 @dataclass(frozen=True, slots=True)
-class BucketStates:
-    """The optimizer of a checkpoint with buffers, in the global per-layer form.
+class GlobalStates:
+    """The optimizer of a checkpoint of global tensors, in the global per-layer form.
 
     Args:
         tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
-        fragments_of: key of a state or hidden tensor → its fragments.
         optimizer: settings and groups.
-        hidden: tensors in the optimizer's entries.
-        notes: notes for the user.
+        hidden: tensors in the optimizer's entries, and the number of steps (``STEP``).
+        notes, dropped: for the catalog's fields of these names.
     """
 
-    tensors: Mapping[str, TensorMeta]
-    fragments_of: Callable[[str], Sequence[Fragment]]
+    tensors: Mapping[str, Tensor]
     optimizer: Optimizer
-    hidden: Mapping[str, TensorMeta] = field(default_factory=dict)
+    hidden: Mapping[str, Tensor] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    dropped: Sequence[str] = ()
 
 
 def has_buckets(catalog: Catalog) -> bool:
@@ -85,7 +86,7 @@ def has_buckets(catalog: Catalog) -> bool:
 
 def read_buckets(
     catalog: Catalog, model: Catalog, facts: ModelFacts, rules: Rules, *, store: ReadStore | None
-) -> BucketStates:
+) -> GlobalStates:
     """Read an optimizer that is stored in buffers.
 
     Args:
@@ -122,7 +123,11 @@ def read_buckets(
             hint=HINT,
         )
     tensors = {
-        key: TensorMeta(key, dtypes[key], model.tensors[of_key[0].param.key].shape)
+        key: Tensor(
+            dtypes[key],
+            model.tensors[of_key[0].param.key].shape,
+            partial(_list_fragments, of_key),
+        )
         for key, of_key in places.items()
     }
 
@@ -137,17 +142,16 @@ def read_buckets(
     )
 
     # Hidden tensors are those of the first rank; the other ranks' are copies.
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key in copies:
-            return tuple(
-                replace(fragment, key=key)
-                for old in copies[key]
-                for fragment in catalog.fragments(old)
-            )
-        return tuple(fragment for place in places[key] for fragment in place.fragments())
+    hidden = {}
+    for key, old_keys in copies.items():
+        first, *others = map(catalog.meta, old_keys)
+        hidden[key] = first.with_replicas(*others)
+    return GlobalStates(tensors, shared.optimizer(states), hidden, reader.notes)
 
-    hidden = {key: replace(catalog.meta(old[0]), key=key) for key, old in copies.items()}
-    return BucketStates(tensors, fragments_of, shared.optimizer(states), hidden, reader.notes)
+
+def _list_fragments(places: Iterable[_StatePlace]) -> list[Fragment]:
+    """Return the fragments of a state that all ranks hold."""
+    return [fragment for place in places for fragment in place.fragments()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,7 @@ class _StatePlace:
         """Yield the fragments of the global tensor that the shard's chunks hold."""
         shape = self.param.cut.shard_shape
         for run in runs_in(self.stored, self.start, prod(shape)):
-            yield from fragments_of_run(self.key, run, self.param.pieces, shape=shape)
+            yield from fragments_of_run(run, self.param.pieces, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,17 @@ Source: megatron-core 0.12.1 ``dist_checkpointing/strategies/resharding.py``,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from math import prod
 
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.sharding import ShardPiece
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog
 from core.catalog.facets import TorchDistFacts
-from core.catalog.optimizer_keys import MASTER, STEP, Optimizer, param_of, state_key
+from core.catalog.optimizer_keys import MASTER, STEP, param_of, state_key
+from core.catalog.tensor import Fragment, Tensor
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
@@ -43,8 +44,8 @@ from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.entries import MODEL_SPACE, muon_chain_error, read_entries
 from core.megatron.optimizer.flat.boxes import FlatRun, fragments_of_run
 from core.megatron.optimizer.form import TITLES, optim_format_of
-from core.megatron.optimizer.sharded.buckets import has_buckets, read_buckets
-from core.megatron.placement.origins import Origin, OriginFragments, meta_of, origins_of
+from core.megatron.optimizer.sharded.buckets import GlobalStates, has_buckets, read_buckets
+from core.megatron.placement.origins import Origin, meta_of, origins_of, place_tensors
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf, walk
 
@@ -53,26 +54,6 @@ _STATE = re.compile(
 )
 _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 _BY_PARAMETER = ("per_parameter", "fully_reshardable", "fully_sharded_model_space")
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalStates:
-    """The optimizer of a checkpoint of global tensors, in the global per-layer form.
-
-    Args:
-        tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
-        fragments_of: key of a state or hidden tensor → its fragments.
-        optimizer: settings and groups.
-        hidden: tensors in the optimizer's entries, and the number of steps (``STEP``).
-        notes, dropped: for the catalog's fields of these names.
-    """
-
-    tensors: Mapping[str, TensorMeta]
-    fragments_of: Callable[[str], Sequence[Fragment]]
-    optimizer: Optimizer
-    hidden: Mapping[str, TensorMeta] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    dropped: Sequence[str] = ()
 
 
 def read_states(
@@ -113,14 +94,7 @@ def read_states(
             for match in map(_STATE.fullmatch, catalog.tensors)
         ):
             raise muon_chain_error("float16, distributed")
-        buckets = read_buckets(catalog, model, facts, rules, store=store)
-        return GlobalStates(
-            buckets.tensors,
-            buckets.fragments_of,
-            buckets.optimizer,
-            hidden=buckets.hidden,
-            notes=buckets.notes,
-        )
+        return read_buckets(catalog, model, facts, rules, store=store)
 
     # The other forms need the entry with the settings.
     if form not in _BY_PARAMETER or entry is None:
@@ -137,20 +111,10 @@ def read_states(
 
 def with_states(model: Catalog, states: GlobalStates) -> Catalog:
     """Add an optimizer to the global per-layer form of a model."""
-    of_model = model.fragments_of
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return (
-            states.fragments_of(key)
-            if key in states.tensors or key in states.hidden
-            else of_model(key)
-        )
-
     return replace(
         model,
         tensors={**model.tensors, **states.tensors},
         hidden={**model.hidden, **states.hidden},
-        fragments_of=fragments_of,
         optimizer=states.optimizer,
         notes=(*model.notes, *states.notes),
         dropped=(*model.dropped, *states.dropped),
@@ -188,19 +152,11 @@ def _read_by_parameter(
     # The number of steps may be a tensor, with copies of equal content.
     hidden = {key: catalog.meta(key) for key in _leaf_keys(read.optimizer.entries)}
     if read.steps:
-        hidden[STEP] = replace(catalog.meta(read.steps[0]), key=STEP)
-    of_states = OriginFragments(catalog, origins, metas).fragments_of
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key == STEP:
-            return [
-                replace(fragment, key=STEP)
-                for step in read.steps
-                for fragment in catalog.fragments(step)
-            ]
-        return of_states(key)
-
-    return GlobalStates(metas, fragments_of, read.optimizer, hidden, dropped=read.dropped)
+        first, *others = map(catalog.meta, read.steps)
+        hidden[STEP] = first.with_replicas(*others)
+    return GlobalStates(
+        place_tensors(catalog, origins, metas), read.optimizer, hidden, dropped=read.dropped
+    )
 
 
 def _leaf_keys(tree: object) -> list[str]:
@@ -224,7 +180,7 @@ def _states_of(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     return {state: keys for state, keys in keys_of.items() if keys}
 
 
-def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
+def _meta(key: str, stored: Tensor, model: Catalog) -> Tensor:
     """Return a state's meta data with its parameter's shape, which may have fewer padding rows.
 
     Raises:
@@ -243,7 +199,7 @@ def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
             hint="drop the optimizer with --no-optim; states that are shaped unlike their "
             "parameters cannot be resharded",
         )
-    return replace(stored, key=key, shape=param.shape)
+    return replace(stored, shape=param.shape)
 
 
 def _facts_of(catalog: Catalog) -> Mapping[str, object]:
@@ -268,29 +224,31 @@ def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
     for key in keys:
         fact = facts.get(key)
         if isinstance(fact, dict) and _TRUE_SHAPE in fact:
-            shapes[key] = _true_shape(catalog.tensors[key], fact[_TRUE_SHAPE])
+            shapes[key] = _true_shape(key, catalog.tensors[key], fact[_TRUE_SHAPE])
     if not shapes:
         return catalog
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        shape = shapes.get(key)
-        fragments = catalog.fragments(key)
-        if shape is None:
-            return fragments
+    tensors = {
+        key: _in_true_shape(tensor, shapes[key]) if key in shapes else tensor
+        for key, tensor in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors)
+
+
+def _in_true_shape(tensor: Tensor, shape: Shape) -> Tensor:
+    """Return a reformulated tensor in its true shape."""
+
+    def fragments() -> list[Fragment]:
         return [
             part
-            for fragment in fragments
-            for part in _unflatten(fragment, catalog.tensors[key].shape, shape)
+            for fragment in tensor.fragments()
+            for part in _unflatten(fragment, tensor.shape, shape)
         ]
 
-    metas = {
-        key: replace(meta, shape=shapes.get(key, meta.shape))
-        for key, meta in catalog.tensors.items()
-    }
-    return replace(catalog, tensors=metas, fragments_of=fragments_of)
+    return replace(tensor, shape=shape, fragments=fragments)
 
 
-def _true_shape(meta: TensorMeta, value: object) -> Shape:
+def _true_shape(key: str, meta: Tensor, value: object) -> Shape:
     """Return the recorded true shape of a reformulated tensor, after checking it."""
     is_shape = isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
     shape: Shape = tuple(value) if is_shape and isinstance(value, tuple) else ()
@@ -304,7 +262,7 @@ def _true_shape(meta: TensorMeta, value: object) -> Shape:
         raise CorruptError(
             f"a tensor of shape {meta.shape} cannot have been one of shape {value!r}, which "
             "mcore_data records",
-            key=meta.key,
+            key=key,
         )
     return shape
 
@@ -333,6 +291,4 @@ def _unflatten(fragment: Fragment, stored: Shape, shape: Shape) -> Iterator[Frag
         )
         offset = tuple(i * extent for i, extent in zip(number, shard_shape, strict=True))
         shard = ShardPiece(Box(offset, shard_shape), (0,) * len(shard_shape))
-        yield from fragments_of_run(
-            fragment.key, FlatRun(start, n, array, at), [shard], shape=shard_shape
-        )
+        yield from fragments_of_run(FlatRun(start, n, array, at), [shard], shape=shard_shape)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.arrays.box import Box, full_box
-from core.catalog.catalog import (
-    Catalog,
-    Fragment,
-    TargetCatalog,
-    TargetFragment,
-    TensorMeta,
-    clip_fragment,
-)
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts
 from core.catalog.optimizer_keys import MASTER, param_of, state_key, state_of
 from core.catalog.stored import PlannedArray
+from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER
 from core.megatron.model.cut import Cut
@@ -86,28 +80,14 @@ def fsdp_tensors(catalog: Catalog, cuts: Mapping[str, Cut], names: FsdpNames) ->
 
 def with_tensors(catalog: Catalog, tensors: Sequence[FsdpTensor]) -> Catalog:
     """Return a catalog with the tensors of the destination, of the source's extent."""
-    by_key = {".".join(stored.path): stored for stored in tensors}
-    metas: dict[str, TensorMeta] = {}
-    for key, stored in by_key.items():
-        meta = catalog.tensors[stored.key]
-        shape = meta.shape if stored.n_rows is None else stored.shape
-        metas[key] = replace(meta, key=key, shape=shape)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        stored = by_key.get(key)
-        if stored is None:
-            return catalog.fragments(key)
-        pieces = [replace(piece, key=key) for piece in catalog.fragments(stored.key)]
-        if stored.n_rows is None:
-            return pieces
-
-        # Of every piece, the rows that lie in the half.
-        halves = (
-            clip_fragment(piece, key, start=stored.start, extent=stored.n_rows) for piece in pieces
-        )
-        return [half for half in halves if half is not None]
-
-    return replace(catalog, tensors=metas, fragments_of=fragments_of)
+    by_key: dict[str, Tensor] = {}
+    for stored in tensors:
+        tensor = catalog.tensors[stored.key]
+        # Of a parameter that is stored in halves, the rows of the half.
+        if stored.n_rows is not None:
+            tensor = tensor.narrow(0, stored.start, stored.n_rows)
+        by_key[".".join(stored.path)] = tensor
+    return replace(catalog, tensors=by_key)
 
 
 def with_padding(target: TargetCatalog) -> TargetCatalog:
@@ -118,24 +98,12 @@ def with_padding(target: TargetCatalog) -> TargetCatalog:
     """
     facts = target.facet(FsdpDtensorFacts)
     assert facts is not None, "the target is an fsdp_dtensor checkpoint"
-    padded = {
-        key: replace(meta, shape=facts.shapes[key])
-        for key, meta in target.tensors.items()
-        if facts.shapes[key] != meta.shape
-    }
+    tensors = dict(target.tensors)
     zeros: dict[str, Sequence[Box]] = {}
-    for key, meta in padded.items():
-        rows, rest = target.tensors[key].shape[0], meta.shape[1:]
-        offset = (rows, *(0 for _ in rest))
-        zeros[key] = [Box(offset, (meta.shape[0] - rows, *rest))]
-
-    def fragments_of(key: str) -> Sequence[TargetFragment]:
-        meta = padded.get(key)
-        if meta is None:
-            return target.fragments(key)
-        array = PlannedArray(key, meta.dtype, meta.shape)
-        return (Fragment(key, full_box(meta.shape), array, (0,) * len(meta.shape)),)
-
-    return replace(
-        target, tensors={**target.tensors, **padded}, fragments_of=fragments_of, zeros=zeros
-    )
+    for key, tensor in target.tensors.items():
+        shape = facts.shapes[key]
+        if shape != tensor.shape:
+            tensors[key] = whole_tensor(PlannedArray(key, tensor.dtype, shape))
+            n_rows, rest = tensor.shape[0], shape[1:]
+            zeros[key] = [Box((n_rows, *(0 for _ in rest)), (shape[0] - n_rows, *rest))]
+    return replace(target, tensors=tensors, zeros=zeros)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Shape
 from core.arrays.sharding import replicated_pieces, split_axis, trim_piece
-from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment
 from core.megatron.optimizer.flat.boxes import FlatRun, fragments_of_run, runs_in
 
 
@@ -68,7 +68,7 @@ def test_runs_of_all_shards_make_the_tensor(
             name = f"{rank}.{start}"
             flat = np.concatenate([np.full(at, -7), shard.reshape(-1)[start:stop], np.full(3, -7)])
             run = FlatRun(start, stop - start, _stored(name, len(flat)), at)
-            for fragment in fragments_of_run("w", run, pieces, shape=local):
+            for fragment in fragments_of_run(run, pieces, shape=local):
                 _fill(whole, fragment, {name: flat})
     assert (whole == true).all()
 
@@ -77,22 +77,20 @@ def test_what_pieces_leave_out_is_in_no_fragment() -> None:
     (piece,) = split_axis((8, 3), 0, parts=[8], rank=1, n=2)
     kept = trim_piece(piece, 0, 6)
     assert kept is not None
-    found = list(fragments_of_run("w", FlatRun(1, 11, _stored("a", 11), 0), [kept], shape=(4, 3)))
+    found = list(fragments_of_run(FlatRun(1, 11, _stored("a", 11), 0), [kept], shape=(4, 3)))
     assert [fragment.box.offset for fragment in found] == [(4, 1), (5, 0)]
     assert sum(fragment.box.n_elements for fragment in found) == 5
 
 
 def test_a_scalar_and_an_empty_run() -> None:
-    (found,) = fragments_of_run(
-        "s", FlatRun(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=()
-    )
+    (found,) = fragments_of_run(FlatRun(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=())
     assert (
         found.array is not None and found.array.shape == () and found.array.extent == Extent("a", 8)
     )
     assert (
         list(
             fragments_of_run(
-                "w", FlatRun(3, 0, _stored("a", 4), 2), replicated_pieces((2, 2)), shape=(2, 2)
+                FlatRun(3, 0, _stored("a", 4), 2), replicated_pieces((2, 2)), shape=(2, 2)
             )
         )
         == []

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Rank, Topology
-from core.megatron.optimizer.sharded.buckets import BucketStates, has_buckets, read_buckets
+from core.megatron.optimizer.sharded.buckets import GlobalStates, has_buckets, read_buckets
 from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import Global, TensorLeaf, as_mapping, make_namespace
 from tests.megatron.optimizer.flat.test_read import (
@@ -38,14 +39,9 @@ GOLD = [
 ]
 
 
-def joined(model: Catalog, found: BucketStates) -> Catalog:
+def joined(model: Catalog, found: GlobalStates) -> Catalog:
     """The model with its optimizer."""
-    of_model = model.fragments_of
-    return replace(
-        model,
-        tensors={**model.tensors, **found.tensors},
-        fragments_of=lambda key: found.fragments_of(key) if key in found.tensors else of_model(key),
-    )
+    return replace(model, tensors={**model.tensors, **found.tensors})
 
 
 @pytest.mark.parametrize(("family", "case"), GOLD)
@@ -155,12 +151,10 @@ def bucketed(
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key not in chunks:
             return plain.fragments(key)
-        return [
-            Fragment(key, Box((a,), array.shape), array, (0,)) for a, array in reversed(chunks[key])
-        ]
+        return [Fragment(Box((a,), array.shape), array, (0,)) for a, array in reversed(chunks[key])]
 
     tensors = {
-        key: TensorMeta(key, "float32", (sum(array.shape[0] for _, array in found),))
+        key: Tensor("float32", (sum(array.shape[0] for _, array in found),))
         for key, found in chunks.items()
     }
     catalog = replace(
@@ -209,7 +203,7 @@ def test_tensors_of_the_other_entries_are_copies_of_one() -> None:
     leaf = (as_mapping(found.optimizer.entries["grad_scaler"]) or {})["scale"]
     assert leaf == TensorLeaf("optimizer.grad_scaler.scale")
     assert found.hidden[leaf.key].shape == (1,)
-    assert len(found.fragments_of(leaf.key)) == 2
+    assert len(found.hidden[leaf.key].fragments()) == 2
 
 
 def test_what_is_missing_is_named() -> None:
@@ -225,10 +219,12 @@ def test_what_is_missing_is_named() -> None:
 
 def test_elements_that_no_chunk_holds_are_missing() -> None:
     store, catalog, plain = bucketed(DENSE, Topology(1, 1), Run())
-    before = catalog.fragments_of
     hollow = replace(
         catalog,
-        fragments_of=lambda key: before(key)[1:] if key.endswith(".exp_avg") else before(key),
+        tensors={
+            key: tensor.narrow(0, 1, tensor.shape[0] - 1) if key.endswith(".exp_avg") else tensor
+            for key, tensor in catalog.tensors.items()
+        },
     )
     with pytest.raises(CorruptError, match="are in no file"):
         read_buckets(hollow, plain, facts_of(catalog.args), RULES, store=store)
@@ -251,5 +247,7 @@ def test_late_bound_chunks_are_cut_at_any_element(golden: Path) -> None:
     assert isinstance(store, LocalStore)
     model = unshard(catalog, rules=RULES, optim="drop")
     found = read_buckets(catalog, model, facts_of(catalog.args), RULES, store=None)
-    arrays = [fragment.array for key in found.tensors for fragment in found.fragments_of(key)]
+    arrays = [
+        fragment.array for tensor in found.tensors.values() for fragment in tensor.fragments()
+    ]
     assert all(array is not None and array.extent.is_late for array in arrays)

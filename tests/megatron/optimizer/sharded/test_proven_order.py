@@ -4,12 +4,11 @@ implementations, so the values tell in which order a run's buffers have its para
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog
 from core.errors import UnsupportedError
 from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of
@@ -42,15 +41,9 @@ def as_torch_dist(
         return key if layer is None else str(replace(layer, sub=RULES.fused(layer.sub)))
 
     old_of = {stored(key): key for key in catalog.tensors}
-    of_old = catalog.fragments_of
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return [replace(fragment, key=key) for fragment in of_old(old_of[key])]
-
     return store, replace(
         catalog,
-        tensors={key: replace(catalog.tensors[old], key=key) for key, old in old_of.items()},
-        fragments_of=fragments_of,
+        tensors={key: catalog.tensors[old] for key, old in old_of.items()},
         args=args,
         common={**(catalog.common or {}), "args": args},
     )

@@ -248,7 +248,7 @@ def test_a_state_of_no_parameter_is_corrupt(golden: Path) -> None:
     _, catalog = source(golden, RESHARDABLE)
     extra = "optimizer.state.exp_avg.decoder.layers.self_attention.q_layernorm.weight"
     like = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.layer_norm_weight"
-    tensors = {**catalog.tensors, extra: replace(catalog.tensors[like], key=extra)}
+    tensors = {**catalog.tensors, extra: catalog.tensors[like]}
     with pytest.raises(CorruptError, match="of a parameter that the model does not have"):
         unshard(replace(catalog, tensors=tensors), rules=RULES)
 
@@ -436,7 +436,6 @@ def with_optimizer(catalog: Catalog, *, is_split: bool) -> Catalog:
     Args:
         is_split: experts have groups of their own.
     """
-    own = catalog.fragments_of
     params = [key for key in catalog.tensors if RULES.is_param(key)]
     param_of_state = {
         state_key(state, key): key for state in ("fp32_param", "exp_avg") for key in params
@@ -456,14 +455,8 @@ def with_optimizer(catalog: Catalog, *, is_split: bool) -> Catalog:
         catalog,
         tensors={
             **catalog.tensors,
-            **{
-                key: replace(catalog.tensors[param], key=key)
-                for key, param in param_of_state.items()
-            },
+            **{key: catalog.tensors[param] for key, param in param_of_state.items()},
         },
-        fragments_of=lambda key: [
-            replace(piece, key=key) for piece in own(param_of_state.get(key, key))
-        ],
         optimizer=Optimizer("distributed", tuple(map(ParamGroup, settings)), ("exp_avg",)),
     )
 
