@@ -12,8 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.covering import covering_rows
 from tests.support.made_once import made_once
-from tests.support.pairwise import covering_rows
 
 hypothesis.settings.register_profile(
     "no clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -39,33 +39,41 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the long tests unless they were asked for; so are combinations of parameters of
-    tests marked ``pairwise`` that hold no pair of values that others do not hold.
+    """Leave out the long tests unless they were asked for, and of tests marked ``pairwise`` or
+    ``each_value`` the combinations of parameters that add nothing to the others.
     """
     if config.getoption("--long"):
         return
+    products: dict[tuple[str, int], list[pytest.Item]] = {}
+    left_out: set[pytest.Item] = set()
     for item in items:
         if item.get_closest_marker("long") is not None:
-            item.add_marker(pytest.mark.skip(reason="long: pytest --long runs it"))
-    products: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise") is not None:
-            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for combinations in products.values():
-        chosen = covering_rows([_values(item) for item in combinations])
-        for number in set(range(len(combinations))).difference(chosen):
-            combinations[number].add_marker(
-                pytest.mark.skip(reason="pairwise: pytest --long runs every combination")
-            )
+            left_out.add(item)
+        elif isinstance(item, pytest.Function):
+            for marker, n_together in N_TOGETHER.items():
+                if item.get_closest_marker(marker) is not None:
+                    test = item.nodeid.partition("[")[0]
+                    products.setdefault((test, n_together), []).append(item)
+    for (_, n_together), combinations in products.items():
+        rows = [_values(item) for item in combinations if isinstance(item, pytest.Function)]
+        chosen = covering_rows(rows, n_together=n_together)
+        left_out.update(combinations[number] for number in set(range(len(rows))).difference(chosen))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+N_TOGETHER = {"each_value": 1, "pairwise": 2}
+"""Marker → of how many parameters every combination of values is kept."""
 
 
 def _values(item: pytest.Function) -> dict[str, Hashable]:
-    """The values of a test's parameters; the identity of those that have no hash."""
+    """Return the values of a test's parameters; the identity of those that have no hash."""
     values: dict[str, Hashable] = {}
     for name, value in item.callspec.params.items():
         try:
             hash(value)
-            values[name] = value
+            values[name] = (type(value), value)  # True and 1 are two values
         except TypeError:
             values[name] = ("object", id(value))
     return values

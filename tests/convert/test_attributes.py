@@ -205,6 +205,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("target", ["torch", "dcp", "safetensors", "zarr3", "orbax", "torch_dist"])
 @pytest.mark.parametrize(

@@ -85,18 +85,19 @@ def test_hints_about_damage_lead_on(
 OTHER_VERBS = ("manifest", "diff", "merge", "merge first", "prune", "validate", "reshard")
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("command", OTHER_VERBS)
 @pytest.mark.parametrize("row", TABLE, ids=row_id)
 def test_hints_of_other_commands_about_damage_lead_on(
-    row: Row, golden: Path, sharded: Path, tmp_path: Path, terminal: Terminal
+    row: Row, command: str, golden: Path, sharded: Path, tmp_path: Path, terminal: Terminal
 ) -> None:
     terminal.other = sharded if row.source == ZARR3 else golden / row.source
     path = copied(terminal.other, tmp_path)
     row.breaks(path / row.at if row.at else path)
-    for command in OTHER_VERBS:
-        verb, *first = command.split()
-        terminal.is_first = bool(first)
-        options = ["--tp-new", "2"] if verb == "reshard" else []
-        assert list(follow_hints([verb, str(path), "DST", *options], terminal.run))
+    verb, *first = command.split()
+    terminal.is_first = bool(first)
+    options = ["--tp-new", "2"] if verb == "reshard" else []
+    assert list(follow_hints([verb, str(path), "DST", *options], terminal.run))
 
 
 REFUSED = (

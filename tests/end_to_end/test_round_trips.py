@@ -398,6 +398,7 @@ GOLDEN = (
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("source", "to"),
     [

@@ -140,6 +140,7 @@ def test_other_heads_and_biases_fit(name: str, auto_class: str, changes: dict[st
     assert find_differences(*state_of(built(name, auto_class, **changes))) == ()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", families())
 @pytest.mark.parametrize(
     "head", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]

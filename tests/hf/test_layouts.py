@@ -29,6 +29,7 @@ TOPOLOGIES = (Topology(tp=1), Topology(tp=2), Topology(tp=2, pp=3))
 EXPERTS = (Topology(tp=2, ep=2), Topology(ep=4, pp=3), Topology(tp=2, ep=2, etp=1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_rank_files_of_a_model_make_the_same_model(
@@ -37,6 +38,7 @@ def test_rank_files_of_a_model_make_the_same_model(
     _through_rank_files(name, topology, tmp_path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("topology", EXPERTS, ids=str)
 @pytest.mark.parametrize(
     "name",

@@ -155,6 +155,7 @@ def test_experts_that_are_stored_as_one_tensor_are_the_same_model(
     assert_same(contents(to_hf(middle), store), tensors(folder))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_both_implementations_names_are_written_and_read(

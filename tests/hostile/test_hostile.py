@@ -10,14 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
-from tests.hostile.cases import CASES, MARKER, SOUND, Make
+from tests.hostile.cases import CASES, JSON_PLACES, MARKER, SOUND, THINGS, Make
+from tests.support.covering import covering_cases
 from tests.support.followed_hints import CommandEnd, follow_hints
 from tests.support.refusals import check_agreement
 from tests.support.shown_errors import is_one_error
@@ -121,6 +123,7 @@ def _check(server: Server, make: Make, folder: Path, command: str) -> Ended:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("command", _COMMANDS)
 @pytest.mark.parametrize("case", SOUND)
 def test_what_hostile_ones_are_made_of_is_read(
@@ -131,17 +134,46 @@ def test_what_hostile_ones_are_made_of_is_read(
 
 
 _LONG = {
-    f"pickle as {place}: {what}"
-    for place in ("metadata", "object")
-    for what in ("deep lists", "deep lists behind a mark", "many objects", "many records")
+    *(
+        f"pickle as {place}: {what}"
+        for place in ("metadata", "object")
+        for what in ("deep lists", "deep lists behind a mark", "many objects", "many records")
+    ),
+    "pickle: many records",
+    "pickle: deep lists behind a mark",
+    "zip: a deflated pickle of lists",
+    "metadata: 5000 chunks that overlap",
 }
-"""A million objects each; the same pickles as files of torch.save are read without ``--long``."""
+"""Of each of these there is a quicker one: a million objects, a deflated pickle, boxes without
+order.
+"""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=pytest.mark.long if name in _LONG else ()) for name in CASES],
-)
+def _axes(case: str) -> dict[str, str]:
+    """Return where a case has what: pickles, JSON and things that are no files are products."""
+    kind, _, rest = case.partition(": ")
+    if kind in THINGS:
+        return {"place": rest, "what": kind}
+    if kind == "JSON":
+        what, place = next(
+            (rest.removesuffix(f" in {place}"), place)
+            for _, place in JSON_PLACES
+            if rest.endswith(f" in {place}")
+        )
+        return {"place": f"JSON in {place}", "what": f"JSON: {what}"}
+    if kind.startswith("pickle"):
+        return {"place": kind, "what": rest}
+    return {"place": case, "what": case}
+
+
+def _covering(cases: Iterable[str]) -> list[ParameterSet]:
+    return covering_cases(
+        (pytest.param(name, marks=pytest.mark.long if name in _LONG else ()) for name in cases),
+        _axes,
+    )
+
+
+@pytest.mark.parametrize("case", _covering(CASES))
 def test_a_hostile_checkpoint_ends_every_command_in_order(
     case: str, server: Server, folder: Path
 ) -> None:
@@ -191,7 +223,7 @@ _RUNNING = [
 ]
 
 
-@pytest.mark.parametrize("case", _RUNNING)
+@pytest.mark.parametrize("case", _covering(_RUNNING))
 def test_whoever_would_run_code_is_found_and_not_converted(
     case: str, server: Server, folder: Path
 ) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch.overrides import TorchFunctionMode
 
 from tests.real_megatron.ours import is_in_place
@@ -63,6 +64,8 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.record_stream = lambda self, stream: None
+    # A first compilation takes a minute of processor time, each later one seconds of every rank.
+    torch._dynamo.config.disable = True
     _CudaIsCpu().__enter__()
     _patch_megatron()
 

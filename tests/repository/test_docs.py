@@ -120,7 +120,7 @@ def test_what_the_code_cites_is_in_the_documents() -> None:
     assert missing == []
 
 
-def test_decisions_are_numbered_short_and_listed() -> None:
+def test_decisions_are_numbered_and_listed() -> None:
     listed = re.findall(r"\((\d{4}-[\w-]+\.md)\)", text_of(ROOT / "docs/decisions/README.md"))
     assert listed == [path.name for path in DECISIONS]
     assert [int(path.name[:4]) for path in DECISIONS] == list(range(1, len(DECISIONS) + 1))
@@ -128,16 +128,14 @@ def test_decisions_are_numbered_short_and_listed() -> None:
         headings = re.findall(r"^## (.+)$", text_of(path), re.MULTILINE)
         assert headings == ["Question", "Choice", "Why", "What would change it"], path.name
         assert text_of(path).startswith(f"# {int(path.name[:4])}. ")
-        assert len(text_of(path).splitlines()) <= 30, path.name
 
 
 def test_the_architecture_names_every_package() -> None:
     text = text_of(ROOT / "docs/explanation/architecture.md")
-    section = text.partition("## The sixteen layers")[2].partition("\n## ")[0]
+    section = text.partition("## The layers")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
     named = re.findall(r"`(core\.\w+|ckpt_cli)`", "\n".join(row.split("|")[2] for row in rows))
     packages = {path.parent.name for path in ROOT.glob("core/*/__init__.py")}
-    assert len(rows) == 16
     assert sorted(named) == sorted(
         {"ckpt_cli", "core.errors", *(f"core.{package}" for package in packages)}
     )

@@ -108,10 +108,6 @@ def commands_in_shell_blocks(text: str) -> Iterator[list[str]]:
                 yield [word.strip("'\"") for word in match[1].split()]
 
 
-def test_the_readme_fits_on_240_lines() -> None:
-    assert len(README.read_text("utf-8").splitlines()) <= 240
-
-
 def test_the_readme_lists_every_format_and_whether_it_is_written() -> None:
     rows = re.findall(
         r"^\| `(\w+)`[^|]*\|[^|]*\| yes \| (yes|no)", README.read_text("utf-8"), re.MULTILINE

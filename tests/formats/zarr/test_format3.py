@@ -27,6 +27,7 @@ from core.formats.zarr import format3 as zarr3
 from core.formats.zarr.array import ZarrArray
 from core.formats.zarr.dtypes import TENSORSTORE_ONLY
 from core.formats.zarr.metadata3 import node_of, parse_array
+from tests.support import forked
 from tests.support.materialize import tensor_bytes
 from tests.support.zarr_files import (
     as_bytes,
@@ -667,15 +668,7 @@ def test_a_note_says_of_which_types_zarr_python_opens_nothing(dtype: str, tmp_pa
         "mode='r')['w'][...].astype('f4').sum())"
     )
     taught = f"import core.dist_checkpointing.strategies.zarr_types; {code}"
-    opened, opened_after = (
-        subprocess.run(
-            [sys.executable, "-c", text, tmp_path / "out"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        for text in (code, taught)
-    )
+    opened, opened_after = (forked.run(["-c", text, tmp_path / "out"]) for text in (code, taught))
     notes = [note for note in report.notes if "zarr-python" in note]
     assert len(notes) == (opened.returncode != 0) == (dtype != "float32")
     assert opened_after.stdout.strip() == "12.0"

@@ -27,6 +27,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import load_rules, shard, stack, unshard
 from tests.megatron.support.old_names import BERT, T5, assert_same_nested, old_order, rewrite
 from tests.support import forked
+from tests.support.covering import covering_cases
 from tests.support.materialize import tensor_bytes
 from tests.support.rank_files import assert_same_weights
 
@@ -76,9 +77,13 @@ def opened(root_dir: Path, model: str, case: str, kind: str) -> tuple[LocalStore
     return store, (megatron if kind == "ranks" else torch_dist).read(store)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("kind", ["ranks", "dist"])
-@pytest.mark.parametrize(("model", "a", "b"), PAIRS)
+@pytest.mark.parametrize(
+    ("model", "a", "b", "kind"),
+    covering_cases(
+        (pytest.param(*pair, kind) for pair in PAIRS for kind in ("ranks", "dist")),
+        lambda model, a, b, kind: {"from": (model, a), "to": (model, b), "kind": kind},
+    ),
+)
 def test_any_layout_becomes_any_other(
     saved: Path, tmp_path: Path, model: str, a: str, b: str, kind: str
 ) -> None:

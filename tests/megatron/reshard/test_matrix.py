@@ -12,6 +12,7 @@ import pytest
 
 from core.convert.run import Job, TopologyChange, run
 from core.opening.open import open_checkpoint
+from tests.support.covering import covering_cases
 from tests.support.materialize import tensor_bytes
 from tests.support.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
 
@@ -79,7 +80,14 @@ def reshard(
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "source", "target"), _CASES, ids=["-".join(case) for case in _CASES]
+    ("family", "model", "source", "target"),
+    covering_cases(
+        (pytest.param(*case, id="-".join(case)) for case in _CASES),
+        lambda family, model, source, target: {
+            "from": (family, model, source),
+            "to": (model, target),
+        },
+    ),
 )
 def test_resharded_files_equal_those_that_megatron_saved(
     golden: Path, tmp_path: Path, family: str, model: str, source: str, target: str

@@ -28,10 +28,16 @@ from tests.megatron.support.kinds import (
     topology_of,
 )
 from tests.megatron.support.megatron_gold import RULES, filled
+from tests.support.covering import covering_cases
 from tests.support.facets import ranks_of
 from tests.support.materialize import tensor_bytes
 
 Sizes = tuple[int, int, int]
+CASES = covering_cases(
+    (pytest.param(*pair) for pair in PAIRS),
+    lambda name, a, b: {"from": (name, a), "to": (name, b)},
+)
+"""Of each kind every layout to and from; ``--long`` has each to each."""
 Held = Mapping[str, Mapping[str, np.ndarray | None]]
 
 if (
@@ -80,13 +86,13 @@ def check_files(
         assert arrays[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize(("name", "a", "b"), PAIRS)
+@pytest.mark.parametrize(("name", "a", "b"), CASES)
 def test_rank_files_are_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) -> None:
     store, source = source_of(folder, name, a)
     check_files(source, store, topology_of(b, name), files(folder, name, b))
 
 
-@pytest.mark.parametrize(("name", "a", "b"), PAIRS)
+@pytest.mark.parametrize(("name", "a", "b"), CASES)
 def test_torch_dist_is_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) -> None:
     store, source = source_of(folder, name, a)
     stacked = stack(source, topology_of(b, name), rules=RULES)

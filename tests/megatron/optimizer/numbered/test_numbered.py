@@ -137,7 +137,7 @@ def test_states_are_the_true_ones(golden: Path, source: str) -> None:
 _LAYOUTS = [Topology(), Topology(tp=2, pp=2), Topology(tp=3, pp=4), Topology(pp=2, vpp=2)]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("b", _LAYOUTS, ids=str)
 @pytest.mark.parametrize("a", _LAYOUTS, ids=str)
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ _EXPERTS = [
 ]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("b", _EXPERTS, ids=str)
 @pytest.mark.parametrize("a", _EXPERTS, ids=str)
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_legacy_grouped_experts_become_single_ones_with_their_states(
     assert_same_weights(tmp_path / "out", wanted)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("b", _EXPERTS, ids=str)
 @pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2), Topology(pp=2, ep=4)], ids=str)
 @pytest.mark.parametrize(
