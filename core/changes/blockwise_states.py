@@ -28,8 +28,8 @@ from math import prod
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, TensorMeta
-from core.catalog.optimizer_keys import BITSANDBYTES
-from core.changes.rename import is_optimizer_key, nest_again
+from core.catalog.optimizer_keys import BITSANDBYTES, is_optimizer_key
+from core.changes.rename import nest_again
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import entries

@@ -45,8 +45,9 @@ from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DType, dtype_called, dtype_of, itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.stored import Extent, StoredArray
-from core.changes.rename import is_optimizer_key, nest_again
+from core.changes.rename import nest_again
 from core.changes.tie import aliases_among
 from core.changes.torchao_weights import dequantize_torchao
 from core.errors import CorruptError, UnsupportedError, UsageError, did_you_mean

@@ -9,7 +9,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
 from core.formats.megatron.format import choose_model_file
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.megatron.reshard.from_global import common_entries, is_one_rank
 from core.megatron.reshard.from_ranks import ranks_of
 from core.megatron.reshard.problems import Understood, understood

@@ -28,8 +28,8 @@ from core.files.stated.lookup import look_up_checksums
 from core.files.syscalls import allowed_cores
 from core.files.walk import FileEnds, Tree, read_ends, sparse_files
 from core.formats.format import Format
-from core.formats.torch.format import SUFFIXES
 from core.formats.torch.other_pickles import PickledContent, is_checkpoint_file, look_into
+from core.formats.torch.stream import SUFFIXES
 from core.formats.zarr.fill import fill_of
 from core.manifest.lookup import RecordedManifest, find_manifest
 from core.manifest.stated_crcs import StatedCrcReader

@@ -29,8 +29,9 @@ from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, without_tensors_of
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.changes.quantize import dequantize, is_float8, quantize
-from core.changes.rename import RenamedCatalog, add_prefix, is_optimizer_key, rename, strip_prefix
+from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
 from core.changes.select import cast_of, select
 from core.changes.tie import INPUT, OUTPUT, tie, untie
 from core.convert.job import Job

@@ -67,7 +67,7 @@ from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of, file_images
 from core.formats.huggingface.tokenizer import has_tokenizer, with_tokenizer
 from core.formats.registry import format_called, formats
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.hf.names import is_hf
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.topology import Topology

@@ -43,9 +43,10 @@ from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
 from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import is_tokenizer_file
-from core.formats.torch.format import load_object
-from core.formats.torch.other_pickles import has_pickled_name, look_into
+from core.formats.torch.other_pickles import look_into
 from core.formats.torch.refused import names_importable
+from core.formats.torch.stream import has_pickled_name
+from core.formats.torch.tree import load_object
 from core.megatron.placement.adapter_rows import to_stored_order
 from core.megatron.reshard.reshard import load_rules, shard, stack
 from core.megatron.rules.experts import transposed

@@ -29,7 +29,7 @@ from pathlib import Path
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.key_patterns import matcher
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.convert.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from core.diff.entries import EntryDiff, entry_diffs
 from core.diff.fingerprints import RecordedEquality, recorded_as_equal

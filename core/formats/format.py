@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 from core.errors import Report
 
@@ -118,6 +119,22 @@ class Format:
     side_folders: tuple[str, ...] = ()
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
+
+
+def imported_on_call(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module of this package that is imported by the first call.
+
+    A checkpoint is read without the code that writes its format.
+
+    Args:
+        module: name of the module below ``core.formats``.
+        name: name of the function.
+    """
+
+    def call(*args: object, **options: object) -> Any:
+        return getattr(import_module(f"core.formats.{module}"), name)(*args, **options)
+
+    return call
 
 
 MEGATRON_FOLDERS = ("tokenizer", "dataloader_state")

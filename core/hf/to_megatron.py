@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, Fragment, StoredObject
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import NOT_CARRIED, carried_of
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import (
     MissingShardError,
     UnknownTensorError,

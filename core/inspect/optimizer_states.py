@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from core.catalog.catalog import TensorMeta
-from core.catalog.optimizer_keys import MOMENTS
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import MOMENTS, is_optimizer_key
 from core.megatron.optimizer.form import role_of
 
 _ALGORITHMS = (

@@ -16,23 +16,21 @@ from typing import TYPE_CHECKING
 
 from core.catalog.attributes import collect_attributes
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
-from core.catalog.facets import RankFacts, TorchDistFacts
+from core.catalog.facets import RankFacts, TorchDistFacts, TorchShardedFacts
 from core.changes.select import without_optimizer
 from core.convert.job import Job
 from core.errors import CheckpointingException
 from core.files.store import list_files_below
 from core.formats.torch.format import load_object
-from core.formats.torch_sharded.format import TorchShardedFacts
 from core.inspect.capabilities import Capability, ModelTraits, capabilities_of
 from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
 from core.opening.code_in_pickles import warn_of_pickles
-from core.opening.iterations import list_other_iterations
+from core.opening.iterations import list_other_iterations, listed
 from core.opening.objects import load_attributes, loaded
 from core.opening.source_files import config_of_source
-from core.opening.unrecognised import listed
 from core.pickle.inert import Global, attributes
 from core.pickle.reader import gc_paused
 from core.quantize.schemes import quantized_weights

@@ -27,7 +27,7 @@ from core.changes.select import without_optimizer
 from core.errors import UnsupportedError, UsageError
 from core.files.json_object import parse_json_object
 from core.files.store import ReadStore
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.hf.values import CONFIG
 from core.megatron.reshard.reshard import is_megatron, unshard
 from core.merge.adapter import Adapter, fold_adapter

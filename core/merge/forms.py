@@ -23,7 +23,7 @@ from core.catalog.facets import MegatronModel
 from core.catalog.stored import files_read
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.megatron.model.args import facts_of
 from core.megatron.placement.implementation import with_implementation
 from core.megatron.reshard.reshard import Rules, is_megatron, unshard

@@ -14,7 +14,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.copied_files import CopiedFile, find_copied_files
 from core.errors import CheckpointingException
 from core.files.store import ReadStore
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.megatron.reshard.reshard import Rules, is_megatron, unshard
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint

@@ -30,7 +30,7 @@ from core.catalog.key_patterns import ranges
 from core.errors import CheckpointingException
 from core.files.remote_path import location_of
 from core.formats.megatron.format import possible_dirs
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.inspect.optimizer_states import is_state
 from core.megatron.model.args import facts_of, fields_of, topology_of
 from core.megatron.model.facts import PREDICTION_STACK

@@ -21,9 +21,8 @@ from core.device.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
 from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
-from core.opening.iterations import list_other_iterations
+from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations, listed
 from core.opening.open import FILL, Located, locate_checkpoint
-from core.opening.unrecognised import CHECKPOINTS_BELOW, listed
 from core.pickle.reader import gc_paused
 from core.progress import OnProgress, Phase, count_steps
 from core.team.agreement import observe_files, require_agreement

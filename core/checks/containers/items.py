@@ -18,9 +18,9 @@ from core.checks.level import Level
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.formats.torch.format import load_object
 from core.formats.torch.item import item_location, stored_tensor
 from core.formats.torch.tensors import unknown_storage
+from core.formats.torch.tree import load_object
 from core.pickle.inert import PLAIN, walk
 
 DIFFERS = Code(

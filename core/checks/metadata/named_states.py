@@ -28,8 +28,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from core.catalog.catalog import Catalog, TensorMeta
-from core.catalog.optimizer_keys import MASTERS, MOMENTS
-from core.changes.rename import is_optimizer_key
+from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.metadata.optimizer import SHAPE, STATES

@@ -40,8 +40,8 @@ from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes
 from core.errors import UnsupportedError, UsageError
 from core.formats.format import Format
-from core.formats.torch.format import load_object
 from core.formats.torch.object_tensors import with_array_tensors
+from core.formats.torch.tree import load_object
 from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
 from core.megatron.extras.float8_weights import dequantize_rank_weights
 from core.megatron.model.cut import without_unused_wrapper

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from core.catalog.catalog import Catalog
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.convert.global_form.request import FormRequest
 from core.convert.options import changes_layout, check_names, check_target
 from core.convert.report.lightning import model_options

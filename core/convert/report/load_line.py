@@ -33,7 +33,7 @@ from pathlib import Path
 from core.catalog.catalog import AnyCatalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts, WeightFileFacts
 from core.catalog.file_image import FileImage
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TensorMeta
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.pickle.inert import Global, make_namespace
 
 if TYPE_CHECKING:
@@ -205,6 +204,8 @@ def _adapter_of(peft: Mapping[str, object] | None, *, base: object) -> dict[str,
         peft: the section.
         base: the Hugging Face name of the base model, if it is known.
     """
+    from core.megatron.model.args import ADAPTER_ARGUMENT
+
     if peft is None:
         return {}
     kind = (_target_of(peft) or "").rpartition(".")[2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from core.catalog.catalog import Catalog, TensorMeta
-from core.changes.rename import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import (
     CheckpointingException,
     CorruptError,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from core.arrays.box import Shape
 from core.catalog.catalog import AnyCatalog, Catalog, Fragment, TensorMeta
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CorruptError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse

@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
-from core.changes.rename import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.hf.tensors.fuse import take_from_stack
 from core.hf.torchtitan.names import (

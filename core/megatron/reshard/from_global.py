@@ -18,7 +18,7 @@ from itertools import filterfalse
 
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta
 from core.catalog.facets import MegatronModel, TorchDistFacts
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.stored import Coords
-from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import OPTIMIZER
