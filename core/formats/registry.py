@@ -6,6 +6,7 @@ import copyreg
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,6 +16,17 @@ from core.formats.format import Format
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+
+
+class Stores(Enum):
+    """What a format that is written can store of checkpoints that no layout describes."""
+
+    ANY = auto()
+    """Tensors under any names that are paths, and plain values."""
+    MASTERS = auto()
+    """Float32 weights, and optimizer states under the names of their parameters."""
+    LAYOUTS = auto()
+    """Nothing: only models with a parallel layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +39,14 @@ class BuiltIn:
         in_directory: pattern of a name in the directory, that of a subdirectory ending with ``/``,
             without which the directory is not in this format; "" for formats of single files.
         as_file: the same for the name of a file that is the checkpoint; "" for directories only.
+        stores: what can be written in the format; None if it is only read.
     """
 
     names: tuple[str, ...]
     module: str
     in_directory: str = ""
     as_file: str = ""
+    stores: Stores | None = None
 
     def load(self) -> Format:
         """Import the module and return its format."""
@@ -66,25 +80,44 @@ BUILT_IN = (
         "megatron.format",
         r"model_(optim_)?rng\.pt|mp_rank_.*/",
         r"model_(optim_)?rng\.pt",
+        stores=Stores.LAYOUTS,
     ),
     BuiltIn(
-        ("torch_dist",), "dcp.torch_dist", r"metadata\.json|\.metadata|(model|optimizer|extra)/"
+        ("torch_dist",),
+        "dcp.torch_dist",
+        r"metadata\.json|common\.pt|(model|optimizer|extra)/",
+        stores=Stores.ANY,
     ),
     BuiltIn(
         ("dcp", "torch_dcp", "fsdp_dtensor"),
         "dcp.format",
         r".*\.metadata(\.tmp)?|.*\.distcp|pytorch_model_fsdp_.*/|(model|optimizer|extra)/",
+        stores=Stores.ANY,
     ),
     BuiltIn(
         ("orbax", "ocdbt"),
         "ocdbt.format",
         r"manifest\.ocdbt|_METADATA|_CHECKPOINT_METADATA|ocdbt\.process_.*/"
         r"|(default|state|params)/",
+        stores=Stores.ANY,
     ),
-    BuiltIn(("zarr",), "zarr.format", r"metadata\.json|\.zgroup|\.zarray|.*/"),
-    BuiltIn(("zarr3",), "zarr.format3", r"zarr\.json|.*/"),
     BuiltIn(
-        ("deepspeed_universal", "ucp"), "deepspeed.universal.format", r"latest_universal|zero/"
+        ("zarr",),
+        "zarr.format",
+        r"metadata\.json|\.zgroup|\.zarray|.*/",
+        stores=Stores.ANY,
+    ),
+    BuiltIn(
+        ("zarr3",),
+        "zarr.format3",
+        r"zarr\.json|.*/",
+        stores=Stores.ANY,
+    ),
+    BuiltIn(
+        ("deepspeed_universal", "ucp"),
+        "deepspeed.universal.format",
+        r"latest_universal|zero/",
+        stores=Stores.MASTERS,
     ),
     BuiltIn(("deepspeed",), "deepspeed.format", r".*(model|optim)_states\.pt"),
     BuiltIn(
@@ -92,6 +125,7 @@ BUILT_IN = (
         "safetensors.format",
         r".*\.safetensors(\.index\.json)?|model_index\.json|sharded/",
         r".*",
+        stores=Stores.ANY,
     ),
     BuiltIn(
         ("torch_bin",),
@@ -108,7 +142,13 @@ BUILT_IN = (
         r"flax_model\.msgpack(\.index\.json)?",
         r".*\.msgpack|(.*_)?checkpoint_\d+",
     ),
-    BuiltIn(("torch",), "torch.format", r"checkpoint\.pt", r".*"),
+    BuiltIn(
+        ("torch",),
+        "torch.format",
+        r"checkpoint\.pt",
+        r".*",
+        stores=Stores.ANY,
+    ),
 )
 """The built-in formats, in the order in which they are sniffed: a format whose files also look like
 those of a more general one comes first.
@@ -150,6 +190,11 @@ def _plug_ins() -> tuple[Format, ...]:
     from importlib.metadata import entry_points
 
     return tuple(entry.load() for entry in entry_points(group="ckpt.formats"))
+
+
+def has_plug_ins() -> bool:
+    """Return whether formats of other packages are installed."""
+    return bool(_plug_ins())
 
 
 def format_called(name: str) -> Format:
