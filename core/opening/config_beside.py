@@ -26,6 +26,7 @@ from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object
 from core.files.source_store import open_store
 from core.formats.huggingface.files import CONFIG, config_document_of
+from core.pickle.inert import as_mapping
 
 if TYPE_CHECKING:
     from core.hf.family import Family
@@ -75,6 +76,16 @@ def with_description(catalog: Catalog, path: Path, *, iteration: int | None) -> 
             note = f"no training arguments: {file} cannot be used: {err.message}"
             return replace(catalog, notes=(*catalog.notes, note))
     return catalog
+
+
+def may_have_arguments(catalog: Catalog) -> bool:
+    """Return whether a catalog has an entry that may be Megatron's training arguments."""
+    return (
+        catalog.args is not None
+        or catalog.common is not None
+        or "args" in catalog.objects
+        or "args" in (as_mapping(catalog.skeleton) or {})
+    )
 
 
 def lacks_arguments(catalog: Catalog) -> bool:
