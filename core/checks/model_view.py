@@ -39,7 +39,7 @@ class ModelView:
         """The training arguments; None if the checkpoint has none."""
         if self.catalog is None:
             return None
-        from core.megatron.reshard.from_global import common_entries
+        from core.megatron.extras.common_state import common_entries
 
         return self.catalog.args or common_entries(self.catalog).get("args")
 
@@ -61,7 +61,8 @@ def model_view(
         catalog = loaded(catalog, store, load_object)
         if not catalog.is_rank_local and not may_have_arguments(catalog):
             return ModelView()
-        from core.megatron.reshard.from_global import is_megatron, is_one_rank
+        from core.megatron.extras.common_state import is_megatron
+        from core.megatron.reshard.from_global import is_one_rank
         from core.megatron.rules.tables import load_rules
 
         rules = own_rules or load_rules(None)

@@ -44,7 +44,7 @@ from core.errors import CapacityError, UsageError, in_checkpoint
 from core.inspect.summary import bare_key
 from core.manifest.fingerprint_share import open_on_all_ranks
 from core.megatron.optimizer.form import role_of
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.numbers.difference import Tolerance
 from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint

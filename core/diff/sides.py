@@ -37,7 +37,7 @@ from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import role_of
 from core.megatron.placement.implementation import with_implementation
-from core.megatron.reshard.reshard import Rules
+from core.megatron.rules.rules import Rules
 from core.opening.canonical import canonical
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint

@@ -332,7 +332,8 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
                     is_undescribed=config is None,
                 )
             catalog = loaded(catalog, store, load_object)
-        from core.megatron.reshard.reshard import load_rules, unshard
+        from core.megatron.reshard.reshard import unshard
+        from core.megatron.rules.tables import load_rules
 
         return _Unsharded(
             unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None
@@ -341,6 +342,8 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
         refusal = err.sentence
     # Float8 weights of Transformer Engine have a layout once they are dequantized.
     from core.megatron.extras.float8_weights import dequantize_rank_weights
+    from core.megatron.reshard.reshard import unshard
+    from core.megatron.rules.tables import load_rules
 
     try:
         dequantized = dequantize_rank_weights(catalog, "bfloat16")

@@ -21,7 +21,7 @@ from core.opening.open import Checkpoint
 
 if TYPE_CHECKING:
     from core.catalog.copied_files import CopiedFile
-    from core.megatron.reshard.reshard import Rules
+    from core.megatron.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules | None) -> C
         catalog = loaded(stored, store, load_object)
         if not is_rank_local and not may_have_arguments(catalog):
             return Canonical(catalog, is_global=True, has_layout=False)
-        from core.megatron.reshard.from_global import is_megatron
+        from core.megatron.extras.common_state import is_megatron
         from core.megatron.reshard.reshard import unshard
         from core.megatron.rules.tables import load_rules
 

@@ -37,7 +37,7 @@ from core.megatron.model.facts import PREDICTION_STACK
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.reshard.from_ranks import facts_of_ranks, ranks_of
 from core.megatron.reshard.rank_model import merge_ranks
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.opening.damaged import open_readable_part
 from core.opening.objects import loaded
 from core.pickle.reader import gc_paused

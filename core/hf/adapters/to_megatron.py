@@ -13,6 +13,7 @@ from core.arrays.box import Shape, full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.decoded import DecodedStore
 from core.catalog.facets import MegatronModel
+from core.catalog.files_beside import ADAPTER_CONFIG
 from core.catalog.key_patterns import listed_keys
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
@@ -28,7 +29,6 @@ from core.hf.adapters.linear import (
     module_of,
 )
 from core.hf.adapters.peft import (
-    ADAPTER_CONFIG,
     Adaptation,
     check_config,
     parse_config,

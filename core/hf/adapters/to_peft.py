@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from core.catalog.catalog import AnyCatalog, Catalog, Fragment, TensorMeta
 from core.catalog.facets import HuggingFaceModel, WeightFileFacts
+from core.catalog.files_beside import ADAPTER_CONFIG
 from core.catalog.key_patterns import listed_keys, natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -25,7 +26,7 @@ from core.hf.adapters.linear import (
     linear_layers_of,
     module_of,
 )
-from core.hf.adapters.peft import ADAPTER_CONFIG, PREFIX, check_config, parse_config
+from core.hf.adapters.peft import PREFIX, check_config, parse_config
 from core.hf.choice import choose_family
 from core.hf.config_json.origin import origin_of, parse_origin
 from core.hf.family import Family

@@ -16,12 +16,13 @@ from __future__ import annotations
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import state_of
 from core.files.store import ReadStore
+from core.megatron.extras.common_state import is_megatron
 from core.megatron.model.args import topology_of
 from core.megatron.model.checks import listed
 from core.megatron.optimizer.proof import strange_masters
 from core.megatron.optimizer.remainders import check_dtypes, check_values
 from core.megatron.placement.adapter_rows import is_halved, to_matrix_order
-from core.megatron.reshard.from_global import is_megatron, unshard_global
+from core.megatron.reshard.from_global import unshard_global
 from core.megatron.reshard.from_ranks import unshard_ranks
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import Stacked, stack
