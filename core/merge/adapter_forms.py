@@ -52,7 +52,8 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
     """
     from core.catalog.files_beside import ADAPTER_CONFIG
     from core.hf.adapters.peft import is_peft, parse_config, read_config_text
-    from core.hf.adapters.to_peft import adapter_to_peft, is_adapter
+    from core.hf.adapters.to_peft import adapter_to_peft
+    from core.megatron.placement.adapter_rows import is_adapter
 
     label = str(other.path)
     catalog = loaded(other.catalog, other.store, load_object)

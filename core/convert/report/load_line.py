@@ -81,7 +81,7 @@ def load_line(result: WrittenResult) -> str:
     has_tracker = any(image.path == TRACKER for image in result.images)
     if not has_tracker:
         return _library_call(result)
-    from core.hf.adapters.to_peft import is_adapter
+    from core.megatron.placement.adapter_rows import is_adapter
 
     if result.format.name == "torch_dist" and is_adapter(result.target):
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
@@ -180,7 +180,7 @@ def _safetensors_call(result: WrittenResult) -> str:
 
 def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str]:
     """Yield the options with which Megatron's training script loads a result."""
-    from core.hf.config_json.origin import ARGUMENT as HUGGING_FACE
+    from core.hf.values import ARGUMENT as HUGGING_FACE
     from core.megatron.extras.schedule import ENTRY as SCHEDULE
     from core.megatron.extras.schedule import OVERRIDE, is_constant_schedule
     from core.megatron.model.args import fields_of

@@ -36,14 +36,14 @@ from core.hf.adapters.peft import (
     sorted_tensors,
 )
 from core.hf.config_json.config import arguments_of
-from core.hf.config_json.origin import ARGUMENT, text_of
+from core.hf.config_json.origin import text_of
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
 from core.hf.tensors.spelling import match_names
 from core.hf.traits import model_of
-from core.hf.values import CONFIG
+from core.hf.values import ARGUMENT, CONFIG
 from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from core.catalog.catalog import AnyCatalog, Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import HuggingFaceModel, WeightFileFacts
 from core.catalog.files_beside import ADAPTER_CONFIG
 from core.catalog.key_patterns import listed_keys, natural_order
@@ -40,12 +40,6 @@ from core.megatron.model.args import ADAPTER_ARGUMENT, fields_of
 
 _STEM = "adapter_model"
 _TARGETS, _TRANSPOSED = "target_modules", "fan_in_fan_out"
-
-
-def is_adapter(catalog: AnyCatalog) -> bool:
-    """Return whether all weights of a catalog with Megatron's names are those of adapters."""
-    names = weights_in(catalog)
-    return bool(names) and all(ADAPTER in name for name in names)
 
 
 def adapter_to_peft(

@@ -32,7 +32,6 @@ from core.megatron.extras.common_state import (
     unwrap_shard,
 )
 from core.megatron.extras.order import by_place
-from core.megatron.extras.schedule import with_schedule
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import (
     check_complete,
@@ -44,9 +43,6 @@ from core.megatron.model.checks import (
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
-from core.megatron.optimizer.sharded.buckets import has_buckets
-from core.megatron.optimizer.sharded.proven_order import read_in_proven_order
-from core.megatron.optimizer.sharded.read import read_states, with_states
 from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import (
@@ -160,6 +156,10 @@ def unshard_global(
     )
     if not carries_optimizer:
         return model
+    from core.megatron.extras.schedule import with_schedule
+    from core.megatron.optimizer.sharded.buckets import has_buckets
+    from core.megatron.optimizer.sharded.proven_order import read_in_proven_order
+    from core.megatron.optimizer.sharded.read import read_states, with_states
 
     def read(model: Catalog, facts: ModelFacts) -> Catalog:
         entry = entries.optimizer
