@@ -171,7 +171,26 @@ def formats() -> list[Format]:
     Raises:
         UnsupportedError: two formats share a name.
     """
-    all_formats = [*(row.load() for row in BUILT_IN), *_plug_ins()]
+    return _without_homonyms([*(row.load() for row in BUILT_IN), *_plug_ins()])
+
+
+def writable_formats() -> list[Format]:
+    """Return the formats that can be written, the built-in ones first; import no others.
+
+    Raises:
+        UnsupportedError: two of them share a name.
+    """
+    built_in = [row.load() for row in BUILT_IN if row.stores is not None]
+    plug_ins = [format for format in _plug_ins() if format.lay_out is not None]
+    return _without_homonyms([*built_in, *plug_ins])
+
+
+def _without_homonyms(all_formats: list[Format]) -> list[Format]:
+    """Return the formats.
+
+    Raises:
+        UnsupportedError: two of them share a name.
+    """
     names: set[str] = set()
     for format in all_formats:
         for name in (format.name, *format.aliases):

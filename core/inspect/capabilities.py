@@ -34,7 +34,7 @@ from core.convert.target_form import (
 )
 from core.errors import CheckpointingException
 from core.formats.format import Format
-from core.formats.registry import formats
+from core.formats.registry import format_called, writable_formats
 from core.formats.torch.nested_names import uses_in
 from core.inspect.capability import HF, WITH_FLOAT32, WITHOUT_OPTIM, Capability, ModelTraits
 from core.megatron.model.topology import Topology
@@ -88,6 +88,7 @@ _VOCABULARY = _Option(
 )
 _FLOAT32 = _Option(WITH_FLOAT32, {"dtype": ((None, "float32"),)})
 _UNIVERSAL = "deepspeed_universal"
+_MEGATRON = "megatron"
 _NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to torch_dist"
 
 
@@ -107,18 +108,13 @@ def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capabil
     possible: dict[str | None, list[str]] = {}
     impossible: dict[str | None, list[str]] = {}
     own = checkpoint.format.name
-    targets = [
-        (format.name, format)
-        for format in formats()
-        if format.lay_out is not None and format.name != own
-    ]
+    written = writable_formats()
+    targets = [(format.name, format) for format in written if format.name != own]
     if not model.is_hf:
         targets += [(HF, format) for _, format in targets if HF in format.aliases]
     # Megatron-FSDP's checkpoints are DCP with a form of its own, for Megatron's models only.
     if model.has_layout:
-        targets += [
-            (FSDP_DTENSOR, format) for format in formats() if FSDP_DTENSOR in format.aliases
-        ]
+        targets += [(FSDP_DTENSOR, format) for format in written if FSDP_DTENSOR in format.aliases]
     with gc_paused():
         trials = _Trials(checkpoint, model)
         if trials.has_many_names:
@@ -217,7 +213,7 @@ class _Trials:
         if is_cut(own):
             return self._try_options(job, own, options)
         # A format without a parallel layout can only be resharded into one that has it.
-        megatron = next(format for format in formats() if format.partition == "ranks")
+        megatron = format_called(_MEGATRON)
         is_possible, why = self._try_options(replace(job, to=megatron.name), megatron, options)
         if not is_possible:
             return False, why

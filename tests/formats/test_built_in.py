@@ -30,3 +30,8 @@ def test_no_checkpoint_is_recognised_that_its_row_does_not_allow(golden: Path) -
         store.close()
 
     assert {"megatron", "torch_dist", "dcp", "orbax", "zarr", "safetensors"} <= recognised.keys()
+
+
+@pytest.mark.parametrize("row", BUILT_IN, ids=lambda row: row.names[0])
+def test_row_says_whether_its_format_is_written(row: BuiltIn) -> None:
+    assert (row.stores is not None) == (row.load().lay_out is not None)
