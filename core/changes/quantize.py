@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.arrays.box import Box, Shape
-from core.arrays.dtypes import DType, dtype_called, dtype_of, itemsize
+from core.arrays.dtypes import DType, dtype_called, dtype_of, is_float8, itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.optimizer_keys import is_optimizer_key
@@ -110,12 +110,6 @@ def companion(meta: TensorMeta, keys: Container[str]) -> str | None:
     if not is_float8(meta.dtype):
         return None
     return next((name for suffix in _SUFFIXES if (name := meta.key + suffix) in keys), None)
-
-
-def is_float8(dtype: str) -> bool:
-    """Return whether a dtype is a float8 type with a mantissa (e8m0fnu has only an exponent)."""
-    facts = dtype_of(dtype)
-    return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
 
 
 def parse_dequantized_type(name: str) -> DType:

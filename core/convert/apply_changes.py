@@ -146,7 +146,8 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
     """
     if job.dequantize is None:
         return _ChangeStep(catalog)
-    from core.changes.quantize import dequantize, is_float8
+    from core.arrays.dtypes import is_float8
+    from core.changes.quantize import dequantize
     from core.quantize.to_float8 import BLOCK
 
     # Blocks of scales have the shape that the configuration records, or 128 × 128.
@@ -290,7 +291,7 @@ def _untie_changed(
         new_of: new key by old key of the entries that were renamed.
         config: the configuration, or None.
     """
-    if config is None:
+    if config is None or after is before:
         return _ChangeStep(after)
     from core.hf.ties import edit_tie, find_tie_pair, is_tied
 
@@ -365,7 +366,7 @@ def _cast(
     """
     if not job.dtype:
         return _ChangeStep(catalog)
-    from core.changes.quantize import is_float8
+    from core.arrays.dtypes import is_float8
     from core.quantize.schemes import check_scheme, quantized_weights
 
     weights = quantized_weights(catalog.tensors, scheme_config)

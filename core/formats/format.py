@@ -139,6 +139,8 @@ def imported_on_call(module: str, name: str) -> Callable[..., Any]:
 
 MEGATRON_FOLDERS = ("tokenizer", "dataloader_state")
 """The directories that Megatron-LM and Megatron-Bridge write into that of an iteration."""
+NEMO_FOLDERS = frozenset({"weights", "model_weights"})
+"""The directories in which NeMo 2 and NeMo 1 save the weights."""
 LOADER_STATE = re.compile(r"(dataloader_state/(.*/)?)?train_dataloader_dprank(?P<rank>\d+)\.pt")
 """The files in which data-parallel ranks keep the states of their data loaders, as Megatron-LM and
 Megatron-Bridge call them; Bridge writes them into the directory of the iteration, too.

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 
+_HEAD_BYTES = 16
+
+
 class Stores(Enum):
     """What a format that is written can store of checkpoints that no layout describes."""
 
@@ -39,6 +42,8 @@ class BuiltIn:
         in_directory: pattern of a name in the directory, that of a subdirectory ending with ``/``,
             without which the directory is not in this format; "" for formats of single files.
         as_file: the same for the name of a file that is the checkpoint; "" for directories only.
+        head: pattern of the first bytes of such a file, whatever its name; b"" if only the name
+            counts.
         stores: what can be written in the format; None if it is only read.
     """
 
@@ -46,6 +51,7 @@ class BuiltIn:
     module: str
     in_directory: str = ""
     as_file: str = ""
+    head: bytes = b""
     stores: Stores | None = None
 
     def load(self) -> Format:
@@ -53,18 +59,19 @@ class BuiltIn:
         format: Format = import_module(f"core.formats.{self.module}").FORMAT
         return format
 
-    def allows(self, names: Sequence[str], *, is_file: bool) -> bool:
+    def allows(self, store: ReadStore, names: Sequence[str]) -> bool:
         """Return whether the names in a store allow this format, which ``sniff`` then decides.
 
         Args:
             names: from ``list_names``.
-            is_file: the checkpoint is one file.
         """
-        pattern = self.as_file if is_file else self.in_directory
-        if not pattern:
+        pattern = self.in_directory if store.entry is None else self.as_file
+        if pattern and any(map(re.compile(pattern, re.DOTALL).fullmatch, names)):
+            return True
+        if store.entry is None or not self.head or not store.exists(store.entry):
             return False
-        matches = re.compile(pattern, re.DOTALL).fullmatch
-        return any(map(matches, names))
+        head = store.read(store.entry, 0, min(store.size(store.entry), _HEAD_BYTES))
+        return re.match(self.head, head, re.DOTALL) is not None
 
 
 def list_names(store: ReadStore) -> list[str]:
@@ -124,7 +131,8 @@ BUILT_IN = (
         ("safetensors", "hf", "huggingface"),
         "safetensors.format",
         r".*\.safetensors(\.index\.json)?|model_index\.json|sharded/",
-        r".*",
+        r".*\.safetensors(\.index\.json)?",
+        rb".{8}\{",
         stores=Stores.ANY,
     ),
     BuiltIn(
@@ -250,9 +258,9 @@ def sniffed(store: ReadStore) -> Format:
         UnsupportedError: no format recognises the store.
     """
     # The built-in formats are tried first, because finding the plug-ins takes 20 ms.
-    names, is_file = list_names(store), store.entry is not None
+    names = list_names(store)
     for row in BUILT_IN:
-        if row.allows(names, is_file=is_file) and (format := row.load()).sniff(store):
+        if row.allows(store, names) and (format := row.load()).sniff(store):
             return format
     all_formats = formats()
     for format in all_formats[len(BUILT_IN) :]:

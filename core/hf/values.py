@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from core.errors import CorruptError
 
 CONFIG = "config.json"
+LAYERS = "decoder.layers."
+"""Beginning of the names of a layer of Megatron's text model."""
 ARGUMENT = "huggingface_config"
 """Name of the training argument that contains the text of the ``config.json`` that a model had."""
 UNUSED_WEIGHT_HINT = (

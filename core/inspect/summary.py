@@ -23,7 +23,6 @@ from core.formats.torch.tree import load_object
 from core.inspect.capability import Capability, ModelTraits, list_plain_capabilities
 from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
-from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
 from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.iterations import list_other_iterations, listed
@@ -434,7 +433,11 @@ def _count_files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
 
 def parallel_sizes(catalog: Catalog) -> dict[str, int]:
     """Return the parallel sizes by name, from the layout or else from the training arguments."""
-    topology = catalog.facet(Topology)
+    topology: object = None
+    if catalog.facets:
+        from core.megatron.model.topology import Topology
+
+        topology = catalog.facet(Topology)
     args = attributes(catalog.args) or {}
     sizes = {}
     for name in SIZES:

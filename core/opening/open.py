@@ -59,7 +59,7 @@ from core.files.source_store import SourceStore, open_store
 from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
 from core.formats.dcp.folders import DIST_CKPT
-from core.formats.format import LOADER_STATE, Format
+from core.formats.format import LOADER_STATE, NEMO_FOLDERS, Format
 from core.formats.huggingface.files import with_files, with_folder
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
@@ -535,14 +535,15 @@ def _inner_folder(store: SourceStore) -> str | None:
     """Return the directory below that alone is the checkpoint, as some frameworks save it."""
     if any(map(_WEIGHTS.search, store.files())):
         return None
-    from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
-    from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
-
-    if has_weights_below(store):
-        return WEIGHTS
-    if store.exists(MODEL_CONFIG) and store.files(MODEL_WEIGHTS):
-        return MODEL_WEIGHTS
     folders = store.folders()
+    if not NEMO_FOLDERS.isdisjoint(folders):
+        from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
+        from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
+
+        if has_weights_below(store):
+            return WEIGHTS
+        if store.exists(MODEL_CONFIG) and store.files(MODEL_WEIGHTS):
+            return MODEL_WEIGHTS
     if DIST_CKPT in folders and store.files(DIST_CKPT):
         return DIST_CKPT
     # A directory of several models is no checkpoint; neither is an array that has such a name.

@@ -56,7 +56,6 @@ from core.formats.format import Format, imported_on_call
 from core.formats.missing_entries import report_missing
 from core.formats.ocdbt.arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt.entries import MANIFEST
-from core.formats.ocdbt.leaves import storable
 from core.formats.ocdbt.tree import (
     CHECKPOINT,
     CUSTOM,
@@ -327,5 +326,5 @@ FORMAT = Format(
     keeps_attributes=True,
     aliases=("ocdbt",),
     splits_files=True,
-    adapt=storable,
+    adapt=imported_on_call("ocdbt.leaves", "storable"),
 )
