@@ -36,9 +36,11 @@ _NAME = re.compile(r"(?!__)[A-Za-z0-9_-]{1,80}(\.[A-Za-z0-9_-]{1,80}){0,15}")
 """A name that is a key, a path of a dict, and the name of a file, in every format."""
 _MOST_NAME_BYTES = 200
 _TAKEN = frozenset({
-    "args", "buffer_names", "c", "checkpoint_parallel_dimensions", "dp_world_size",
-    "frozen_param_fragments", "frozen_param_shapes", "module", "mp_world_size", "optimizer",
-    "param_shapes", "shared_params", "universal_checkpoint_info", "value",
+    "args", "buffer_names", "c", "checkpoint.pt", "checkpoint_parallel_dimensions",
+    "ckpt-objects.pt", "common.pt", "dp_world_size", "frozen_param_fragments",
+    "frozen_param_shapes", "metadata.json", "module", "mp_world_size", "optimizer",
+    "optimizer_state.pt", "param_shapes", "shared_params", "universal_checkpoint_info", "value",
+    "zarr.json",
 })  # fmt: skip
 """Names that some format uses for another purpose."""
 _DTYPES = frozenset({
