@@ -35,7 +35,7 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
         UsageError: a pattern or the baseline is invalid.
     """
     return Acceptance(
-        ignored=parse_patterns(options.ignore or (), known=codes()),
+        ignored=parse_patterns(options.ignore or (), known=codes() if options.ignore else ()),
         known=None if options.baseline is None else read_baseline(options.baseline),
         is_strict=options.strict,
     )

@@ -110,7 +110,6 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
-from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
 from core.catalog.key_patterns import LIST_THEM
 from core.catalog.tensor import Tensor
@@ -121,8 +120,8 @@ from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
 from core.opening.damaged import open_readable_part
+from core.opening.iterations import CHECKPOINTS_BELOW
 from core.opening.open import FILL, Checkpoint
-from core.opening.unrecognised import CHECKPOINTS_BELOW
 from core.progress import Phase, begin_phase, report_bytes
 
 if TYPE_CHECKING:
@@ -458,6 +457,7 @@ def _measure(
             ),
             hint=LIST_THEM,
         )
+    from ckpt_cli.workers.current_team import default_memory
     from core.inspect.stats import measure_layers
 
     with show_progress(progress_form(options.progress, is_quiet=False)) as progress:

@@ -60,7 +60,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
-from ckpt_cli.html_report.page import check_html_path, write_report
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.options.shared.values import (
     check_file,
@@ -70,7 +69,6 @@ from ckpt_cli.options.shared.values import (
     parse_renames,
     parse_unstack_globs,
 )
-from ckpt_cli.pages.pictures.shard_moves import move_json
 from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_lines, report_lines
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
@@ -83,10 +81,6 @@ from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
 from core.files.remote_path import location_of
-from core.forecast.forecast import forecast
-from core.megatron.model.pipeline import Pipeline, parse_layout
-from core.megatron.model.version import parse_version
-from core.pictures.shards import planned_keys, shard_move
 from core.team.protocol import broadcast_result, gather_results, is_lead
 
 if TYPE_CHECKING:
@@ -97,6 +91,8 @@ if TYPE_CHECKING:
     from core.convert.prepare import Prepared
     from core.convert.report.dropped import DroppedReason
     from core.forecast.forecast import Forecast
+    from core.megatron.model.pipeline import Pipeline
+    from core.megatron.model.version import MegatronVersion
     from core.team.protocol import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -136,7 +132,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         transformer_impl=options.transformer_impl,
         megatron_version=None
         if options.megatron_version is None
-        else parse_version(options.megatron_version),
+        else _parse_version(options.megatron_version),
         experts=options.experts,
         param_order=options.param_order,
         dequantize=options.dequantize,
@@ -197,6 +193,8 @@ def _check_conflicts(options: TransferOptions) -> None:
     if options.report is not None:
         if not options.dry_run:
             raise UsageError("--report only applies to --dry-run", hint="add --dry-run")
+        from ckpt_cli.html_report.page import check_html_path
+
         check_html_path(options.report)
     check_file(options.rules, option="--rules")
     check_file(options.config, option="--config")
@@ -229,6 +227,13 @@ def _check_conflicts(options: TransferOptions) -> None:
         )
 
 
+def _parse_version(text: str) -> MegatronVersion:
+    """Parse the version of Megatron that is to load the rank files."""
+    from core.megatron.model.version import parse_version
+
+    return parse_version(text)
+
+
 def build_pipeline(options: TransferOptions) -> Pipeline | None:
     """Return the distribution of layers over pipeline stages; None if no option concerns it.
 
@@ -241,6 +246,8 @@ def build_pipeline(options: TransferOptions) -> Pipeline | None:
     counts = (options.decoder_first, options.decoder_last)
     if options.pipeline_layout is None and all(value is None for value in (*flags, *counts)):
         return None
+    from core.megatron.model.pipeline import Pipeline, parse_layout
+
     return Pipeline(
         first=options.decoder_first,
         last=options.decoder_last,
@@ -285,6 +292,9 @@ def _explain(job: Job, options: TransferOptions) -> int:
     Raises:
         UsageError: ``--map`` selects no tensor, or the job uses no layout rules.
     """
+    from ckpt_cli.pages.pictures.shard_moves import move_json
+    from core.pictures.shards import planned_keys, shard_move
+
     with _prepare(job, options) as prepared:
         header = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
         if options.map is not None:
@@ -314,11 +324,14 @@ def _plan(job: Job, options: TransferOptions) -> int:
     Raises:
         CapacityError: the job needs more space than is free; the plan has been printed as text.
     """
+    from core.forecast.forecast import forecast
+
     begun = time.monotonic()
     with _prepare(job, options) as prepared:
         expected = forecast(prepared, prepare_seconds=time.monotonic() - begun)
         files = None if options.rank is None else prepared.files_for_rank(options.rank)
         if options.report is not None:
+            from ckpt_cli.html_report.page import write_report
             from ckpt_cli.html_report.transfer_report import plan_html
 
             verb = "reshard" if job.keeps_layout else "convert"

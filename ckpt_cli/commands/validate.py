@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of, plan_request
 from ckpt_cli.findings.verdict import Verdict, exit_code_of
-from ckpt_cli.html_report.page import write_report
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.options.shared.values import check_file
 from ckpt_cli.screen.blocks import n_text
@@ -183,6 +182,7 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
     for path in options.report or ():
         format = _SUFFIXES[path.suffix.lower()]
         if format == "html":
+            from ckpt_cli.html_report.page import write_report
             from ckpt_cli.html_report.validate_report import validate_html
 
             write_report(path, validate_html(verdicts), is_quiet=options.quiet)
@@ -234,14 +234,14 @@ def _report_lines(
 
 def _grids_with_missing_ranks(screen: Screen, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the grid of the ranks of each checkpoint of which some are missing."""
-    from ckpt_cli.pages.pictures.ranks import rank_lines
-    from ckpt_cli.pages.pictures.zero_ranks import zero_lines
-    from core.pictures.ranks import read_rank_grid
-    from core.pictures.zero_ranks import read_zero_grid
-
     for verdict in verdicts:
         if not any(finding.code == RANK_MISSING.code for finding in verdict.validation.findings):
             continue
+        from ckpt_cli.pages.pictures.ranks import rank_lines
+        from ckpt_cli.pages.pictures.zero_ranks import zero_lines
+        from core.pictures.ranks import read_rank_grid
+        from core.pictures.zero_ranks import read_zero_grid
+
         # The findings are the result; without a readable rank there is no picture.
         path = verdict.validation.path
         grid = read_rank_grid(path)
@@ -261,12 +261,12 @@ def _checkpoints_below(
     screen: Screen, verdicts: Sequence[Verdict], *, limit: int | None
 ) -> Iterator[str]:
     """Yield the checkpoints in each path that is not a checkpoint itself, with their commands."""
-    from ckpt_cli.findings.text import LIMIT
-    from ckpt_cli.pages.inspect_listing import listing_lines
-    from core.opening.listing import list_checkpoints
-
     for verdict in verdicts:
         if verdict.validation.contains_checkpoints:
+            from ckpt_cli.findings.text import LIMIT
+            from ckpt_cli.pages.inspect_listing import listing_lines
+            from core.opening.listing import list_checkpoints
+
             root = location_of(verdict.validation.path)
             yield ""
             yield from listing_lines(

@@ -34,7 +34,7 @@ from ckpt_cli.workers.current_team import launch_of
 from ckpt_cli.workers.work_state import traffic_fields
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.checks.registry import codes
+from core.checks.registry import find_code
 from core.team.figures import sum_figures
 
 if TYPE_CHECKING:
@@ -90,5 +90,5 @@ def _checkpoint(verdict: Verdict) -> dict[str, object]:
 
 def _finding(finding: Finding) -> dict[str, object]:
     """Return a finding with the title of its code, if the code is registered."""
-    code = codes().get(finding.code)
+    code = find_code(finding.code)
     return finding.as_dict() | ({"title": code.title} if code else {})

@@ -12,7 +12,7 @@ from ckpt_cli.screen.blocks import Cell, bytes_text, fact_list, facts, n_text, s
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.checks.registry import codes
+from core.checks.registry import find_code
 
 _WIDTH = 100
 """Maximum width of a place and its message, and of a place, in files and pipes."""
@@ -124,7 +124,7 @@ def _code_lines(
 ) -> Iterator[str]:
     """Yield the findings of one code: a title, places with their messages, and hints."""
     # The title, with the number of findings; wrapped if it is too long for the terminal.
-    entry = codes().get(code)
+    entry = find_code(code)
     title = f" {entry.title}" if entry else ""
     label = screen.styled(f"{severity.label} {code}", "bold", STYLES[severity])
     count = screen.styled(f" × {len(findings):,}", "dim") if len(findings) > 1 else ""

@@ -20,7 +20,7 @@ from ckpt_cli.html_report.rank_table import (
 )
 from ckpt_cli.screen.blocks import n_text
 from core.checks.finding import Finding, Severity
-from core.checks.registry import codes
+from core.checks.registry import find_code
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pictures.ranks import RankGrid, read_rank_grid
 from core.pictures.zero_ranks import read_zero_grid
@@ -162,7 +162,7 @@ def _checkpoint_view(verdict: Verdict) -> CheckpointView:
 def _finding_view(group: FindingGroup, ranks: str) -> FindingView:
     """Return a group with the title of its code."""
     first = group.first
-    code = codes().get(first.code)
+    code = find_code(first.code)
     n = len(group.findings)
     return FindingView(
         first.severity.label,

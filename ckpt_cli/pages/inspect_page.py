@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import attributes_text, object_json, object_lines
-from ckpt_cli.pages.inspect_tensor import tensor_lines
-from ckpt_cli.pages.pictures.shards import LISTED, MAPS, map_lines
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -21,18 +19,16 @@ from ckpt_cli.screen.blocks import (
 )
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.catalog.attributes import PATHS_ENTRY, ROOT
-from core.convert.report.dropped import group_by_reason, parse_dropped
-from core.inspect.preview import first_values, places_of
-from core.pictures.shards import ShardMap, shard_map
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
     from core.catalog.tensor import Tensor
-    from core.inspect.capabilities import Capability
+    from core.inspect.capability import Capability
     from core.inspect.model_description import ModelDescription
     from core.inspect.optimizer_states import OptimizerStates
     from core.inspect.summary import Summary
     from core.opening.open import Checkpoint
+    from core.pictures.shards import ShardMap
 
 GROUP_TITLES = {
     "model": "model",
@@ -57,6 +53,8 @@ def map_of(summary: Summary, checkpoint: Checkpoint, key: str) -> ShardMap:
     Raises:
         CheckpointingException: the metadata of the tensor cannot be read.
     """
+    from core.pictures.shards import shard_map
+
     return shard_map(catalog_of(summary, checkpoint, key), key)
 
 
@@ -74,6 +72,8 @@ def map_page(
         keys: keys of the tensors.
         is_complete: draw all tensors, and list all of their boxes.
     """
+    from ckpt_cli.pages.pictures.shards import LISTED, MAPS, map_lines
+
     shown = keys if is_complete else keys[:MAPS]
     for number, key in enumerate(shown):
         if number:
@@ -104,6 +104,9 @@ def detail_lines(
         n_values: number of values to show of each tensor.
         limit: maximum number of lines of each entry; 0 for all.
     """
+    from ckpt_cli.pages.inspect_tensor import tensor_lines
+    from core.inspect.preview import first_values, places_of
+
     # Tensors: an empty line between two of them.
     for number, (key, tensor) in enumerate(tensors.items()):
         if number:
@@ -188,8 +191,11 @@ def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Ce
     # What can be done with it, what no conversion takes along, and notes.
     for number, capability in enumerate(summary.capabilities):
         pairs.append(("" if number else "can", _capability_cell(capability)))
-    reasons = group_by_reason(parse_dropped(checkpoint.catalog.dropped))
-    pairs += list_facts("not carried", list(map(str, reasons)), "yellow")
+    if checkpoint.catalog.dropped:
+        from core.convert.report.dropped import group_by_reason, parse_dropped
+
+        reasons = group_by_reason(parse_dropped(checkpoint.catalog.dropped))
+        pairs += list_facts("not carried", list(map(str, reasons)), "yellow")
     return [*pairs, *fact_list("note", summary.notes, "yellow")]
 
 

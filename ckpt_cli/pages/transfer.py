@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.forecast import forecast_facts
-from ckpt_cli.pages.pictures.shard_moves import move_lines
-from ckpt_cli.pages.pictures.shards import MAPS
 from ckpt_cli.screen.blocks import (
     LISTED,
     Cell,
@@ -23,7 +20,6 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.terminal import Screen, escaped
 from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.work_state import store_traffic, traffic_text
-from core.pictures.shards import shard_move
 from core.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
@@ -83,6 +79,8 @@ def plan_facts(prepared: Prepared, expected: Forecast) -> list[tuple[str, Cell |
     Args:
         expected: free space and time.
     """
+    from ckpt_cli.pages.forecast import forecast_facts
+
     source, plan = prepared.source, prepared.plan
     replicas = (
         f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
@@ -141,6 +139,10 @@ def moves_page(screen: Screen, plan: Plan, keys: Sequence[str]) -> Iterator[str]
     Args:
         keys: names of the tensors in the destination; the first few are drawn.
     """
+    from ckpt_cli.pages.pictures.shard_moves import move_lines
+    from ckpt_cli.pages.pictures.shards import MAPS
+    from core.pictures.shards import shard_move
+
     for number, key in enumerate(keys[:MAPS]):
         if number:
             yield ""

@@ -10,10 +10,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
 from core.arrays.box import Box
-from core.inspect.tree import Node
+
+if TYPE_CHECKING:
+    from core.inspect.tree import Node
 
 LISTED = 12
 """Maximum number of entries of a list that are shown; ``--json`` prints all."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from core.convert.job import Report
 from core.files.remote_path import RemotePath, location_of
-from core.stage.stage import stage_dir_of
+from core.stage.folder_lock import stage_dir_of
 from core.stage.stale import finish_publication
 
 _NAME = "published.json"

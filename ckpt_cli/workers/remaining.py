@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.files.remote_path import RemotePath
-from core.stage.stage import stage_dir_of
+from core.stage.folder_lock import stage_dir_of
 
 
 @dataclass(slots=True)

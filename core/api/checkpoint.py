@@ -34,7 +34,7 @@ from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.inspect.summary import parallel_sizes
 from core.megatron.model.args import fields_of
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.opening.canonical import canonical
 from core.opening.open import Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source

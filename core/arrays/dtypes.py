@@ -115,6 +115,12 @@ def dtype_of(name: str) -> DType:
     return dtype
 
 
+def is_float8(dtype: str) -> bool:
+    """Return whether a dtype is a float8 type with a mantissa (e8m0fnu has only an exponent)."""
+    facts = dtype_of(dtype)
+    return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
+
+
 def dtype_called(name: str) -> DType:
     """Look up an element type that a user named, as ``dtype_of`` does.
 

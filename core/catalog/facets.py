@@ -265,3 +265,28 @@ class TrainingState:
     files: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TorchShardedFacts:
+    """The facet of the ranks' torch files.
+
+    Args:
+        ranks: the ranks of the job, according to the files.
+        missing: name of a missing file → its rank.
+    """
+
+    ranks: tuple[int, ...]
+    missing: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrFacts:
+    """A facet of catalogs whose zarr arrays may lack chunks.
+
+    Args:
+        unstored: key of a tensor that may lack chunks → True if only the indexes of its shards can
+            show it, False if a chunk file is missing.
+    """
+
+    unstored: Mapping[str, bool] = field(default_factory=dict)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from core.catalog.catalog import AnyCatalog, Catalog
 from core.catalog.stored import ArrayT
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The configuration of an adapter that peft wrote."""
 NOT_CARRIED = "files beside the weights"
 """The reason for not carrying these files over; ``Catalog.dropped`` lists them after a colon."""
 

@@ -25,8 +25,10 @@ Source: Megatron-LM d98e8a64 ``core/optimizer/{optimizer,distrib_optimizer}.py``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from core.arrays.box import Shape
@@ -61,6 +63,19 @@ BITSANDBYTES = "__bnb_optimizer_quant_state__"
 NOT_IN_HF = "Hugging Face checkpoints have none"
 """The reason for not carrying an optimizer into such a checkpoint."""
 KINDS = ("fp32", "float16", "distributed")
+
+
+_OPTIMIZER = re.compile(
+    r"(^|\.)(optimizers?|optim|optimizer_(?:states?|\d+))\.|^(optimizer(?:_\d+)?|optim)$"
+    r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)"
+    r"(\.|$)"
+)
+
+
+@lru_cache(maxsize=1 << 18)
+def is_optimizer_key(key: str) -> bool:
+    """Return whether a key names optimizer state such as moments, master weights and steps."""
+    return _OPTIMIZER.search(key) is not None
 
 
 def is_moment(key: str) -> bool:

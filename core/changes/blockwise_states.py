@@ -28,9 +28,9 @@ from math import prod
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import BITSANDBYTES
+from core.catalog.optimizer_keys import BITSANDBYTES, is_optimizer_key
 from core.catalog.tensor import Tensor
-from core.changes.rename import is_optimizer_key, nest_again
+from core.changes.rename import nest_again
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import entries

@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from core.changes.rename import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import UnsupportedError
 
 _SOAP = re.compile(r"\.(?:(?:GG|Q)\.\d+|Q_[LR]|eigvals_[LR])$")

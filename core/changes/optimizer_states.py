@@ -24,6 +24,7 @@ from math import prod
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Fragment, Tensor, whole_fragment
 from core.changes.blockwise_states import (
@@ -34,7 +35,7 @@ from core.changes.blockwise_states import (
     states_of_torchao,
     without_parts,
 )
-from core.changes.rename import OwnedEntry, is_optimizer_key, owned_entries
+from core.changes.rename import OwnedEntry, owned_entries
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.quantize.from_blockwise import DequantizedState
 from core.quantize.source import source_of

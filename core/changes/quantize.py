@@ -42,12 +42,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.arrays.box import Box, Shape
-from core.arrays.dtypes import DType, dtype_called, dtype_of, itemsize
+from core.arrays.dtypes import DType, dtype_called, dtype_of, is_float8, itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Fragment, Tensor, whole_fragment
-from core.changes.rename import is_optimizer_key, nest_again
+from core.changes.rename import nest_again
 from core.changes.tie import aliases_among
 from core.changes.torchao_weights import dequantize_torchao
 from core.errors import CorruptError, UnsupportedError, UsageError, did_you_mean
@@ -110,12 +111,6 @@ def companion(key: str, meta: Tensor, keys: Container[str]) -> str | None:
     if not is_float8(meta.dtype):
         return None
     return next((name for suffix in _SUFFIXES if (name := key + suffix) in keys), None)
-
-
-def is_float8(dtype: str) -> bool:
-    """Return whether a dtype is a float8 type with a mantissa (e8m0fnu has only an exponent)."""
-    facts = dtype_of(dtype)
-    return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
 
 
 def parse_dequantized_type(name: str) -> DType:

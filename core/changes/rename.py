@@ -13,21 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.key_patterns import LIST_THEM
-from core.catalog.optimizer_keys import BITSANDBYTES, MASTERS, MOMENTS
+from core.catalog.optimizer_keys import BITSANDBYTES, MASTERS, MOMENTS, is_optimizer_key
 from core.errors import CorruptError, UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import LeafEntry, entries, join_path, map_leaves, nest_leaves
 
-_OPTIMIZER = re.compile(
-    r"(^|\.)(optimizers?|optim|optimizer_(?:states?|\d+))\.|^(optimizer(?:_\d+)?|optim)$"
-    r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)"
-    r"(\.|$)"
-)
 _OF_PARAMETER = re.compile(
     r"(?P<before>(?:.*?\.)??(?:state|param_groups)\.)(?P<parameter>.+?)"
     rf"(?P<after>(?:\.(?:{BITSANDBYTES}|exp_avg|exp_avg_sq|max_exp_avg_sq))?\.[^.]+)",
@@ -52,12 +46,6 @@ class RenamedCatalog:
 
     catalog: Catalog
     renamed: Sequence[tuple[str, str]] = ()
-
-
-@lru_cache(maxsize=1 << 18)
-def is_optimizer_key(key: str) -> bool:
-    """Return whether a key names optimizer state such as moments, master weights and steps."""
-    return _OPTIMIZER.search(key) is not None
 
 
 def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog:

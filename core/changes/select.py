@@ -17,18 +17,13 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.mapping_attributes import attributes_of
-from core.catalog.optimizer_keys import MASTERS, MOMENTS, state_of
+from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, state_of
 from core.catalog.tensor import Tensor
-from core.changes.quantize import companion
 from core.changes.rename import add_prefix as add_prefix
-from core.changes.rename import is_optimizer_key as is_optimizer_key
 from core.changes.rename import owned_entries, with_parameters
 from core.changes.rename import rename as rename
 from core.changes.rename import rename_entries as rename_entries
 from core.changes.rename import strip_prefix as strip_prefix
-from core.changes.tie import aliases_among
-from core.changes.tie import tie as tie
-from core.changes.tie import untie as untie
 from core.errors import UsageError
 from core.pickle.inert import TensorLeaf, walk
 from core.pickle.nesting import REMOVED, map_leaves
@@ -111,6 +106,8 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     Raises:
         UsageError: no tensor remains.
     """
+    from core.changes.tie import aliases_among
+
     keys = [*catalog.tensors, *catalog.objects]
     tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
     if not tensors:
@@ -218,6 +215,8 @@ def cast_of(
         UsageError: a dtype is unknown, a glob matches nothing, or a rule without a glob casts to
             8 bits; raised by the returned function if a float8 tensor with scales would be cast.
     """
+    from core.changes.quantize import companion
+
     # Parse the rules before anything is read.
     present = None if keys is None else dict.fromkeys(keys)
     for glob, _ in rules:

@@ -23,6 +23,7 @@ from math import prod
 
 from core.arrays.box import Box, Shape
 from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Fragment
 from core.changes.blockwise_states import (
     BlockwiseState,
@@ -30,7 +31,6 @@ from core.changes.blockwise_states import (
     codes_of_bitsandbytes,
     companions_of,
 )
-from core.changes.rename import is_optimizer_key
 from core.errors import UnsupportedError, UsageError
 
 _HINT = "dequantize the states with --dequantize-optim, or drop the optimizer with --no-optim"

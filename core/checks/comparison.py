@@ -14,7 +14,7 @@ from core.fingerprint.definition import SCHEME, Fingerprint
 from core.manifest.file import read_manifest
 from core.manifest.fingerprint_share import fingerprints_of_directory
 from core.manifest.lookup import find_manifest, is_manifest
-from core.megatron.reshard.reshard import Rules
+from core.megatron.rules.rules import Rules
 from core.opening.open import locate_checkpoint
 from core.progress import OnProgress
 from core.scan.run import DEFAULT_MEMORY_BYTES

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
-from core.formats.megatron.format import choose_model_file
-from core.formats.torch.format import load_object
-from core.megatron.reshard.from_global import common_entries, is_one_rank
-from core.megatron.reshard.from_ranks import ranks_of
-from core.megatron.reshard.problems import Understood, understood
-from core.megatron.reshard.reshard import is_megatron
-from core.megatron.rules.rules import Rules
+from core.formats.torch.tree import load_object
+from core.opening.config_beside import may_have_arguments
 from core.opening.objects import loaded
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.megatron.reshard.problems import Understood
+    from core.megatron.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +39,18 @@ class ModelView:
         """The training arguments; None if the checkpoint has none."""
         if self.catalog is None:
             return None
+        from core.megatron.extras.common_state import common_entries
+
         return self.catalog.args or common_entries(self.catalog).get("args")
 
 
 def model_view(
-    catalog: Catalog | None, store: ReadStore, rules: Rules, *, is_quick: bool
+    catalog: Catalog | None, store: ReadStore, own_rules: Rules | None, *, is_quick: bool
 ) -> ModelView:
     """Find the Megatron model in a catalog, which may be incomplete (salvaged).
 
     Args:
+        own_rules: layout rules; None for those of the table alone.
         is_quick: compare the shards of one tensor of each kind only.
     """
     # A single rank file is only part of a model.
@@ -59,12 +59,23 @@ def model_view(
         return ModelView()
     try:
         catalog = loaded(catalog, store, load_object)
+        if not catalog.is_rank_local and not may_have_arguments(catalog):
+            return ModelView()
+        from core.megatron.extras.common_state import is_megatron
+        from core.megatron.reshard.from_global import is_one_rank
+        from core.megatron.rules.tables import load_rules
+
+        rules = own_rules or load_rules(None)
         if not catalog.is_rank_local and (
             not is_megatron(catalog, rules) or is_one_rank(catalog, rules)
         ):
             return ModelView()
     except CheckpointingException:
         return ModelView()  # reported by the checks of files
+    from core.formats.megatron.format import choose_model_file
+    from core.megatron.reshard.from_ranks import ranks_of
+    from core.megatron.reshard.problems import understood
+
     # If one rank file per pipeline stage and file size was opened, compare only those: the others
     # have no tensors in the catalog and would seem to lack them.
     sample: set[str] | None = None

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
 from core.checks.finding import Severity
-from core.checks.plan_request import SIZES, PlanRequest
-from core.convert.job import MIB, Job, TopologyChange
 from core.errors import CapacityError, CheckpointingException
 
 if TYPE_CHECKING:
     from core.checks.finding import Finding
+    from core.checks.plan_request import PlanRequest
     from core.checks.subject import Subject
+    from core.convert.job import Job
     from core.convert.prepare import Prepared
     from core.formats.format import Format
 
@@ -83,6 +83,9 @@ def plan_as_requested(subject: Subject) -> Iterator[Finding]:
 
 def _job_of(request: PlanRequest, path: Path, format: Format) -> Job:
     """Build the job that a request describes for a checkpoint in some format."""
+    from core.checks.plan_request import SIZES
+    from core.convert.job import Job, TopologyChange
+
     # By default, keep the source's format if it can hold another layout.
     keeps_format = format.lay_out is not None and (format.partition == "ranks" or format.is_mcore)
     tp, pp, vpp, ep, etp = map(request.sizes.get, SIZES)
@@ -188,6 +191,8 @@ def _saved_sizes(prepared: Prepared) -> dict[str, int] | None:
 
 def _mebibytes(n_bytes: int) -> str:
     """Format a byte count in MiB."""
+    from core.convert.job import MIB
+
     return f"{n_bytes / MIB:,.1f} MiB"
 
 

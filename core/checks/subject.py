@@ -16,42 +16,31 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.checks.tensor_names import TensorNames
-from core.checks.watch import ByteScan, combine_watches
 from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
-from core.files.object_listing import is_listed
-from core.files.remote_store import RemoteStore
 from core.files.source_store import SourceStore
-from core.files.stated.checksum import StatedChecksums
-from core.files.stated.lookup import look_up_checksums
-from core.files.syscalls import allowed_cores
+from core.files.syscalls import allowed_cores, default_memory_bytes
 from core.files.walk import FileEnds, Tree, read_ends, sparse_files
 from core.formats.format import Format
-from core.formats.torch.format import SUFFIXES
-from core.formats.torch.other_pickles import PickledContent, is_checkpoint_file, look_into
-from core.formats.zarr.fill import fill_of
-from core.manifest.lookup import RecordedManifest, find_manifest
-from core.manifest.stated_crcs import StatedCrcReader
-from core.megatron.rules.rules import Rules
-from core.opening.canonical import Canonical, canonical
-from core.opening.config_beside import with_description
-from core.opening.open import FILL, Checkpoint
-from core.opening.pickled_tensors import pickled_tensors
-from core.opening.source_files import list_files
+from core.formats.torch.stream import SUFFIXES
+from core.opening.open import FILL
 from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.pickle.uses import Use
 from core.progress import OnProgress, Phase, report_bytes
-from core.scan.run import DEFAULT_MEMORY_BYTES, scan
-from core.scan.sums import WantedSums
-from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Team
 
 if TYPE_CHECKING:
     from core.checks.comparison import ReferenceFingerprints
     from core.checks.model_view import ModelView
     from core.checks.plan_request import PlanRequest
+    from core.checks.tensor_names import TensorNames
+    from core.checks.watch import ByteScan
+    from core.files.stated.checksum import StatedChecksums
     from core.fingerprint.definition import Fingerprint
+    from core.formats.torch.other_pickles import PickledContent
+    from core.manifest.lookup import RecordedManifest
+    from core.megatron.rules.rules import Rules
+    from core.opening.canonical import Canonical
 
 
 DATA = re.compile(
@@ -86,7 +75,7 @@ class Subject:
         store: files of the checkpoint.
         format: the detected format; None if no format recognises the checkpoint.
         level: amount of data to read.
-        rules: layout rules.
+        own_rules: layout rules with the user's additions; None for those of the table alone.
         iteration: the iteration that ``core.opening.open`` chose.
         findings: findings so far; later checks consult them to avoid repetitions.
         threads, memory_bytes, team: for reading data, as in ``core.scan.run.scan``.
@@ -109,13 +98,13 @@ class Subject:
     store: SourceStore
     format: Format | None
     level: Level
-    rules: Rules
+    own_rules: Rules | None = None
     iteration: int | None = None
     passed: tuple[Path, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     failure: CheckpointingException | None = None
     threads: int | None = None
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    memory_bytes: int = field(default_factory=default_memory_bytes)
     progress: OnProgress | None = None
     plan_for: PlanRequest | None = None
     against: ReferenceFingerprints | None = None
@@ -128,14 +117,30 @@ class Subject:
     missing_chunks: str = FILL
     shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
+    @property
+    def rules(self) -> Rules:
+        """The layout rules; reading their table takes longer than checking a small checkpoint."""
+        if self.own_rules is not None:
+            return self.own_rules
+        from core.megatron.rules.tables import load_rules
+
+        return load_rules(None)
+
     @cached_property
     def recorded(self) -> RecordedManifest | None:
         """The manifest of the checkpoint, or the error of reading it; None if there is none."""
+        from core.manifest.lookup import find_manifest
+
         return find_manifest(self.store.root, entry=self.store.entry)
 
     @property
     def has_stated(self) -> bool:
         """True if the files are in an object store, which may state checksums of them."""
+        if not self.store.is_remote:
+            return False
+        from core.files.object_listing import is_listed
+        from core.files.remote_store import RemoteStore
+
         return isinstance(self.store, RemoteStore) and is_listed(self.store.root)
 
     @cached_property
@@ -144,6 +149,13 @@ class Subject:
 
         At the deepest level, of all files; below, of those that the manifest has CRCs of.
         """
+        from core.files.stated.checksum import StatedChecksums
+
+        if not self.store.is_remote:
+            return StatedChecksums()
+        from core.files.remote_store import RemoteStore
+        from core.files.stated.lookup import look_up_checksums
+
         if not isinstance(self.store, RemoteStore):
             return StatedChecksums()
         if self.level == Level.DEEP:
@@ -181,6 +193,8 @@ class Subject:
         Nested checkpoints are excluded unless the manifest lists them. A directory that is not a
         checkpoint may be a complete file system, so only its first level is walked.
         """
+        from core.opening.source_files import list_files
+
         manifest = None if self.recorded is None else self.recorded.manifest
         recorded_paths = [] if manifest is None else [f"{file.path}/" for file in manifest.files]
         nested = {
@@ -202,13 +216,16 @@ class Subject:
 
         There, each takes a request, and of the other files only the lengths count.
         """
-        is_partial = self.format is None or isinstance(self.store, RemoteStore)
+        is_partial = self.format is None or self.store.is_remote
         names = {name: size for name, size in self.files.items() if DATA.search(name)}
         return read_ends(self.store, names if is_partial else self.files)
 
     @cached_property
     def other_pickles(self) -> Mapping[tuple[str, str | None], PickledContent]:
         """Pickles outside the checkpoint format, by (file, tensor of bytes or None)."""
+        from core.formats.torch.other_pickles import is_checkpoint_file, look_into
+        from core.opening.pickled_tensors import pickled_tensors
+
         pickles: dict[tuple[str, str | None], PickledContent] = {
             (name, None): look_into(self.store, name, size)
             for name, size in self.files.items()
@@ -232,6 +249,8 @@ class Subject:
 
         At the lowest level, formats that can do so read only a sample of the files.
         """
+        from core.opening.config_beside import with_description
+
         if self.format is None:
             return None
         is_sample = self.level == Level.METADATA and self.format.sample is not None
@@ -308,13 +327,15 @@ class Subject:
         return model_view(
             self.salvaged.catalog,
             self.store,
-            self.rules,
+            self.own_rules,
             is_quick=self.level == Level.METADATA,
         )
 
     @cached_property
     def tensor_names(self) -> TensorNames:
         """Index from byte ranges of the files to tensor names."""
+        from core.checks.tensor_names import TensorNames
+
         return TensorNames(self.salvaged.catalog, self.store, self.rules)
 
     def is_covered_by_finding(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
@@ -339,11 +360,14 @@ class Subject:
 
         None if the metadata cannot be read.
         """
+        from core.opening.canonical import canonical
+        from core.opening.open import Checkpoint
+
         catalog = self.catalog
         if catalog is None or self.format is None:
             return None
         opened = Checkpoint(self.path, self.store, self.format, catalog, self.iteration)
-        return canonical(opened, rules=self.rules)
+        return canonical(opened, rules=self.own_rules)
 
 
 _WATCHERS: tuple[str, ...] = (
@@ -369,6 +393,13 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         CheckpointingException: a module cannot determine its needs.
         WorkerError: a rank of the team failed, or the ranks see different data.
     """
+    from core.checks.watch import ByteScan, combine_watches
+    from core.formats.zarr.fill import fill_of
+    from core.manifest.stated_crcs import StatedCrcReader
+    from core.scan.run import scan
+    from core.scan.sums import WantedSums
+    from core.team.agreement import require_agreement
+
     team = subject.team
     subject.store.on_open = None  # from here on bytes are counted, not files
     # Measure for which kinds of work the device is faster than the CPU.

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.stored import n_stored_bytes
 from core.errors import CheckpointingException
-from core.formats.torch.format import load_object
-from core.formats.torch.tree import parse
+from core.formats.torch.tree import load_object, parse
 from core.megatron.reshard.reshard import unshard
 from core.opening.objects import loaded
 

@@ -23,26 +23,26 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from shlex import quote as quoted_word
+from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, without_tensors_of
-from core.changes.quantize import dequantize, is_float8, quantize
-from core.changes.rename import RenamedCatalog, add_prefix, is_optimizer_key, rename, strip_prefix
+from core.catalog.optimizer_keys import is_optimizer_key
+from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
 from core.changes.select import cast_of, select
-from core.changes.tie import INPUT, OUTPUT, tie, untie
 from core.convert.job import Job
 from core.convert.nesting_notes import attributes_note
 from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
-from core.hf.ties import TEXT_CONFIG, TiePair, edit_tie, find_tie_pair, is_tied, with_config
-from core.opening.numbered_optimizers import keys_of_numbered
 from core.opening.target import retyped
-from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights
-from core.quantize.to_float8 import BLOCK
+
+if TYPE_CHECKING:
+    from core.hf.ties import TiePair
+    from core.quantize.schemes import QuantizedWeight
 
 _DTYPE_NAMES = ("dtype", "torch_dtype")
 """Names of the dtype in a configuration: in transformers since version 5, and before."""
@@ -146,6 +146,9 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
     """
     if job.dequantize is None:
         return _ChangeStep(catalog)
+    from core.arrays.dtypes import is_float8
+    from core.changes.quantize import dequantize
+    from core.quantize.to_float8 import BLOCK
 
     # Blocks of scales have the shape that the configuration records, or 128 × 128.
     quantization = None if config is None else config.get("quantization_config")
@@ -198,6 +201,11 @@ def _select(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> 
     Raises:
         UsageError: a quantized weight would be left without its scales.
     """
+    if not (job.include or job.exclude):
+        return _ChangeStep(catalog)
+    from core.opening.numbered_optimizers import keys_of_numbered
+    from core.quantize.schemes import quantized_weights
+
     weights = quantized_weights(catalog.tensors, config)
     selection = select(catalog, include=job.include, exclude=job.exclude)
     tensors = selection.catalog.tensors
@@ -243,6 +251,11 @@ def _rename(catalog: Catalog, job: Job) -> tuple[Catalog, tuple[tuple[str, str],
 
 def _tie(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> _ChangeStep:
     """Write tied tensors separately or once, with their optimizer states."""
+    if not (job.tie or job.untie):
+        return _ChangeStep(catalog)
+    from core.changes.tie import INPUT, OUTPUT, tie, untie
+    from core.hf.ties import edit_tie
+
     notes: list[str] = []
     edits: dict[str, object] = {}
     for pairs, change, becomes_tied, result in (
@@ -278,8 +291,10 @@ def _untie_changed(
         new_of: new key by old key of the entries that were renamed.
         config: the configuration, or None.
     """
-    if config is None:
+    if config is None or after is before:
         return _ChangeStep(after)
+    from core.hf.ties import edit_tie, find_tie_pair, is_tied
+
     first, pair = (find_tie_pair(catalog.tensors, config) for catalog in (before, after))
     if pair is None or not {pair.embedding, pair.head} <= after.tensors.keys():
         return _ChangeStep(after)
@@ -351,6 +366,9 @@ def _cast(
     """
     if not job.dtype:
         return _ChangeStep(catalog)
+    from core.arrays.dtypes import is_float8
+    from core.quantize.schemes import check_scheme, quantized_weights
+
     weights = quantized_weights(catalog.tensors, scheme_config)
     # The glob None stands for the complete model; its last dtype wins.
     model_dtypes = [dtype_called(name).name for glob, name in job.dtype if glob is None]
@@ -377,6 +395,9 @@ def _cast(
 
 def _quantize(catalog: Catalog, job: Job) -> _ChangeStep:
     """Quantize the tensors that the job selects to float8 with scales."""
+    from core.changes.quantize import quantize
+    from core.quantize.to_float8 import BLOCK
+
     result = quantize(catalog, job.quantize)
     notes = [f"{len(result.keys)} tensors become float8_e4m3fn with scales", *result.notes]
 
@@ -440,6 +461,8 @@ def _edit_config(
             carries a config.json, which then no longer describes the model.
         edits: new values by name; None removes an entry.
     """
+    from core.hf.ties import TEXT_CONFIG, with_config
+
     if config is None:
         stale = f"{CONFIG} is unchanged, although {', '.join(edits)} changed"
         return catalog, (stale,) if CONFIG in carried_of(catalog) else ()

@@ -425,7 +425,7 @@ def _check_fragments(catalog: Catalog) -> None:
 
 def _objects(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     """Return the entries that are not tensors by key, those of a common state included."""
-    from core.formats.torch.format import load_object
+    from core.formats.torch.tree import load_object
 
     values = {key: item.value for key, item in loaded(catalog, store, load_object).objects.items()}
     common = catalog.common or {}

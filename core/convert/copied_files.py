@@ -10,9 +10,6 @@ from core.catalog.copied_files import COPIED_HINT, RANK_FILE_FORMATS, CopiedFile
 from core.convert.job import Job
 from core.errors import CheckpointingException, CorruptError
 from core.files.store import list_files_below
-from core.formats.torch.zip.identical import identical_files
-from core.megatron.reshard.reshard import load_rules
-from core.opening.canonical import canonical_of, copied_files_of, files_of, without_other_files
 from core.opening.open import Checkpoint
 
 
@@ -25,7 +22,12 @@ def check_copied_files(job: Job, source: Checkpoint, used: Catalog) -> list[str]
     Raises:
         CorruptError: the layout gives two ranks different parts, but their files are identical.
     """
-    copies = _copied_files(job, source, without_other_files(_identical(source), files_of(used)))
+    identical = _identical(source)
+    if not identical:
+        return []
+    from core.opening.canonical import files_of, without_other_files
+
+    copies = _copied_files(job, source, without_other_files(identical, files_of(used)))
     for copied in copies:
         if copied.is_proven:
             raise _error(copied)
@@ -58,6 +60,8 @@ def _identical(source: Checkpoint) -> list[list[str]]:
     """Return the groups of equal files of a checkpoint in which ranks have files of their own."""
     if source.format.name not in RANK_FILE_FORMATS:
         return []
+    from core.formats.torch.zip.identical import identical_files
+
     return identical_files(source.store, list_files_below(source.store))
 
 
@@ -65,6 +69,9 @@ def _copied_files(
     job: Job, source: Checkpoint, groups: Sequence[Sequence[str]]
 ) -> list[CopiedFile]:
     """Return the files that were copied over those of other ranks, among groups of equal files."""
+    from core.megatron.rules.tables import load_rules
+    from core.opening.canonical import canonical_of, copied_files_of
+
     if not groups:
         return []  # building the canonical form takes time
     rules = load_rules(job.rules, unknown=job.unknown)

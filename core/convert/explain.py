@@ -17,8 +17,7 @@ from core.megatron.model.args import facts_of
 from core.megatron.model.cut import Cut, cuts_of
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
-from core.megatron.reshard.reshard import Rules
-from core.megatron.rules.rules import Rule
+from core.megatron.rules.rules import Rule, Rules
 
 
 @dataclass(frozen=True, slots=True)

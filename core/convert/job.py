@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from core.convert.report.dropped import DroppedReason
-from core.device.device import Device
 from core.files.syscalls import default_memory_bytes
-from core.megatron.model.pipeline import Pipeline
-from core.megatron.model.version import MegatronVersion
-from core.merge.request import Merge
-from core.team.protocol import Figures
+
+if TYPE_CHECKING:
+    from core.convert.report.dropped import DroppedReason
+    from core.device.device import Device
+    from core.megatron.model.pipeline import Pipeline
+    from core.megatron.model.version import MegatronVersion
+    from core.merge.request import Merge
+    from core.team.protocol import Figures
 
 MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = default_memory_bytes()
@@ -259,6 +261,9 @@ class Report:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """Build a report from its fields in JSON, of ``as_dict`` or with the workers."""
+        from core.convert.report.dropped import DroppedReason
+        from core.team.protocol import Figures
+
         lists = ("files", "notes", "dropped")
         reasons = (
             DroppedReason(reason["reason"], reason["n_entries"], tuple(reason["examples"]))

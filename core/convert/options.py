@@ -14,8 +14,6 @@ from core.convert.job import Job
 from core.errors import UsageError
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
-from core.megatron.model.version import OPTION
-from core.megatron.rules.experts import OPTION as EXPERTS
 
 HF_ALIASES = ("hf", "huggingface")
 """Names of the safetensors format that also ask for Hugging Face's tensor names."""
@@ -160,6 +158,8 @@ def _check_rank_options(job: Job, format: Format) -> None:
             )
         return
     if job.megatron_version is not None:
+        from core.megatron.model.version import OPTION
+
         raise UsageError(
             f"{OPTION} is for rank files; {format.name} does not depend on the version",
             hint=f"omit {OPTION}",
@@ -274,9 +274,12 @@ def refuse_layout_options(job: Job) -> None:
         "--unknown": job.unknown != "refuse",
         "--rng": job.rng is not None,
         "--transformer-impl": job.transformer_impl is not None,
-        OPTION: job.megatron_version is not None,
-        EXPERTS: job.experts is not None,
     }
+    if job.megatron_version is not None or job.experts is not None:
+        from core.megatron.model.version import OPTION
+        from core.megatron.rules.experts import OPTION as EXPERTS
+
+        given |= {OPTION: job.megatron_version is not None, EXPERTS: job.experts is not None}
     for name, is_given in given.items():
         if is_given:
             raise UsageError(

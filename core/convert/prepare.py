@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of, without_carried
 from core.catalog.key_patterns import folded, matcher
-from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
 from core.convert.global_form.build import global_form
@@ -43,8 +41,7 @@ from core.convert.report.dropped import (
     parse_dropped,
     unread_entries,
 )
-from core.convert.report.lightning import model_options
-from core.convert.report.load_line import WrittenResult, load_line
+from core.convert.report.load_line import load_line
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes, target_topology
 from core.convert.target_form import (
@@ -65,16 +62,10 @@ from core.files.remote_path import RemotePath
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of, file_images
-from core.formats.huggingface.tokenizer import has_tokenizer, with_tokenizer
 from core.formats.registry import format_called, formats
-from core.formats.torch.format import load_object
-from core.hf.names import is_hf
-from core.megatron.extras.common_state import OPTIMIZER
+from core.formats.torch.tree import load_object
 from core.megatron.model.topology import Topology
-from core.megatron.optimizer.proof import find_different_copies
-from core.megatron.reshard.reshard import load_rules
 from core.opening.code_in_pickles import naming_code_first
-from core.opening.numbered_optimizers import with_integer_keys
 from core.opening.objects import (
     KEEP_OBJECTS,
     check_safety,
@@ -203,6 +194,7 @@ class Prepared:
             UsageError: the destination is not cut by a parallel layout.
         """
         from core.convert.explain import explain_layout
+        from core.megatron.rules.tables import load_rules
 
         if self.form.facet(MegatronModel) is None or not is_cut(self.target_format):
             raise UsageError(
@@ -328,11 +320,20 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             other.store.close()
 
 
+def _has_tokenizer(paths: Iterable[str]) -> bool:
+    """Return whether files of a tokenizer are among some files."""
+    from core.formats.huggingface.tokenizer import has_tokenizer
+
+    return has_tokenizer(paths)
+
+
 def _compare_copies(source: Checkpoint) -> Checkpoint:
     """Return a source with a note on copies of its weights: not carried, and equal or not."""
     copies = source.catalog.facet(WeightCopies)
     if copies is None:
         return source
+    from core.megatron.optimizer.proof import find_different_copies
+
     copy_kind, verdict = "16-bit copies", ""
     try:
         pairs = copies.pairs()
@@ -363,6 +364,8 @@ def _check_emptied(job: Job, checkpoint: Checkpoint, format: Format) -> list[str
     Raises:
         CorruptError: the job merges, or writes a model of Hugging Face or Megatron's rank files.
     """
+    from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
+
     include = [matcher(glob) for glob in job.include]
     exclude = [matcher(glob) for glob in job.exclude]
     emptied = [
@@ -419,6 +422,9 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     Raises:
         CheckpointingException: the job cannot be done.
     """
+    from core.convert.report.lightning import model_options
+    from core.convert.report.load_line import WrittenResult
+
     format = _choose_format(job, source)
     emptied_notes = [
         note for checkpoint in (source, *others) for note in _check_emptied(job, checkpoint, format)
@@ -431,6 +437,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
             replace(source, catalog=without_state.catalog), exclude=job.exclude
         )
     if source.format.has_text_keys and not format.has_text_keys:
+        from core.opening.numbered_optimizers import with_integer_keys
+
         source = replace(source, catalog=with_integer_keys(source.catalog))
     if job.metadata_only:
         return _prepare_links(job, opened, format)
@@ -450,6 +458,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     dst = _choose_dst(job, source, format)
     is_file = is_file_of(format, dst)
     if job.tokenizer is not None:
+        from core.formats.huggingface.tokenizer import with_tokenizer
+
         carries_files = format.carries_files and not is_file
         files = with_tokenizer(form.catalog, job.tokenizer, carries_files=carries_files)
         form = replace(form, catalog=files)
@@ -479,7 +489,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
     small_files = (*form.catalog.documents, *carried_of(form.catalog), *carried_of(target))
-    if CONFIG in form.catalog.documents and job.merge is None and not has_tokenizer(small_files):
+    if CONFIG in form.catalog.documents and job.merge is None and not _has_tokenizer(small_files):
         notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
     modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
@@ -509,8 +519,12 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     )
     target = replace(target, write=write)
     images = _lay_out_files(target, source, format, dst)
-    ties = find_recorded_ties(target, images) if format.records_ties else {}
-    notes += recorded_notes(ties)
+    ties: Mapping[str, str] = {}
+    if format.records_ties:
+        from core.changes.tie import find_recorded_ties
+
+        ties = find_recorded_ties(target, images)
+        notes += recorded_notes(ties)
 
     # Prove that every byte of the files has a source.
     plan = make_plan(
@@ -603,6 +617,10 @@ def _written_model(job: Job, form: GlobalForm, source: Checkpoint) -> Mapping[st
     Also None if the user's options may have left only a part of the model.
     """
     config = config_beside(form.catalog, config_of_source(source))
+    if config is None:
+        return None
+    from core.hf.names import is_hf
+
     # Hugging Face's names were checked against the configuration if the job requests them.
     is_checked = _is_to_hf(job)
     is_changed = bool(
@@ -632,6 +650,8 @@ def _keep_recordable_ties(
     """Forget the ties that the destination's format does not record."""
     if not format.records_ties or not catalog.aliases:
         return catalog
+    from core.changes.tie import keep_recordable_ties
+
     # The configuration decides whether readers tie the output layer, if it is written at all.
     config = config_of(source.store) if CONFIG in carried_of(catalog) else None
     has_config = format.carries_files and not is_file
@@ -666,6 +686,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
             sizes, or an object is unsafe.
     """
     from core.convert.hard_links import link_data_files
+    from core.convert.report.load_line import WrittenResult
 
     linked = link_data_files(job, source)
 
@@ -771,6 +792,8 @@ def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> lis
         return dropped
 
     # Objects; those with the same first part of their names share a line.
+    from core.megatron.extras.common_state import OPTIMIZER
+
     optimizer = [OPTIMIZER] if catalog.optimizer is not None else []
     groups: dict[str, list[str]] = {}
     for key in dict.fromkeys((*catalog.objects, *map(str, catalog.common or {}), *optimizer)):

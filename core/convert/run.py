@@ -31,7 +31,6 @@ from core.convert.stage import (
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.files.remote_path import RemotePath
-from core.megatron.reshard.reshard import load_rules
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.stage.existing import check_replaceable
 
@@ -79,6 +78,7 @@ def run(
         watching: AbstractContextManager[CopyFingerprints | None] = nullcontext()
         if job.fingerprint:
             from core.manifest.fingerprint_copy import observe_copy
+            from core.megatron.rules.tables import load_rules
 
             watching = observe_copy(
                 plan,
@@ -121,6 +121,7 @@ def run(
             n_verified = 0
             if job.verify:
                 from core.convert.verify import verify
+                from core.megatron.rules.tables import load_rules
 
                 stage.make_readable(from_disk=True, progress=progress)
                 begin_phase(progress, Phase.VERIFYING)

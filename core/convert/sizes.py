@@ -8,12 +8,13 @@ from core.catalog.catalog import Catalog
 from core.convert.job import Job, TopologyChange
 from core.errors import UsageError
 from core.formats.format import Format
-from core.megatron.model.args import topology_of
 from core.megatron.model.topology import Topology
 
 
 def _source_topology(catalog: Catalog) -> Topology | None:
     """Return the parallel sizes of the run that saved, or None if nothing records them."""
+    from core.megatron.model.args import topology_of
+
     topology = catalog.facet(Topology)
     if topology is not None:
         return topology

@@ -35,6 +35,7 @@ from core.catalog.stored import PlannedArray, StoredArray
 from core.changes.rename import rename_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
+from core.convert.global_form.request import load_rules
 from core.convert.job import Job
 from core.convert.options import cuts_experts, writes_fsdp_dtensor
 from core.convert.report.dropped import DroppedEntries, parse_dropped
@@ -43,12 +44,9 @@ from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
 from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import is_tokenizer_file
-from core.formats.torch.format import load_object
-from core.formats.torch.other_pickles import has_pickled_name, look_into
 from core.formats.torch.refused import names_importable
-from core.megatron.placement.adapter_rows import to_stored_order
-from core.megatron.reshard.reshard import load_rules, shard, stack
-from core.megatron.rules.experts import transposed
+from core.formats.torch.stream import has_pickled_name
+from core.formats.torch.tree import load_object
 from core.opening.code_in_pickles import list_dangerous_names
 from core.opening.objects import check_safety, load_attributes, refuse_in_ranks
 from core.opening.open import Checkpoint
@@ -213,6 +211,8 @@ def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> dict[str,
     for path in paths:
         if not (has_pickled_name(path) or path.endswith((".pt", ".pth", ".ckpt", ".bin"))):
             continue
+        from core.formats.torch.other_pickles import look_into
+
         content = look_into(source.store, path, source.store.size(path))
         names = list_dangerous_names(content.uses)
         if names:
@@ -258,12 +258,16 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
     """
     # Rank files: every tensor is cut for each rank.
     if format.partition == "ranks":
+        from core.megatron.placement.adapter_rows import to_stored_order
+        from core.megatron.reshard.to_ranks import shard
+        from core.megatron.rules.experts import transposed
+
         topology = target_topology(job, catalog, format)
         catalog = to_stored_order(catalog, topology.tp)
         target = shard(
             catalog,
             topology,
-            rules=load_rules(job.rules, unknown=job.unknown),
+            rules=load_rules(job),
             vocab_size=job.vocab_size,
             rng=job.rng,
             version=job.megatron_version,
@@ -274,10 +278,12 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
 
     # Megatron's distributed checkpoints: global tensors, with layers stacked as Megatron does.
     if catalog.facet(MegatronModel) is not None and format.is_mcore:
+        from core.megatron.reshard.to_torch_dist import stack
+
         stacked = stack(
             catalog,
             target_topology(job, catalog, format),
-            rules=load_rules(job.rules, unknown=job.unknown),
+            rules=load_rules(job),
             vocab_size=job.vocab_size,
             format=format.name,
             is_stacked=job.stacking,
@@ -294,7 +300,7 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
         form = to_fsdp_dtensor(
             catalog,
             target_topology(job, catalog, format),
-            rules=load_rules(job.rules, unknown=job.unknown),
+            rules=load_rules(job),
             vocab_size=job.vocab_size,
         )
         source, target = source_and_target(form, format)
@@ -309,7 +315,11 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
 def _with_complete_names(catalog: Catalog) -> Catalog:
     """Return a catalog in which a text model beside towers has its names in the complete model."""
     model = catalog.facet(MegatronModel)
-    wrapper = load_rules().wrapper_in(None if model is None else model.wrapper)
+    if model is None or model.wrapper is None:
+        return catalog
+    from core.megatron.rules.tables import load_rules as load_tables
+
+    wrapper = load_tables().wrapper_in(model.wrapper)
     if wrapper is None:
         return catalog
     new_of: dict[str, str] = {}

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from math import prod
+from typing import TYPE_CHECKING
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import byte_span
 from core.catalog.decoded import is_decoded
-from core.files.ranges.read_ahead import FileRange
 from core.files.store import ReadStore
 from core.plan.addresses import Source
 from core.plan.items import Comparison, Item, ItemNumber, Move
+
+if TYPE_CHECKING:
+    from core.files.ranges.read_ahead import FileRange
 
 _BATCH_BYTES = 32 << 20
 _BATCH_ITEMS = 256

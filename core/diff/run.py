@@ -29,7 +29,7 @@ from pathlib import Path
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.key_patterns import matcher
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.convert.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from core.diff.entries import EntryDiff, entry_diffs
 from core.diff.fingerprints import RecordedEquality, recorded_as_equal
@@ -44,7 +44,7 @@ from core.errors import CapacityError, UsageError, in_checkpoint
 from core.inspect.summary import bare_key
 from core.manifest.fingerprint_share import open_on_all_ranks
 from core.megatron.optimizer.form import role_of
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.numbers.difference import Tolerance
 from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint

@@ -26,18 +26,18 @@ from core.catalog.attributes import build_entry_values, turn_into_attributes
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.mapping_attributes import VERSIONS, attributes_of
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.json_object import read_json_object
 from core.formats.huggingface.files import CONFIG, config_of
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.inspect.preview import first_values
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER
 from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import role_of
 from core.megatron.placement.implementation import with_implementation
-from core.megatron.reshard.reshard import Rules
+from core.megatron.rules.rules import Rules
 from core.opening.canonical import canonical
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint

@@ -84,7 +84,8 @@ from core.manifest.file import manifest_name
 from core.manifest.partial_sums import write_combined
 from core.stage.existing import check_replaceable
 from core.stage.files import StageStore
-from core.stage.stage import Stage, stage_dir_of
+from core.stage.folder_lock import stage_dir_of
+from core.stage.stage import Stage
 
 CheckpointId = str | os.PathLike[str]
 

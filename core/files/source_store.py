@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from core.errors import CheckpointingException
 from core.files.remote_path import RemotePath
-from core.files.remote_store import RemoteStore
 from core.files.store import LocalStore, ReadStore, override
 
 if TYPE_CHECKING:
     from core.files.ranges.read_ahead import FileRange
+    from core.files.remote_store import RemoteStore
 
 
 def joined_prefix(store: LocalStore | RemoteStore) -> str:
@@ -238,7 +238,7 @@ class _PrefixedErrors:
                 err.file = self._prefix + err.file
 
 
-SourceStore: TypeAlias = LocalStore | RemoteStore | JoinedStore
+SourceStore: TypeAlias = "LocalStore | RemoteStore | JoinedStore"
 
 
 def open_store(
@@ -255,6 +255,8 @@ def open_store(
         stamps: name → ``stamp`` of files as another process saw them.
     """
     if isinstance(root, RemotePath):
+        from core.files.remote_store import RemoteStore
+
         return RemoteStore(root, entry=entry, stamps=stamps)
     return LocalStore(root, entry=entry, stamps=stamps)
 

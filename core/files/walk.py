@@ -12,13 +12,16 @@ import stat
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException
 from core.files.remote_path import RemotePath
-from core.files.remote_store import RemoteStore
 from core.files.source_store import SourceStore
 from core.files.store import leads_on, translate_os_errors
 from core.files.substitute import HEAD_BYTES
+
+if TYPE_CHECKING:
+    from core.files.remote_store import RemoteStore
 
 MAX_DEPTH = 64
 """Maximum number of directory levels; deeper ones are not listed."""
@@ -94,7 +97,11 @@ def list_tree(
         depth: number of directory levels to list; None for ``MAX_DEPTH``.
         without: relative paths of directories and files to skip.
     """
-    store = RemoteStore(root) if isinstance(root, RemotePath) else None
+    store: RemoteStore | None = None
+    if isinstance(root, RemotePath):
+        from core.files.remote_store import RemoteStore
+
+        store = RemoteStore(root)
     tree = Tree()
     # One file only.
     if entry is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 from core.errors import Report
 
@@ -120,8 +121,26 @@ class Format:
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
 
 
+def imported_on_call(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module of this package that is imported by the first call.
+
+    A checkpoint is read without the code that writes its format.
+
+    Args:
+        module: name of the module below ``core.formats``.
+        name: name of the function.
+    """
+
+    def call(*args: object, **options: object) -> Any:
+        return getattr(import_module(f"core.formats.{module}"), name)(*args, **options)
+
+    return call
+
+
 MEGATRON_FOLDERS = ("tokenizer", "dataloader_state")
 """The directories that Megatron-LM and Megatron-Bridge write into that of an iteration."""
+NEMO_FOLDERS = frozenset({"weights", "model_weights"})
+"""The directories in which NeMo 2 and NeMo 1 save the weights."""
 LOADER_STATE = re.compile(r"(dataloader_state/(.*/)?)?train_dataloader_dprank(?P<rank>\d+)\.pt")
 """The files in which data-parallel ranks keep the states of their data loaders, as Megatron-LM and
 Megatron-Bridge call them; Bridge writes them into the directory of the iteration, too.

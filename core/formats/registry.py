@@ -6,6 +6,7 @@ import copyreg
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,6 +16,20 @@ from core.formats.format import Format
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+
+
+_HEAD_BYTES = 16
+
+
+class Stores(Enum):
+    """What a format that is written can store of checkpoints that no layout describes."""
+
+    ANY = auto()
+    """Tensors under any names that are paths, and plain values."""
+    MASTERS = auto()
+    """Float32 weights, and optimizer states under the names of their parameters."""
+    LAYOUTS = auto()
+    """Nothing: only models with a parallel layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +42,36 @@ class BuiltIn:
         in_directory: pattern of a name in the directory, that of a subdirectory ending with ``/``,
             without which the directory is not in this format; "" for formats of single files.
         as_file: the same for the name of a file that is the checkpoint; "" for directories only.
+        head: pattern of the first bytes of such a file, whatever its name; b"" if only the name
+            counts.
+        stores: what can be written in the format; None if it is only read.
     """
 
     names: tuple[str, ...]
     module: str
     in_directory: str = ""
     as_file: str = ""
+    head: bytes = b""
+    stores: Stores | None = None
 
     def load(self) -> Format:
         """Import the module and return its format."""
         format: Format = import_module(f"core.formats.{self.module}").FORMAT
         return format
 
-    def allows(self, names: Sequence[str], *, is_file: bool) -> bool:
+    def allows(self, store: ReadStore, names: Sequence[str]) -> bool:
         """Return whether the names in a store allow this format, which ``sniff`` then decides.
 
         Args:
             names: from ``list_names``.
-            is_file: the checkpoint is one file.
         """
-        pattern = self.as_file if is_file else self.in_directory
-        if not pattern:
+        pattern = self.in_directory if store.entry is None else self.as_file
+        if pattern and any(map(re.compile(pattern, re.DOTALL).fullmatch, names)):
+            return True
+        if store.entry is None or not self.head or not store.exists(store.entry):
             return False
-        matches = re.compile(pattern, re.DOTALL).fullmatch
-        return any(map(matches, names))
+        head = store.read(store.entry, 0, min(store.size(store.entry), _HEAD_BYTES))
+        return re.match(self.head, head, re.DOTALL) is not None
 
 
 def list_names(store: ReadStore) -> list[str]:
@@ -66,32 +87,53 @@ BUILT_IN = (
         "megatron.format",
         r"model_(optim_)?rng\.pt|mp_rank_.*/",
         r"model_(optim_)?rng\.pt",
+        stores=Stores.LAYOUTS,
     ),
     BuiltIn(
-        ("torch_dist",), "dcp.torch_dist", r"metadata\.json|\.metadata|(model|optimizer|extra)/"
+        ("torch_dist",),
+        "dcp.torch_dist",
+        r"metadata\.json|common\.pt|(model|optimizer|extra)/",
+        stores=Stores.ANY,
     ),
     BuiltIn(
         ("dcp", "torch_dcp", "fsdp_dtensor"),
         "dcp.format",
         r".*\.metadata(\.tmp)?|.*\.distcp|pytorch_model_fsdp_.*/|(model|optimizer|extra)/",
+        stores=Stores.ANY,
     ),
     BuiltIn(
         ("orbax", "ocdbt"),
         "ocdbt.format",
         r"manifest\.ocdbt|_METADATA|_CHECKPOINT_METADATA|ocdbt\.process_.*/"
         r"|(default|state|params)/",
+        stores=Stores.ANY,
     ),
-    BuiltIn(("zarr",), "zarr.format", r"metadata\.json|\.zgroup|\.zarray|.*/"),
-    BuiltIn(("zarr3",), "zarr.format3", r"zarr\.json|.*/"),
     BuiltIn(
-        ("deepspeed_universal", "ucp"), "deepspeed.universal.format", r"latest_universal|zero/"
+        ("zarr",),
+        "zarr.format",
+        r"metadata\.json|\.zgroup|\.zarray|.*/",
+        stores=Stores.ANY,
+    ),
+    BuiltIn(
+        ("zarr3",),
+        "zarr.format3",
+        r"zarr\.json|.*/",
+        stores=Stores.ANY,
+    ),
+    BuiltIn(
+        ("deepspeed_universal", "ucp"),
+        "deepspeed.universal.format",
+        r"latest_universal|zero/",
+        stores=Stores.MASTERS,
     ),
     BuiltIn(("deepspeed",), "deepspeed.format", r".*(model|optim)_states\.pt"),
     BuiltIn(
         ("safetensors", "hf", "huggingface"),
         "safetensors.format",
         r".*\.safetensors(\.index\.json)?|model_index\.json|sharded/",
-        r".*",
+        r".*\.safetensors(\.index\.json)?",
+        rb".{8}\{",
+        stores=Stores.ANY,
     ),
     BuiltIn(
         ("torch_bin",),
@@ -108,7 +150,13 @@ BUILT_IN = (
         r"flax_model\.msgpack(\.index\.json)?",
         r".*\.msgpack|(.*_)?checkpoint_\d+",
     ),
-    BuiltIn(("torch",), "torch.format", r"checkpoint\.pt", r".*"),
+    BuiltIn(
+        ("torch",),
+        "torch.format",
+        r"checkpoint\.pt",
+        r".*",
+        stores=Stores.ANY,
+    ),
 )
 """The built-in formats, in the order in which they are sniffed: a format whose files also look like
 those of a more general one comes first.
@@ -131,7 +179,26 @@ def formats() -> list[Format]:
     Raises:
         UnsupportedError: two formats share a name.
     """
-    all_formats = [*(row.load() for row in BUILT_IN), *_plug_ins()]
+    return _without_homonyms([*(row.load() for row in BUILT_IN), *_plug_ins()])
+
+
+def writable_formats() -> list[Format]:
+    """Return the formats that can be written, the built-in ones first; import no others.
+
+    Raises:
+        UnsupportedError: two of them share a name.
+    """
+    built_in = [row.load() for row in BUILT_IN if row.stores is not None]
+    plug_ins = [format for format in _plug_ins() if format.lay_out is not None]
+    return _without_homonyms([*built_in, *plug_ins])
+
+
+def _without_homonyms(all_formats: list[Format]) -> list[Format]:
+    """Return the formats.
+
+    Raises:
+        UnsupportedError: two of them share a name.
+    """
     names: set[str] = set()
     for format in all_formats:
         for name in (format.name, *format.aliases):
@@ -150,6 +217,11 @@ def _plug_ins() -> tuple[Format, ...]:
     from importlib.metadata import entry_points
 
     return tuple(entry.load() for entry in entry_points(group="ckpt.formats"))
+
+
+def has_plug_ins() -> bool:
+    """Return whether formats of other packages are installed."""
+    return bool(_plug_ins())
 
 
 def format_called(name: str) -> Format:
@@ -186,9 +258,9 @@ def sniffed(store: ReadStore) -> Format:
         UnsupportedError: no format recognises the store.
     """
     # The built-in formats are tried first, because finding the plug-ins takes 20 ms.
-    names, is_file = list_names(store), store.entry is not None
+    names = list_names(store)
     for row in BUILT_IN:
-        if row.allows(names, is_file=is_file) and (format := row.load()).sniff(store):
+        if row.allows(store, names) and (format := row.load()).sniff(store):
             return format
     all_formats = formats()
     for format in all_formats[len(BUILT_IN) :]:

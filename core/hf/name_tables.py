@@ -17,8 +17,8 @@ from core.hf.family import EXPERT, Family, NameRow
 from core.hf.tensors.fuse import Strip, chain_strips, interleave_by_group
 from core.hf.tensors.packed import PackedExpert
 from core.hf.traits import Model
+from core.hf.values import LAYERS
 
-LAYERS = "decoder.layers."
 MTP = "mtp.layers."
 BODY = "model."
 """Prefix of all names in a model of transformers except the head's, unless the family's table

@@ -17,7 +17,7 @@ def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
     """
     if config is None or not isinstance(config.get("model_type"), str) or catalog.is_rank_local:
         return False
-    from core.hf.name_tables import LAYERS
+    from core.hf.values import LAYERS
     from core.megatron.rules.prefixes import has_megatron_names
     from core.megatron.rules.tables import load_rules
 

@@ -14,9 +14,8 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import natural_order
-from core.catalog.optimizer_keys import NOT_IN_HF
+from core.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
 from core.catalog.tensor import Tensor
-from core.changes.select import is_optimizer_key
 from core.errors import MissingShardError, UnsupportedError
 from core.hf.choice import choose_family
 from core.hf.config_json.config import config_of, document

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import NOT_CARRIED, carried_of
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import (
     MissingShardError,
     UnknownTensorError,
@@ -29,7 +29,7 @@ from core.errors import (
 )
 from core.hf.config_json.config import arguments_of
 from core.hf.config_json.hybrid import completed, count_predictions
-from core.hf.config_json.origin import ARGUMENT, text_of
+from core.hf.config_json.origin import text_of
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
@@ -51,7 +51,7 @@ from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import Model, model_of
 from core.hf.value_head import NOTE as HEAD_NOTE
 from core.hf.value_head import find_value_head
-from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT, count_of
+from core.hf.values import ARGUMENT, CONFIG, UNUSED_WEIGHT_HINT, count_of
 from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.extras.engine_states import states_of_rank_files
 from core.megatron.model.topology import Topology

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from core.errors import CorruptError
 
 CONFIG = "config.json"
+LAYERS = "decoder.layers."
+"""Beginning of the names of a layer of Megatron's text model."""
+ARGUMENT = "huggingface_config"
+"""Name of the training argument that contains the text of the ``config.json`` that a model had."""
 UNUSED_WEIGHT_HINT = (
     "a family whose models have this weight can be described with --family; with --exclude, which"
     " drops it, the result is another model unless this is a buffer that is never read"

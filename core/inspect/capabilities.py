@@ -34,8 +34,9 @@ from core.convert.target_form import (
 )
 from core.errors import CheckpointingException
 from core.formats.format import Format
-from core.formats.registry import formats
+from core.formats.registry import format_called, writable_formats
 from core.formats.torch.nested_names import uses_in
+from core.inspect.capability import HF, WITH_FLOAT32, WITHOUT_OPTIM, Capability, ModelTraits
 from core.megatron.model.topology import Topology
 from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
@@ -58,47 +59,6 @@ MANY_NAMES = 5_000
 MANY_VALUES = 100_000
 """A checkpoint with more values in its objects is not tried: every format would write them."""
 _DIGITS = re.compile(r"\d+")
-_HF = "hf"
-"""The value of ``--to`` for the safetensors format with Hugging Face's names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """An action that can or cannot be done.
-
-    Args:
-        action: ``convert`` or ``reshard``.
-        is_possible: ckpt can perform the action.
-        targets: format names, for ``convert``.
-        why: the reason if it is not possible, or the condition if there is one.
-    """
-
-    action: str
-    is_possible: bool
-    targets: tuple[str, ...] = ()
-    why: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTraits:
-    """Facts about the model in a checkpoint that decide what can be done.
-
-    Args:
-        layout_refusal: reason why there is no parallel layout to change; None if there is one.
-        is_hf: the tensors have Hugging Face's names.
-        has_optimizer: the checkpoint has optimizer states.
-        has_scales: weights have scales of their own.
-    """
-
-    layout_refusal: str | None
-    is_hf: bool
-    has_optimizer: bool
-    has_scales: bool
-
-    @property
-    def has_layout(self) -> bool:
-        """The tensor names are known, so the model may have a parallel layout."""
-        return self.layout_refusal is None or self.is_hf
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +74,7 @@ class _Option:
     fields: Mapping[str, object]
 
 
-_NO_OPTIM = _Option("without the optimizer: --no-optim", {"optim": "drop"})
+_NO_OPTIM = _Option(WITHOUT_OPTIM, {"optim": "drop"})
 _DEQUANTIZE = _Option("with the weights dequantized: --dequantize bf16", {"dequantize": "bf16"})
 _LEAVES_OPTIM_OUT = "the optimizer is left out"
 """Condition of ``--to hf``, which leaves the optimizer out without an option."""
@@ -126,8 +86,9 @@ _VOCABULARY = _Option(
     "with the size of the vocabulary: --vocab-size N, or --keep-padded-vocab",
     {"keep_padded_vocab": True},
 )
-_FLOAT32 = _Option("with the weights cast: --dtype float32", {"dtype": ((None, "float32"),)})
+_FLOAT32 = _Option(WITH_FLOAT32, {"dtype": ((None, "float32"),)})
 _UNIVERSAL = "deepspeed_universal"
+_MEGATRON = "megatron"
 _NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to torch_dist"
 
 
@@ -147,18 +108,13 @@ def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capabil
     possible: dict[str | None, list[str]] = {}
     impossible: dict[str | None, list[str]] = {}
     own = checkpoint.format.name
-    targets = [
-        (format.name, format)
-        for format in formats()
-        if format.lay_out is not None and format.name != own
-    ]
+    written = writable_formats()
+    targets = [(format.name, format) for format in written if format.name != own]
     if not model.is_hf:
-        targets += [(_HF, format) for _, format in targets if _HF in format.aliases]
+        targets += [(HF, format) for _, format in targets if HF in format.aliases]
     # Megatron-FSDP's checkpoints are DCP with a form of its own, for Megatron's models only.
     if model.has_layout:
-        targets += [
-            (FSDP_DTENSOR, format) for format in formats() if FSDP_DTENSOR in format.aliases
-        ]
+        targets += [(FSDP_DTENSOR, format) for format in written if FSDP_DTENSOR in format.aliases]
     with gc_paused():
         trials = _Trials(checkpoint, model)
         if trials.has_many_names:
@@ -206,9 +162,9 @@ class _Trials:
         """Return whether the checkpoint can be converted, and the condition or the reason."""
         model = self._model
         # Hugging Face's names have none for the optimizer, so it is left out without an option.
-        leaves_optim_out = to == _HF and model.has_optimizer
+        leaves_optim_out = to == HF and model.has_optimizer
         needs_layout = (
-            is_cut(format) or to in (_HF, FSDP_DTENSOR) or self._source.format.partition == "ranks"
+            is_cut(format) or to in (HF, FSDP_DTENSOR) or self._source.format.partition == "ranks"
         )
         offers = (
             (_NO_OPTIM, model.has_optimizer and not leaves_optim_out),
@@ -257,7 +213,7 @@ class _Trials:
         if is_cut(own):
             return self._try_options(job, own, options)
         # A format without a parallel layout can only be resharded into one that has it.
-        megatron = next(format for format in formats() if format.partition == "ranks")
+        megatron = format_called(_MEGATRON)
         is_possible, why = self._try_options(replace(job, to=megatron.name), megatron, options)
         if not is_possible:
             return False, why
@@ -371,7 +327,7 @@ class _Trials:
         keeps_sizes = job.topology is None or format.partition == "ranks"
         optim = "carry" if job.optim is None and not self._has_training_state else job.optim
         option_texts = (option.text for option in options)
-        raw_key = (form_name, job.to == _HF, keeps_sizes, optim, *option_texts)
+        raw_key = (form_name, job.to == HF, keeps_sizes, optim, *option_texts)
         key = (keeps_unknown, *raw_key)
         result = self._forms.get(key)
         if result is None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from core.catalog.catalog import Catalog
 from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException, UnsupportedError
-from core.megatron.model.args import facts_of
 from core.megatron.optimizer.form import role_of
 from core.quantize.schemes import quantized_weights
 
@@ -107,6 +106,8 @@ def describe_model(
     if args:
         vocab_size = None
         if unsharded is not None:
+            from core.megatron.model.args import facts_of
+
             # The number of tokens may differ from the argument (null tokenizers).
             with suppress(CheckpointingException):
                 vocab_size = facts_of(args).vocab_size

@@ -98,7 +98,7 @@ def object_value(checkpoint: Checkpoint, item: StoredObject) -> object:
     """
     if item.raw_key is None:
         return item.value
-    from core.formats.torch.format import load_object
+    from core.formats.torch.tree import load_object
 
     stream = checkpoint.catalog.fragments(item.raw_key)[0].array
     assert stream is not None

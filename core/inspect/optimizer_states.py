@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from core.catalog.optimizer_keys import MOMENTS
+from core.catalog.optimizer_keys import MOMENTS, is_optimizer_key
 from core.catalog.tensor import Tensor
-from core.changes.select import is_optimizer_key
 from core.megatron.optimizer.form import role_of
 
 _ALGORITHMS = (

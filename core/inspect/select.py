@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from core.catalog.catalog import StoredObject
 from core.catalog.key_patterns import LIST_THEM, matching
-from core.catalog.tensor import Tensor
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import UsageError
-from core.inspect.nearest import nearest_names
 from core.inspect.nested import leaves, object_value, roots_of, shared_objects, values_at
 from core.inspect.summary import Summary, bare_key
 from core.megatron.optimizer.form import role_of
 
 if TYPE_CHECKING:
+    from core.catalog.tensor import Tensor
     from core.opening.open import Checkpoint
 
 _Entry = TypeVar("_Entry")
@@ -208,6 +207,8 @@ class _Selector:
         Raises:
             UsageError: always.
         """
+        from core.inspect.nearest import nearest_names
+
         view = self._view
         # Without their rank directories, names of rank files match in all ranks.
         names = [*view.tensors, *(bare_key(key, self._stored) for key in view.objects)]

@@ -22,7 +22,7 @@ from core.catalog.optimizer_keys import param_of
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import CapacityError, CheckpointingException, UnsupportedError
 from core.files.syscalls import allowed_cores
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.numbers.difference import has_numbers
 from core.numbers.statistics import ValueStatistics, describe, merge_statistics
 from core.plan.box_reader import BoxReader, TensorReader, bands

@@ -16,24 +16,19 @@ from typing import TYPE_CHECKING
 
 from core.catalog.attributes import collect_attributes
 from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts, TorchDistFacts
+from core.catalog.facets import RankFacts, TorchDistFacts, TorchShardedFacts
 from core.catalog.tensor import Tensor
-from core.changes.select import without_optimizer
-from core.convert.job import Job
 from core.errors import CheckpointingException
 from core.files.store import list_files_below
-from core.formats.torch.format import load_object
-from core.formats.torch_sharded.format import TorchShardedFacts
-from core.inspect.capabilities import Capability, ModelTraits, capabilities_of
+from core.formats.torch.tree import load_object
+from core.inspect.capability import Capability, ModelTraits, list_plain_capabilities
 from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
-from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
 from core.opening.code_in_pickles import warn_of_pickles
-from core.opening.iterations import list_other_iterations
+from core.opening.iterations import list_other_iterations, listed
 from core.opening.objects import load_attributes, loaded
 from core.opening.source_files import config_of_source
-from core.opening.unrecognised import listed
 from core.pickle.inert import Global, attributes
 from core.pickle.reader import gc_paused
 from core.quantize.schemes import quantized_weights
@@ -193,15 +188,18 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
     if checkpoint.problems:
         capabilities = (Capability("convert", False, why="the checkpoint is damaged"),)
     elif with_capabilities:
-        capabilities = capabilities_of(
-            checkpoint,
-            ModelTraits(
-                layout_refusal=unsharded.why,
-                is_hf=unsharded.is_hf,
-                has_optimizer=optimizer is not None,
-                has_scales=unsharded.has_scales,
-            ),
+        traits = ModelTraits(
+            layout_refusal=unsharded.why,
+            is_hf=unsharded.is_hf,
+            has_optimizer=optimizer is not None,
+            has_scales=unsharded.has_scales,
+            is_undescribed=unsharded.is_undescribed,
         )
+        capabilities = list_plain_capabilities(checkpoint, traits)
+        if capabilities is None:
+            from core.inspect.capabilities import capabilities_of
+
+            capabilities = capabilities_of(checkpoint, traits)
     if capabilities is None:
         notes.append(
             "too large to try the possible conversions: use convert --dry-run or reshard --dry-run"
@@ -300,6 +298,7 @@ class _Unsharded:
         has_scales: weights have scales, which were applied.
         is_hf: the source has Hugging Face's names.
         config: parsed ``config.json`` of the source; None if there is none.
+        is_undescribed: the source has neither training arguments nor a ``config.json``.
     """
 
     catalog: Catalog | None
@@ -307,22 +306,21 @@ class _Unsharded:
     has_scales: bool = False
     is_hf: bool = False
     config: Mapping[str, object] | None = None
+    is_undescribed: bool = False
 
 
 def _unshard(checkpoint: Checkpoint) -> _Unsharded:
     """Convert a checkpoint with Megatron's or Hugging Face's names to global per-layer form."""
-    from core.hf.names import is_hf
-    from core.megatron.extras.float8_weights import dequantize_rank_weights
-    from core.megatron.reshard.reshard import load_rules, unshard
-
     catalog, store = checkpoint.catalog, checkpoint.store
     try:
         config = config_of_source(checkpoint)
     except CheckpointingException as err:
         return _Unsharded(None, err.sentence)
-    if is_hf(catalog, config):
-        assert config is not None
-        return replace(_unshard_hf(catalog, config), config=config)
+    if config is not None:
+        from core.hf.names import is_hf
+
+        if is_hf(catalog, config):
+            return replace(_unshard_hf(catalog, config), config=config)
     # Megatron's layout follows from the training arguments, which torch_dist stores in an object.
     try:
         if not catalog.is_rank_local and catalog.args is None:
@@ -331,14 +329,22 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
                     None,
                     "neither training arguments of Megatron nor a config.json (--config names one)",
                     config=config,
+                    is_undescribed=config is None,
                 )
             catalog = loaded(catalog, store, load_object)
+        from core.megatron.reshard.reshard import unshard
+        from core.megatron.rules.tables import load_rules
+
         return _Unsharded(
             unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None
         )
     except CheckpointingException as err:
         refusal = err.sentence
     # Float8 weights of Transformer Engine have a layout once they are dequantized.
+    from core.megatron.extras.float8_weights import dequantize_rank_weights
+    from core.megatron.reshard.reshard import unshard
+    from core.megatron.rules.tables import load_rules
+
     try:
         dequantized = dequantize_rank_weights(catalog, "bfloat16")
         if dequantized.n:
@@ -351,7 +357,9 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
 
 def _unshard_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
     """Convert a model with Hugging Face's names to Megatron's global form, with scales applied."""
+    from core.changes.select import without_optimizer
     from core.convert.apply_changes import apply_changes
+    from core.convert.job import Job
     from core.hf.to_megatron import to_megatron
 
     # Neither Megatron's global form nor Hugging Face's can hold the optimizer.
@@ -422,7 +430,11 @@ def _count_files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
 
 def parallel_sizes(catalog: Catalog) -> dict[str, int]:
     """Return the parallel sizes by name, from the layout or else from the training arguments."""
-    topology = catalog.facet(Topology)
+    topology: object = None
+    if catalog.facets:
+        from core.megatron.model.topology import Topology
+
+        topology = catalog.facet(Topology)
     args = attributes(catalog.args) or {}
     sizes = {}
     for name in SIZES:

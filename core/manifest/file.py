@@ -40,10 +40,10 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
-from core.fingerprint.definition import SCHEME, Fingerprint, parse_lanes
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore, WriteStore
+    from core.fingerprint.definition import Fingerprint
 
 MANIFEST = "ckpt-manifest.json"
 SCHEMA = "ckpt-manifest"
@@ -137,6 +137,8 @@ def manifest_lines(
         fingerprints: key of the canonical tensor → fingerprint; None for a manifest without
             fingerprints.
     """
+    from core.fingerprint.definition import SCHEME
+
     # The version is the lowest that can hold the content, so that older programs can read it.
     version = 1 if fingerprints is None else VERSION
     # The JSON is assembled by hand, so that the text of 10⁵ entries is never in memory at once.
@@ -276,6 +278,8 @@ def _parse_file(entry: Any) -> FileSum:
 
 
 def _parse_fingerprint(entry: Any, scheme: object) -> Fingerprint:
+    from core.fingerprint.definition import SCHEME, Fingerprint, parse_lanes
+
     text = str(entry["sum"])
     # Sums of a later scheme may have another form; they are compared as texts, if at all.
     if scheme == SCHEME:

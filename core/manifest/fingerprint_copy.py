@@ -30,7 +30,7 @@ from core.fingerprint.kernel import Products, fastest_products
 from core.formats.registry import sniffed
 from core.manifest.fingerprint_feeds import Feeds
 from core.manifest.fingerprint_read import read_fingerprints
-from core.megatron.reshard.reshard import Rules
+from core.megatron.rules.rules import Rules
 from core.opening.canonical import canonical, canonical_of
 from core.opening.open import TRACKER, open_checkpoint
 from core.plan.plan import Plan

@@ -31,7 +31,7 @@ from core.fingerprint.definition import LANES, Fingerprint, add_lanes, form_of, 
 from core.fingerprint.kernel import Products, fastest_products
 from core.fingerprint.sums import FormSum
 from core.manifest.fingerprint_read import read_fingerprints
-from core.megatron.reshard.reshard import Rules
+from core.megatron.rules.rules import Rules
 from core.opening.canonical import canonical
 from core.opening.open import FILL, Checkpoint, open_checkpoint
 from core.plan.box_reader import BoxReader, TensorReader, bands

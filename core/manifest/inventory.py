@@ -37,7 +37,7 @@ from core.manifest.fingerprint_feeds import ArrayFeeds, Feeds, is_dense_in_file
 from core.manifest.fingerprint_share import SharedFingerprints, shared_fingerprints
 from core.manifest.lookup import is_manifest
 from core.manifest.stated_crcs import StatedCrcReader
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint

@@ -26,9 +26,10 @@ from core.changes.select import without_optimizer
 from core.errors import UnsupportedError, UsageError
 from core.files.json_object import parse_json_object
 from core.files.store import ReadStore
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.hf.values import CONFIG
-from core.megatron.reshard.reshard import is_megatron, unshard
+from core.megatron.extras.common_state import is_megatron
+from core.megatron.reshard.reshard import unshard
 from core.merge.adapter import Adapter, fold_adapter
 from core.merge.forms import FormOptions, relocated
 from core.merge.merge import MergedCatalog, MergeSource
@@ -48,8 +49,10 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
         UsageError: it is not an adapter.
         CheckpointingException: it is damaged, incomplete or not supported.
     """
-    from core.hf.adapters.peft import ADAPTER_CONFIG, is_peft, parse_config, read_config_text
-    from core.hf.adapters.to_peft import adapter_to_peft, is_adapter
+    from core.catalog.files_beside import ADAPTER_CONFIG
+    from core.hf.adapters.peft import is_peft, parse_config, read_config_text
+    from core.hf.adapters.to_peft import adapter_to_peft
+    from core.megatron.placement.adapter_rows import is_adapter
 
     label = str(other.path)
     catalog = loaded(other.catalog, other.store, load_object)

@@ -23,10 +23,12 @@ from core.catalog.facets import MegatronModel
 from core.catalog.stored import StoredArray, files_read
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
+from core.megatron.extras.common_state import is_megatron
 from core.megatron.model.args import facts_of
 from core.megatron.placement.implementation import with_implementation
-from core.megatron.reshard.reshard import Rules, is_megatron, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.rules.rules import Rules
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source

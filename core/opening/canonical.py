@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
-from core.catalog.copied_files import CopiedFile, find_copied_files
 from core.errors import CheckpointingException
 from core.files.store import ReadStore
-from core.formats.torch.format import load_object
-from core.megatron.reshard.reshard import Rules, is_megatron, unshard
+from core.formats.torch.tree import load_object
+from core.opening.config_beside import may_have_arguments
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
+
+if TYPE_CHECKING:
+    from core.catalog.copied_files import CopiedFile
+    from core.megatron.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +43,16 @@ class Canonical:
     failure: CheckpointingException | None = None
 
 
-def canonical(source: Checkpoint, *, rules: Rules) -> Canonical:
+def canonical(source: Checkpoint, *, rules: Rules | None) -> Canonical:
     """Return the canonical form of an opened checkpoint; see ``canonical_of``."""
     return canonical_of(source.catalog, source.store, rules=rules)
 
 
-def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules) -> Canonical:
+def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules | None) -> Canonical:
     """Return the canonical form of a catalog whose files are in a store.
+
+    Args:
+        rules: layout rules; None for those of the table alone.
 
     Objects that cannot be read, and a layout that is not understood, are recorded in the result as
     its ``failure``; they do not raise.
@@ -53,6 +60,14 @@ def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules) -> Canonica
     is_rank_local = stored.is_rank_local
     try:
         catalog = loaded(stored, store, load_object)
+        if not is_rank_local and not may_have_arguments(catalog):
+            return Canonical(catalog, is_global=True, has_layout=False)
+        from core.megatron.extras.common_state import is_megatron
+        from core.megatron.reshard.reshard import unshard
+        from core.megatron.rules.tables import load_rules
+
+        if rules is None:
+            rules = load_rules(None)
         if not is_rank_local and not is_megatron(catalog, rules):
             return Canonical(catalog, is_global=True, has_layout=False)
     except CheckpointingException as err:
@@ -80,6 +95,8 @@ def copied_files_of(
         stored: the catalog of the checkpoint, as its format reads it.
         groups: groups of files with equal content.
     """
+    from core.catalog.copied_files import find_copied_files
+
     if not form.is_global:
         return []
     files = files_of(form.catalog)

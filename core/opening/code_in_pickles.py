@@ -199,7 +199,7 @@ def _inspect_other_files(store: ReadStore) -> dict[str, PickledContent]:
     Returns:
         name → content, of the files with uses of names or parts that could not be read.
     """
-    from core.formats.torch.other_pickles import has_pickled_name, look_into
+    from core.formats.torch.stream import has_pickled_name
 
     if store.entry is not None:
         return {}
@@ -210,6 +210,10 @@ def _inspect_other_files(store: ReadStore) -> dict[str, PickledContent]:
         if 0 < size <= _MAX_STREAM_BYTES and has_pickled_name(name)
     ]
     names = names[:_MOST_STREAMS]
+    if not names:
+        return {}
+    from core.formats.torch.other_pickles import look_into
+
     store.expect_headers(names)
     contents = {name: look_into(store, name, sizes[name]) for name in names}
     return {name: item for name, item in contents.items() if item.uses or item.unread}

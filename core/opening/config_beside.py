@@ -26,14 +26,15 @@ from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object
 from core.files.source_store import open_store
 from core.formats.huggingface.files import CONFIG, config_document_of
-from core.megatron.rules.prefixes import has_megatron_names
-from core.megatron.rules.tables import load_rules
+from core.pickle.inert import as_mapping
 
 if TYPE_CHECKING:
     from core.hf.family import Family
 
 HUGGING_FACE = "huggingface"
 """Directory with the configuration, the tokenizer and perhaps a copy of the weights."""
+_ATTENTION = ".self_attention."
+"""Part of some names of each Megatron model (``core.megatron.rules.prefixes``)."""
 _FOLDERS = ("", HUGGING_FACE, f"model/{HUGGING_FACE}")
 """Folders with a ``config.json``, below the checkpoint; without ``model``, next to it, too."""
 
@@ -77,14 +78,27 @@ def with_description(catalog: Catalog, path: Path, *, iteration: int | None) -> 
     return catalog
 
 
+def may_have_arguments(catalog: Catalog) -> bool:
+    """Return whether a catalog has an entry that may be Megatron's training arguments."""
+    return (
+        catalog.args is not None
+        or catalog.common is not None
+        or "args" in catalog.objects
+        or "args" in (as_mapping(catalog.skeleton) or {})
+    )
+
+
 def lacks_arguments(catalog: Catalog) -> bool:
     """Return whether global tensors have Megatron's names, but no training arguments."""
-    return (
-        catalog.args is None
-        and "args" not in catalog.objects
-        and not catalog.is_rank_local
-        and has_megatron_names(catalog, load_rules())
-    )
+    if catalog.args is not None or "args" in catalog.objects or catalog.is_rank_local:
+        return False
+    # Other names need no rules, whose table takes a while to read.
+    if not any(_ATTENTION in key for key in catalog.tensors):
+        return False
+    from core.megatron.rules.prefixes import has_megatron_names
+    from core.megatron.rules.tables import load_rules
+
+    return has_megatron_names(catalog, load_rules())
 
 
 def with_config_arguments(

@@ -20,7 +20,6 @@ from core.errors import (
     UnsafeError,
 )
 from core.files.source_store import SourceStore
-from core.formats.torch.format import FORMAT as TORCH
 from core.opening.code_in_pickles import raise_if_code
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.pickle.reader import gc_paused, noting_uses
@@ -72,6 +71,8 @@ def _salvage(
     Raises:
         UnsafeError: a part is unsafe.
     """
+    from core.formats.torch.format import FORMAT as TORCH
+
     location = locate_checkpoint(path, iteration=iteration)
     format, store = location.format, location.store
     problems: list[CheckpointingException] = []

@@ -36,22 +36,12 @@ from core.catalog.key_patterns import listed_keys
 from core.changes.rename import rename_entries
 from core.errors import UsageError
 from core.formats.torch.tree import keys_of
-from core.formats.trainer.optimizer import is_state_dict, numbers_of, with_names
-from core.formats.trainer.proven_names import (
-    OPTION,
-    NumberedOptimizer,
-    ParameterOrder,
-    check_keys,
-    check_masters,
-    models_of,
-    names_of_file,
-    names_of_model,
-)
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, make_counter, rebuild
 from core.pickle.nesting import LeafEntry, Path, containers, entries, join_path, map_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.formats.trainer.proven_names import NumberedOptimizer, ParameterOrder
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _LONGEST_NUMBER = 20
@@ -74,6 +64,15 @@ def with_parameter_names(
         UsageError: no optimizer numbers its parameters, or the order does not fit one.
         UnsupportedError: states do not show the shapes of their parameters.
     """
+    from core.formats.trainer.proven_names import (
+        OPTION,
+        check_keys,
+        check_masters,
+        models_of,
+        names_of_file,
+        names_of_model,
+    )
+
     optimizers = list(_numbered_optimizers(catalog))
     if not optimizers:
         raise UsageError(
@@ -201,6 +200,8 @@ def _numbered_optimizers(
             full_groups.append(group)
         by_number = {_as_number(key): state for key, state in states.items()}
         value = {**mapping, _STATE: by_number, _GROUPS: full_groups}
+        from core.formats.trainer.optimizer import is_state_dict, numbers_of
+
         if not is_state_dict(value):
             continue
         flat = [number for group in numbers_of(value) for number in group]
@@ -209,6 +210,8 @@ def _numbered_optimizers(
         if may_have_others:
             others = {key for key in others if isinstance(key, int)}
         if is_numbered and len({*flat}) == len(flat) and not others:
+            from core.formats.trainer.proven_names import NumberedOptimizer
+
             yield NumberedOptimizer(path, node, value)
 
 
@@ -221,6 +224,8 @@ def _renamed(
     catalog: Catalog, optimizer: NumberedOptimizer, groups: tuple[tuple[str, ...], ...]
 ) -> Catalog:
     """Return a catalog whose optimizer has names in place of numbers."""
+    from core.formats.trainer.optimizer import with_names
+
     new_value = as_mapping(with_names(optimizer.value, groups)) or {}
     stored = as_mapping(optimizer.stored) or {}
     objects = dict(catalog.objects)

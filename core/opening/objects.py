@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from core.catalog.attributes import ENTRIES, turn_into_attributes
 from core.catalog.catalog import Catalog, StoredObject
@@ -21,19 +21,19 @@ from core.catalog.optimizer_keys import state_of
 from core.catalog.stored import StoredArray
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import ReadStore
-from core.formats.torch.format import load_object
 from core.formats.torch.nested_names import uses_in, with_nested
-from core.megatron.extras.common_state import OPTIMIZER
-from core.megatron.optimizer.entries import object_entry
+from core.formats.torch.tree import load_object
 from core.opening.code_in_pickles import HINT
 from core.opening.object_streams import expect_streams
 from core.opening.open import Checkpoint
-from core.opening.pickled_places import MOST_PLACES, PickledPlace, find_places
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.names import dangerous_uses
 from core.pickle.nesting import REMOVED, LeafEntry, entries, join_path, map_leaves
 from core.pickle.reader import judge, noting_uses
 from core.pickle.uses import Use
+
+if TYPE_CHECKING:
+    from core.opening.pickled_places import PickledPlace
 
 KEEP_OBJECTS = (
     "its tensors are inside objects: write a torch file, which keeps those (--to torch), or save "
@@ -176,6 +176,8 @@ def refuse_hidden(
     hidden = {use.name for use in dangerous - visible}
     if not hidden:
         return
+
+    from core.opening.pickled_places import MOST_PLACES, find_places
 
     # Find the places in the pickles, without those whose entries are all excluded.
     places = find_places(hidden, store, catalog)
@@ -371,6 +373,9 @@ def _entries_of_ranks(catalog: Catalog, form: MegatronModel) -> dict[object, obj
     Returns:
         The entries ``model``, ``optimizer`` if there is one, and the objects outside the model.
     """
+    from core.megatron.extras.common_state import OPTIMIZER
+    from core.megatron.optimizer.entries import object_entry
+
     # The model's entries are in the order of the rank files. Other objects stay at the root.
     leaves: dict[str, object] = {key: item.value for key, item in catalog.objects.items()}
     leaves |= {key: TensorLeaf(key) for key in catalog.tensors}
@@ -435,6 +440,9 @@ def with_common(catalog: Catalog) -> Catalog:
 
 def with_objects(catalog: Catalog) -> Catalog:
     """Turn the entries of a catalog's common state into objects; tensors inside stay there."""
+    from core.megatron.extras.common_state import OPTIMIZER
+    from core.megatron.optimizer.entries import object_entry
+
     catalog = _without_rank_states(catalog)
     common = catalog.common
     if common is None:

@@ -42,6 +42,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import ZarrFacts
 from core.catalog.key_patterns import some_of
 from core.errors import (
     CheckpointingException,
@@ -58,18 +59,19 @@ from core.files.source_store import SourceStore, open_store
 from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
 from core.formats.dcp.folders import DIST_CKPT
-from core.formats.deepspeed.files import is_rank_file
-from core.formats.format import LOADER_STATE, Format
+from core.formats.format import LOADER_STATE, NEMO_FOLDERS, Format
 from core.formats.huggingface.files import with_files, with_folder
 from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
-from core.formats.zarr.fill import missing_chunk, unstored
-from core.opening.absent import absent
 from core.opening.code_in_pickles import list_dangerous_names, naming_code_first
 from core.opening.config_beside import HUGGING_FACE, with_description
-from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
+from core.opening.iterations import (
+    ITERATION_DIR,
+    iteration_dirs,
+    list_other_iterations,
+    listed,
+)
 from core.opening.other_software import refuse_other_software
-from core.opening.unrecognised import NEAR, Search, listed, refusal_of, search_below
 from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
 
@@ -312,6 +314,10 @@ def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
         raise UsageError(
             f"--missing-chunks: {missing_chunks!r} is none of: {', '.join(MISSING_CHUNKS)}"
         )
+    if catalog.facet(ZarrFacts) is None:
+        return []
+    from core.formats.zarr.fill import missing_chunk, unstored
+
     # Writers of zarr may omit chunks that contain only the fill value, so a missing chunk is either
     # that or damage; the files do not show which.
     tensors = list(unstored(catalog))
@@ -394,6 +400,8 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
         refuse_url(path)
         with translate_os_errors(str(path), doing="open"):
             if not os.path.lexists(path):
+                from core.opening.absent import absent
+
                 raise absent(path)
             is_dir = path.is_dir()
     descent = _descend(open_store(path), iteration) if is_dir else _Descent(store_of_file(path))
@@ -516,6 +524,8 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     reasons = [f"no tracker file; using the newest iteration, {name}"]
     if not any(map(_WEIGHTS.search, store.files())):
         return root / name, reasons
+    from core.formats.deepspeed.files import is_rank_file
+
     if any(map(is_rank_file, store.files(name))):
         return root / name, reasons + _unread_weights(store, name)
     return root, []
@@ -525,14 +535,15 @@ def _inner_folder(store: SourceStore) -> str | None:
     """Return the directory below that alone is the checkpoint, as some frameworks save it."""
     if any(map(_WEIGHTS.search, store.files())):
         return None
-    from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
-    from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
-
-    if has_weights_below(store):
-        return WEIGHTS
-    if store.exists(MODEL_CONFIG) and store.files(MODEL_WEIGHTS):
-        return MODEL_WEIGHTS
     folders = store.folders()
+    if not NEMO_FOLDERS.isdisjoint(folders):
+        from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
+        from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
+
+        if has_weights_below(store):
+            return WEIGHTS
+        if store.exists(MODEL_CONFIG) and store.files(MODEL_WEIGHTS):
+            return MODEL_WEIGHTS
     if DIST_CKPT in folders and store.files(DIST_CKPT):
         return DIST_CKPT
     # A directory of several models is no checkpoint; neither is an array that has such a name.
@@ -625,10 +636,16 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
     try:
         format = sniffed(store)
     except UnsupportedError as err:
+        from core.opening.unrecognised import Search, refusal_of, search_below
+
         search = Search(()) if store.entry is not None else search_below(store, _is_checkpoint)
         raise refusal_of(store, known=err.hint or "", below=search) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
+    if not store.folders():
+        return format, []
+    from core.opening.unrecognised import NEAR, search_below
+
     own_folders = [*format.own_folders(store), *format.side_folders]
     search = search_below(store, _is_checkpoint, without=own_folders, most_levels=NEAR)
     paths = [*search.paths]

@@ -30,14 +30,12 @@ from core.files.source_store import (
     open_store,
 )
 from core.files.store import list_files_below
-from core.files.walk import REPEATED_LINK, Tree, list_tree
-from core.formats.deepspeed.files import FORMATS
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
-from core.formats.trainer.above import with_state_above
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
 
 if TYPE_CHECKING:
+    from core.files.walk import Tree
     from core.formats.format import Format
     from core.opening.open import Checkpoint
 
@@ -115,6 +113,8 @@ def list_files(
         below: relative paths of separate checkpoints.
         depth: as for ``core.files.walk.list_tree``.
     """
+    from core.files.walk import REPEATED_LINK, list_tree
+
     tree = list_tree(store.root, entry=store.entry, depth=depth, without=below)
     links = tuple(f"{path}/" for path, kind in tree.irregular.items() if kind == REPEATED_LINK)
     if not links or format is None or format.list_indexed is None:
@@ -133,7 +133,11 @@ def list_files(
 
 def documents_above(source: Checkpoint) -> dict[str, bytes]:
     """Return the small files that Hugging Face's Trainer keeps above DeepSpeed's directory."""
-    if not source.passed or source.format.name not in FORMATS:
+    if not source.passed:
+        return {}
+    from core.formats.deepspeed.files import FORMATS
+
+    if source.format.name not in FORMATS:
         return {}
     store = open_store(source.passed[-1])
     try:
@@ -214,8 +218,14 @@ def with_files_above(source: Checkpoint) -> Checkpoint:
     Raises:
         StorageError: the directory cannot be read.
     """
-    if not source.passed or source.format.name not in FORMATS:
+    if not source.passed:
         return source
+    from core.formats.deepspeed.files import FORMATS
+
+    if source.format.name not in FORMATS:
+        return source
+    from core.formats.trainer.above import with_state_above
+
     assert not isinstance(source.store, JoinedStore)
     above = open_store(source.passed[-1])
     catalog = with_state_above(

@@ -16,15 +16,10 @@ from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
 from core.files.walk import MAX_DEPTH
 from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
-from core.formats.safetensors.header import looks_like_header
-from core.formats.torch.format import SUFFIXES
-from core.formats.torch.tree import stream_kind
+from core.formats.torch.stream import SUFFIXES, stream_kind
+from core.opening.iterations import CHECKPOINTS_BELOW, listed
 from core.opening.other_software import explain_unrecognised
 
-CHECKPOINTS_BELOW = "opening.below"
-"""Rule of the error for a directory that is no checkpoint, but contains some."""
-_MOST_LISTED = 8
-"""Maximum number of paths in a message."""
 _MOST_OPENED = 1000
 """Maximum number of files of a directory whose first bytes are read."""
 _MOST_FOLDERS = 10_000
@@ -153,15 +148,15 @@ def _visible_folders(store: SourceStore) -> list[str]:
     return [name for name in store.folders() if not name.startswith(".")]
 
 
-def listed(paths: Sequence[str]) -> str:
-    """List the first paths as text."""
-    return ", ".join([*paths[:_MOST_LISTED], *(["…"] if len(paths) > _MOST_LISTED else [])])
-
-
 def loose_files(store: SourceStore, files: Sequence[str]) -> list[str]:
     """Return the files in a directory that are separate checkpoints, by their first bytes."""
-    loose = []
-    for name in [name for name in files if name.endswith((*SUFFIXES, SUFFIX))][:_MOST_OPENED]:
+    loose: list[str] = []
+    names = [name for name in files if name.endswith((*SUFFIXES, SUFFIX))][:_MOST_OPENED]
+    if not names:
+        return loose
+    from core.formats.safetensors.header import looks_like_header
+
+    for name in names:
         try:
             is_torch = stream_kind(store, name, 0, store.size(name)) in ("zip", "legacy")
             if is_torch or looks_like_header(store, name):

@@ -30,14 +30,14 @@ from core.catalog.key_patterns import ranges
 from core.errors import CheckpointingException
 from core.files.remote_path import location_of
 from core.formats.megatron.format import possible_dirs
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.inspect.optimizer_states import is_state
 from core.megatron.model.args import facts_of, fields_of, topology_of
 from core.megatron.model.facts import PREDICTION_STACK
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.reshard.from_ranks import facts_of_ranks, ranks_of
 from core.megatron.reshard.rank_model import merge_ranks
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.opening.damaged import open_readable_part
 from core.opening.objects import loaded
 from core.pickle.reader import gc_paused

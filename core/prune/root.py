@@ -31,7 +31,7 @@ from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, all_iteration_dirs, removed_name
 from core.opening.listing import runs_below
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
-from core.stage.stage import stage_dir_of
+from core.stage.folder_lock import stage_dir_of
 
 TRAINER_STATE = "trainer_state.json"
 """File of Hugging Face's Trainer in an iteration, which may name the best one."""

@@ -14,9 +14,8 @@ from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import SourceChangedError, StorageError, UsageError
 from core.files.remote_path import RemotePath
 from core.files.source_store import open_store
-from core.opening.iterations import iteration_dirs
+from core.opening.iterations import iteration_dirs, listed
 from core.opening.open import locate_checkpoint
-from core.opening.unrecognised import listed
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.prune.contents import Contents, freed_bytes, read_contents
 from core.prune.decision import IterationState, KeepRules, PruneDecision, decide

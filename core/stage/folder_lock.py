@@ -22,6 +22,11 @@ NO_LOCKS = (
 )
 
 
+def stage_dir_of(dst: Path) -> Path:
+    """Return the path of a destination's staging directory."""
+    return dst.parent / f".{dst.name}.ckpt-stage"
+
+
 @dataclass(frozen=True, slots=True)
 class FolderLock:
     """Lock of a directory that this process may work in.

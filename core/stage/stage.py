@@ -38,7 +38,7 @@ from core.files.folders import (
 from core.files.store import translate_os_errors
 from core.progress import OnProgress, Phase, begin_phase
 from core.stage.files import StageStore
-from core.stage.folder_lock import NO_LOCKS, lock_folder
+from core.stage.folder_lock import NO_LOCKS, lock_folder, stage_dir_of
 from core.stage.journal import BATCH_BYTES, FileJournal, is_journal_of, journal_path, journals_in
 from core.stage.replacement import check_may_replace, put_back, replace_dir, replace_file
 from core.stage.stale import clear_finished, remove_stage
@@ -55,11 +55,6 @@ _PATIENCE = 3
 """Attempts to clean up, each of which Ctrl-C may interrupt."""
 _MIB = 1 << 20
 _APPEARED = "another process has created the destination in the meantime"
-
-
-def stage_dir_of(dst: Path) -> Path:
-    """Return the path of a destination's staging directory."""
-    return dst.parent / f".{dst.name}.ckpt-stage"
 
 
 class Stage:

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check
-from core.checks.content.store_checksums import are_files_of_manifest
 from core.checks.finding import HOSTILE, Finding, Severity
 from core.checks.level import Level
-from core.checks.metadata.hf_model import unchecked
-from core.checks.opening import UNREADABLE, is_covered_by_finding
-from core.checks.registry import checks
+from core.checks.registry import HF_FORMATS, checks
 from core.checks.subject import Subject
-from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.device.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
-from core.formats.dcp.metadata import read_once
-from core.megatron.reshard.reshard import load_rules
-from core.opening.iterations import list_other_iterations
+from core.files.syscalls import default_memory_bytes
+from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations, listed
 from core.opening.open import FILL, Located, locate_checkpoint
-from core.opening.unrecognised import CHECKPOINTS_BELOW, listed
 from core.pickle.reader import gc_paused
 from core.progress import OnProgress, Phase, count_steps
 from core.team.agreement import observe_files, require_agreement
-from core.team.figures import idle_figures, sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
 if TYPE_CHECKING:
     from core.checks.plan_request import PlanRequest
+    from core.megatron.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +83,7 @@ def validate(
     iteration: int | None = None,
     rules: Path | None = None,
     threads: int | None = None,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    memory_bytes: int = default_memory_bytes(),
     progress: OnProgress | None = None,
     plan_for: PlanRequest | None = None,
     against: Path | None = None,
@@ -126,7 +121,11 @@ def validate(
 
     # Opening reads file names and metadata only, on every rank.
     def open_subject() -> Subject:
-        table = load_rules(rules)
+        table: Rules | None = None
+        if rules is not None:
+            from core.megatron.rules.tables import load_rules
+
+            table = load_rules(rules)
         location = locate_checkpoint(path, iteration=iteration)
         location.store.on_open = on_open
         subject = Subject(
@@ -135,7 +134,7 @@ def validate(
             store=location.store,
             format=location.format,
             level=level,
-            rules=table,
+            own_rules=table,
             iteration=location.iteration,
             passed=location.passed,
             failure=location.failure,
@@ -208,6 +207,8 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
     Raises:
         WorkerError: a rank failed.
     """
+    from core.team.figures import idle_figures, sum_figures
+
     passes: list[Sequence[Figures]] = [idle_figures(subject.team)]
     if subject.level == Level.DEEP:
         try:
@@ -232,7 +233,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     """
     n_checks = 0
     format = None if subject.format is None else subject.format.name
-    with gc_paused(), read_once():
+    with gc_paused(), _reading_once(format):
         for check in checks(subject.level, format):
             _run_check(check, subject)
             n_checks += 1
@@ -256,14 +257,39 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         seconds=time.monotonic() - begun,
         n_ends=len(subject.ends.heads),
         is_proven=(subject.level == Level.DEEP and not subject.hollow)
-        or are_files_of_manifest(subject),
+        or (subject.has_stated and _are_files_of_manifest(subject)),
         notes=subject.notes,
-        unchecked=(*unread, *unchecked(subject)),
+        unchecked=(*unread, *_unchecked_model(subject)),
         against=None if reference is None else (reference.label, subject.n_compared),
         figures=figures,
         contains_checkpoints=subject.failure is not None
         and subject.failure.rule == CHECKPOINTS_BELOW,
     )
+
+
+def _reading_once(format: str | None) -> AbstractContextManager[None]:
+    """Return a context in which the metadata of DCP is parsed once for all checks."""
+    if format not in ("dcp", "torch_dist"):
+        return nullcontext()
+    from core.formats.dcp.metadata import read_once
+
+    return read_once()
+
+
+def _are_files_of_manifest(subject: Subject) -> bool:
+    """Return whether an object store states the checksums that the manifest has of all files."""
+    from core.checks.content.store_checksums import are_files_of_manifest
+
+    return are_files_of_manifest(subject)
+
+
+def _unchecked_model(subject: Subject) -> tuple[str, ...]:
+    """Return a note if a model of Hugging Face is of a family that cannot be checked."""
+    if subject.format is None or subject.format.name not in HF_FORMATS:
+        return ()
+    from core.checks.metadata.hf_model import unchecked
+
+    return unchecked(subject)
 
 
 def _with_hostile_hints(subject: Subject) -> Iterator[Finding]:
@@ -277,6 +303,8 @@ def _with_hostile_hints(subject: Subject) -> Iterator[Finding]:
 
 def _run_check(check: Check, subject: Subject) -> None:
     """Run one check; an error that ends it becomes a finding, so that the others still run."""
+    from core.checks.opening import UNREADABLE, is_covered_by_finding
+
     # Findings are added one by one: a check sees its own, and those before an error are kept.
     try:
         subject.findings += check.run(subject)
@@ -315,6 +343,8 @@ def _require_iteration(subject: Subject, requested: int | None) -> None:
 
 def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
     """Build the result for a path that cannot be checked, among those of other paths."""
+    from core.checks.opening import UNREADABLE
+
     finding = UNREADABLE.finding(error.message, hint=error.hint)
     return Validation(
         path=str(path),

@@ -31,7 +31,8 @@ from core.catalog.stored import PlannedArray, StoredArray
 from core.convert.job import Job
 from core.convert.prepare import prepare
 from core.files.store import LocalStore
-from core.formats.torch.format import TreePlan, parse, plan_tree
+from core.formats.torch.format import parse
+from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
 from core.megatron.model.args import facts_of, fields_of, topology_of
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank, Topology, rank_dir

@@ -13,16 +13,8 @@ from core.catalog.facets import MegatronModel
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor
 from core.changes.rename import RenamedCatalog
-from core.changes.select import (
-    add_prefix,
-    cast_of,
-    is_optimizer_key,
-    rename,
-    select,
-    strip_prefix,
-    tie,
-    untie,
-)
+from core.changes.select import add_prefix, cast_of, is_optimizer_key, rename, select, strip_prefix
+from core.changes.tie import tie, untie
 from core.errors import ReplicaMismatchError, UsageError
 from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf

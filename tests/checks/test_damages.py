@@ -28,7 +28,6 @@ from core.formats.dcp.columns import DcpItem
 from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
 from core.formats.dcp.reading.stored_metadata import stated_metadata
 from core.formats.zarr import format3 as zarr3
-from core.megatron.reshard.reshard import load_rules
 from core.opening.open import locate_checkpoint
 from core.validate.run import validate
 from tests.support import broken as b
@@ -223,7 +222,6 @@ def test_items_that_no_entry_refers_to_are_a_note(golden: Path) -> None:
         store=place.store,
         format=place.format,
         level=Level.METADATA,
-        rules=load_rules(None),
     )
     assert subject.catalog is not None
     subject.catalog = with_facts(subject.catalog, DcpFacts, orphans=("gone",))

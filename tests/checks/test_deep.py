@@ -20,7 +20,8 @@ from core.checks.level import Level
 from core.errors import CheckpointingException
 from core.manifest.inventory import read_inventory, write_inventory
 from core.manifest.stated_crcs import StatedCrcReader
-from core.megatron.reshard.reshard import load_rules, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.rules.tables import load_rules
 from core.opening.open import Checkpoint, open_checkpoint
 from core.validate.run import validate
 

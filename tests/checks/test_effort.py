@@ -15,7 +15,7 @@ import pytest
 
 from core.checks.level import Level
 from core.formats.dcp import metadata as dcp_metadata
-from core.formats.dcp.metadata import ChunkRow, TensorRow, write_metadata
+from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
 from core.validate.run import validate
 from tests.hostile.cases import FOUR, ITEM, torch_zip
 

@@ -20,7 +20,8 @@ from core.diff.result import Diff, TensorDiff
 from core.diff.run import DiffJob, diff
 from core.errors import CapacityError, CheckpointingException, UnsupportedError, UsageError
 from core.formats.torch.format import load_object
-from core.megatron.reshard.reshard import load_rules, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.rules.tables import load_rules
 from core.numbers.difference import Tolerance
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint

@@ -19,7 +19,8 @@ from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.errors import UsageError
 from core.formats.torch.format import load_object
-from core.megatron.reshard.reshard import load_rules, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from tests.support.real_readers import Tensors, read_dcp

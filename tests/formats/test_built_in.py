@@ -22,11 +22,16 @@ def test_no_checkpoint_is_recognised_that_its_row_does_not_allow(golden: Path) -
     recognised: dict[str, int] = {}
     for path in paths:
         store = open_store(path) if path.is_dir() else open_store(path.parent, entry=path.name)
-        names, is_file = list_names(store), store.entry is not None
+        names = list_names(store)
         for row in BUILT_IN:
             if row.load().sniff(store):
-                assert row.allows(names, is_file=is_file), f"{path} is {row.names[0]}"
+                assert row.allows(store, names), f"{path} is {row.names[0]}"
                 recognised[row.names[0]] = recognised.get(row.names[0], 0) + 1
         store.close()
 
     assert {"megatron", "torch_dist", "dcp", "orbax", "zarr", "safetensors"} <= recognised.keys()
+
+
+@pytest.mark.parametrize("row", BUILT_IN, ids=lambda row: row.names[0])
+def test_row_says_whether_its_format_is_written(row: BuiltIn) -> None:
+    assert (row.stores is not None) == (row.load().lay_out is not None)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from core.errors import CheckpointingException
 from core.files.store import LocalStore
-from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp.reading.stored_metadata import metadata_of
 from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, UnfoldBudget, unwrap
 from tests.fuzz.targets import TARGETS

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from core.errors import CheckpointingException
 from core.files.store import MemoryStore
 from core.formats.dcp import metadata as dcp_metadata
-from core.formats.dcp.metadata import ChunkRow, TensorRow, write_metadata
+from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
 from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.torch.zip.container import read_archive
 from tests.fuzz.seeds import seeds_of

@@ -20,7 +20,8 @@ from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.manifest.of_copy import finish_files
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import shard, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_ranks import shard
 from core.opening.target import partitioned
 from core.plan.plan import make_plan
 from core.stage.stage import Stage

@@ -18,7 +18,9 @@ from core.formats.torch.format import load_object
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import shard, stack, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.to_torch_dist import stack
 from core.opening.objects import loaded
 from tests.hf.models import MODELS, assert_same, catalog_of, config_of, contents, saved, tensors
 from tests.megatron.support.megatron_gold import RULES, filled

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
-from core.hf.config_json.origin import ARGUMENT
 from core.hf.proof.comparison import find_differences
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
+from core.hf.values import ARGUMENT
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
     add_prediction,

@@ -21,10 +21,10 @@ from core.catalog.facets import HuggingFaceModel
 from core.convert.job import TopologyChange
 from core.convert.run import Job, run
 from core.errors import UnsupportedError
-from core.hf.config_json.origin import ARGUMENT
 from core.hf.proof.comparison import find_differences
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
+from core.hf.values import ARGUMENT
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
     YARN,

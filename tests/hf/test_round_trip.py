@@ -15,12 +15,12 @@ from transformers import AutoConfig
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
-from core.hf.config_json.origin import ARGUMENT
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.family import family_of
 from core.hf.names import is_hf, model_types
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
+from core.hf.values import ARGUMENT
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
     MODELS,

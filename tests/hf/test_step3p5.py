@@ -20,11 +20,11 @@ from ckpt_cli.app import main
 from core.errors import CorruptError, UnsupportedError
 from core.formats.mcore.run_config import arguments_of as arguments_of_run_config
 from core.hf.config_json.experts import expert_arguments
-from core.hf.config_json.origin import ARGUMENT
 from core.hf.config_json.per_layer import per_layer_arguments, per_layer_config
 from core.hf.family import families
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
+from core.hf.values import ARGUMENT
 from core.pickle.inert import make_namespace
 from tests.hf.models import arguments, assert_same, catalog_of, config_of, quietly, tensors
 

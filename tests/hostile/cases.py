@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 
 from core.arrays.checksum import crc32c
-from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.ocdbt.nodes import MANIFEST_MAGIC
 
 Make = Callable[[Path], Path]

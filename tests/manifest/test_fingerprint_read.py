@@ -17,7 +17,7 @@ from core.fingerprint.definition import Fingerprint
 from core.manifest.fingerprint_read import read_fingerprints
 from core.manifest.inventory import Inventory, read_inventory
 from core.manifest.of_copy import read_manifest
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.opening.canonical import canonical
 from core.opening.open import open_checkpoint
 from core.progress import bytes_only

@@ -18,7 +18,8 @@ from core.catalog.tensor import Fragment, Tensor
 from core.errors import MissingShardError
 from core.files.store import MemoryStore
 from core.formats.torch.format import load_object
-from core.megatron.reshard.reshard import load_rules, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from core.plan.box_reader import BoxReader, bands

@@ -20,7 +20,7 @@ from core.errors import CheckpointingException, WorkerError
 from core.fingerprint.definition import Fingerprint
 from core.manifest.fingerprint_share import fingerprints_of_directory
 from core.manifest.stated_crcs import StatedCrcReader
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.numbers.facts import ValueFacts, ValueObserver
 from core.opening.open import open_checkpoint
 from core.scan.run import scan

@@ -14,9 +14,10 @@ from core.copy.ledger import ItemRecord, WrittenRun
 from core.errors import StorageError, UsageError
 from core.files.folders import make_folders, remove_empty
 from core.manifest.of_copy import manifest_name
+from core.stage.folder_lock import stage_dir_of
 from core.stage.journal import FileJournal
 from core.stage.replacement import put_back
-from core.stage.stage import Stage, stage_dir_of
+from core.stage.stage import Stage
 
 
 def stage_of(dst: Path, *files: str) -> Path:

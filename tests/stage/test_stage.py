@@ -17,8 +17,9 @@ from core.copy.ledger import ItemRecord, WrittenRun
 from core.errors import CapacityError, StorageError, UsageError
 from core.files.store import LocalStore
 from core.manifest.of_copy import manifest_name, read_manifest
+from core.stage.folder_lock import stage_dir_of
 from core.stage.journal import FileJournal
-from core.stage.stage import Stage, stage_dir_of
+from core.stage.stage import Stage
 from tests.support import engine_run, forked
 
 SCRIPT = Path(__file__).parents[1] / "support/engine_run.py"

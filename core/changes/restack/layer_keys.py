@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
-from core.changes.rename import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.changes.tie import aliases_among
 
 LAYERS = ("layers", "layer", "h", "blocks", "block")

@@ -19,7 +19,6 @@ from core.checks.finding import Finding, Severity
 from core.checks.subject import DATA, Subject
 from core.files.substitute import substitute_of
 from core.files.walk import BROKEN_LINK, REPEATED_LINK
-from core.stage.stage import stage_dir_of
 
 CODES = ALL
 
@@ -88,6 +87,8 @@ def check_file_kinds(subject: Subject) -> Iterator[Finding]:
 
 def find_leftovers(subject: Subject) -> Iterator[Finding]:
     """Report unfinished writes and copies, inside and right next to the checkpoint (CK107)."""
+    from core.stage.folder_lock import stage_dir_of
+
     for folder in subject.tree.folders:
         if _STAGES.match(folder.rpartition("/")[2]):
             yield _leftover("unfinished output of ckpt", folder)

@@ -18,9 +18,8 @@ from core.checks.level import Level
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.formats.torch.format import load_object
-from core.formats.torch.item import item_location, stored_tensor
 from core.formats.torch.tensors import unknown_storage
+from core.formats.torch.tree import load_object
 from core.pickle.inert import PLAIN, walk
 
 DIFFERS = Code(
@@ -64,6 +63,8 @@ def check_tensor_items(subject: Subject) -> Iterator[Finding]:
 
 def _check_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Finding]:
     """Check one tensor item (CK207, CK208)."""
+    from core.formats.torch.item import item_location, stored_tensor
+
     extent = array.extent
     assert extent.item_bytes is not None
     span = (extent.offset, extent.offset + extent.item_bytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from core.catalog.facets import TorchShardedFacts
 from core.checks.check import Check
 from core.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
 from core.checks.finding import Finding
@@ -29,7 +30,6 @@ from core.formats.megatron.format import (
     is_optimizer_dir,
 )
 from core.formats.torch.tree import parse
-from core.formats.torch_sharded.format import TorchShardedFacts
 from core.megatron.model.args import fields_of, topology_of
 from core.megatron.model.topology import Topology, rank_dirs
 from core.pickle.inert import as_mapping

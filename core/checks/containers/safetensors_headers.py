@@ -22,8 +22,6 @@ from core.checks.problems import collect_problems, findings_of
 from core.checks.subject import Subject
 from core.errors import Report
 from core.files.store import ReadStore
-from core.formats.safetensors.files import INDEX_SUFFIX, files_of
-from core.formats.safetensors.header import read_header
 
 CODES = ()
 
@@ -51,11 +49,15 @@ def check_headers(subject: Subject) -> Iterator[Finding]:
 
 
 def _read_header(store: ReadStore, name: str, report: Report) -> None:
+    from core.formats.safetensors.header import read_header
+
     read_header(store, name, report=report)
 
 
 def _files_of_catalog(subject: Subject) -> Sequence[str]:
     """Return the files whose headers were read for the catalog, and are therefore valid."""
+    from core.formats.safetensors.files import INDEX_SUFFIX, files_of
+
     if subject.catalog is None:
         return ()
     entry = subject.store.entry

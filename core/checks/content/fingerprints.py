@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.checks.watch import Watch
 from core.errors import CheckpointingException, WorkerError
-from core.fingerprint.definition import Fingerprint
-from core.fingerprint.kernel import fastest_products
-from core.manifest.fingerprint_feeds import ArrayFeeds, Feeds
-from core.manifest.fingerprint_read import read_fingerprints
-from core.manifest.fingerprint_share import readable_fingerprints
-from core.opening.canonical import Canonical, canonical_of
-from core.team.agreement import require_agreement
 from core.team.protocol import Figures, is_lead
+
+if TYPE_CHECKING:
+    from core.checks.watch import Watch
+    from core.fingerprint.definition import Fingerprint
+    from core.manifest.fingerprint_feeds import ArrayFeeds
+    from core.opening.canonical import Canonical
 
 _DEFAULT_THREADS = 2
 _OTHER = "see what differs: ckpt diff A B"
@@ -41,6 +40,10 @@ CODES = (UNREAD, MISSING, EXTRA, OTHER_KIND, DIFFERENT)
 
 def watch(subject: Subject) -> Watch:
     """Request the elements of all tensors if ``--against`` is given."""
+    from core.checks.watch import Watch
+    from core.fingerprint.kernel import fastest_products
+    from core.manifest.fingerprint_feeds import ArrayFeeds, Feeds
+
     form = subject.canonical
     if subject.against is None or form is None or subject.catalog is None:
         return Watch()
@@ -61,6 +64,9 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
     Raises:
         WorkerError: a rank failed, or the ranks see different data.
     """
+    from core.manifest.fingerprint_share import readable_fingerprints
+    from core.team.agreement import require_agreement
+
     team = subject.team
     if subject.against is None:
         return ()
@@ -163,6 +169,8 @@ def _diff_hint(subject: Subject) -> str:
 
 def _canonical_form(subject: Subject) -> Canonical | None:
     """Return the canonical form of all files; None if the checkpoint cannot be read."""
+    from core.opening.canonical import canonical_of
+
     format = subject.format
     # At the lowest level, the subject's own canonical form covers only a sample of the files.
     if subject.level == Level.METADATA and format is not None and format.sample is not None:
@@ -172,6 +180,8 @@ def _canonical_form(subject: Subject) -> Canonical | None:
 
 def _compare_names(subject: Subject, form: Canonical, hint: str) -> Iterator[Finding]:
     """Report tensors that only one of the checkpoints has."""
+    from core.fingerprint.definition import Fingerprint
+
     assert subject.against is not None
     tensors, expected = form.catalog.tensors, subject.against.fingerprints
     for key, other in expected.items():
@@ -233,6 +243,8 @@ def _release_observers(subject: Subject) -> None:
 
 def _observers(subject: Subject) -> list[ArrayFeeds]:
     """Return the observers of the scan that compute fingerprints; [] without a scan."""
+    from core.manifest.fingerprint_feeds import ArrayFeeds
+
     if subject.level != Level.DEEP:
         return []
     observers = subject.byte_scan.watches["content.fingerprints"].observers
@@ -241,6 +253,8 @@ def _observers(subject: Subject) -> list[ArrayFeeds]:
 
 def _read_missing(subject: Subject, form: Canonical, keys: list[str]) -> dict[str, Fingerprint]:
     """Return fingerprints of tensors, computing those that the team has not computed."""
+    from core.manifest.fingerprint_read import read_fingerprints
+
     threads = subject.threads or _DEFAULT_THREADS
     fingerprints = {key: subject.shared[key] for key in keys if key in subject.shared}
     missing = [key for key in keys if key not in fingerprints]

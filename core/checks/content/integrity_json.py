@@ -13,14 +13,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.checks.watch import Watch
 from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
+
+if TYPE_CHECKING:
+    from core.checks.watch import Watch
 
 INTEGRITY = "integrity.json"
 _ALGORITHM = "sha256"
@@ -79,6 +82,8 @@ class _Hashes:
 
 def watch(subject: Subject) -> Watch:
     """Request the SHA-256 of the listed files."""
+    from core.checks.watch import Watch
+
     names = sha256_names(subject)
     return Watch(file_observers=(_Hashes(names),)) if names else Watch()
 

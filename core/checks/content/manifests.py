@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from typing import TYPE_CHECKING, TypeAlias
 
 from core.arrays.checksum import ALGORITHM
 from core.arrays.dtypes import itemsize
@@ -15,12 +16,12 @@ from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.checks.watch import Watch
 from core.errors import CheckpointingException
-from core.manifest.file import FileSum, Manifest, ManifestArray
-from core.manifest.fingerprint_feeds import is_dense_in_file
-from core.manifest.lookup import is_manifest
-from core.scan.sums import Sum, read_sum
+
+if TYPE_CHECKING:
+    from core.checks.watch import Watch
+    from core.manifest.file import FileSum, Manifest, ManifestArray
+    from core.scan.sums import Sum
 
 _AGAIN = (
     "copy the checkpoint again, or write a new manifest if it was changed on purpose:"
@@ -50,6 +51,8 @@ CODES = (BROKEN, MISSING, SIZE, EXTRA, CONTENT, ARRAY)
 
 def watch(subject: Subject) -> Watch:
     """Request digests if there is a manifest to compare with."""
+    from core.checks.watch import Watch
+
     return Watch(digests=_manifest(subject) is not None)
 
 
@@ -59,6 +62,8 @@ def _manifest(subject: Subject) -> Manifest | None:
 
 def check_files(subject: Subject) -> Iterator[Finding]:
     """Compare the names and sizes of the files with the manifest (CK801–CK804)."""
+    from core.manifest.lookup import is_manifest
+
     record = subject.recorded
     if record is None:
         return
@@ -138,12 +143,14 @@ def _first_difference(crc: int | None, digest: str | None, actual: Sum) -> tuple
     return None
 
 
-SumsByRange = dict[tuple[str, int, int], Sum]
+SumsByRange: TypeAlias = "dict[tuple[str, int, int], Sum]"
 """(file, byte offset, size in bytes) → checksums of the array there."""
 
 
 def _collect_array_sums(subject: Subject) -> SumsByRange:
     """Return the checksums, computed by the scan, of arrays that are contiguous in their files."""
+    from core.manifest.fingerprint_feeds import is_dense_in_file
+
     sums: SumsByRange = {}
     catalog = subject.catalog
     if catalog is None:
@@ -196,6 +203,8 @@ def _read_range_sums(subject: Subject, array: ManifestArray, n_bytes: int) -> Su
     Returns:
         None if the bytes cannot be read.
     """
+    from core.scan.sums import read_sum
+
     # A manifest from elsewhere may list any offset and shape.
     if array.offset < 0 or n_bytes < 0 or array.offset + n_bytes > subject.files.get(array.file, 0):
         return None

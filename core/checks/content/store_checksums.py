@@ -7,23 +7,17 @@ whole files. At the deepest level, what is read is compared with the store's che
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
-from core.checks.content.object_sums import (
-    CRCS,
-    ObjectCrcs,
-    ObjectHashes,
-    choose_checksum,
-    missing_package,
-    whole_crc,
-)
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.checks.watch import Watch
-from core.files.stated.checksum import StatedChecksum
-from core.manifest.lookup import is_manifest
-from core.scan.sums import Sum
+
+if TYPE_CHECKING:
+    from core.checks.watch import Watch
+    from core.files.stated.checksum import StatedChecksum
+    from core.scan.sums import Sum
 
 _AGAIN = "upload the file again, or use an older checkpoint"
 _N_NAMES = 3
@@ -54,6 +48,9 @@ CODES = (RECORDED, READ, COMPARED, NOT_COMPARED)
 
 def watch(subject: Subject) -> Watch:
     """Request checksums of the kinds that the store states."""
+    from core.checks.content.object_sums import CRCS, ObjectCrcs, ObjectHashes
+    from core.checks.watch import Watch
+
     chosen = _chosen(subject)
     # The scan computes the CRC-32 of every file anyway.
     crcs = {
@@ -72,6 +69,8 @@ def watch(subject: Subject) -> Watch:
 
 def _chosen(subject: Subject) -> Mapping[str, StatedChecksum]:
     """Return object → the checksum of the store with which its bytes are compared."""
+    from core.checks.content.object_sums import choose_checksum
+
     choices = {
         name: choose_checksum(checksums) for name, checksums in subject.stated.by_name.items()
     }
@@ -89,6 +88,8 @@ def compare_with_manifest(subject: Subject) -> Iterator[Finding]:
     # At the deepest level, the bytes themselves are compared with both.
     if manifest is None or not subject.has_stated or subject.level == Level.DEEP:
         return
+    from core.checks.content.object_sums import whole_crc
+
     matched: dict[str, list[str]] = {}
     skipped: dict[str, list[str]] = {}
     for file in manifest.files:
@@ -114,6 +115,9 @@ def compare_with_manifest(subject: Subject) -> Iterator[Finding]:
 
 def are_files_of_manifest(subject: Subject) -> bool:
     """Return whether the store states, of every file, the CRC-32 that the manifest has of it."""
+    from core.checks.content.object_sums import whole_crc
+    from core.manifest.lookup import is_manifest
+
     manifest = None if subject.recorded is None else subject.recorded.manifest
     if manifest is None or not subject.has_stated:
         return False
@@ -153,6 +157,8 @@ def _find_difference(
     subject: Subject, name: str, checksum: StatedChecksum, actual: Sum
 ) -> Finding | None:
     """Compare one object, which was read to its end, with the checksum of its store."""
+    from core.checks.content.object_sums import CRCS, ObjectCrcs, ObjectHashes, whole_crc
+
     span = None
     if checksum.algorithm in CRCS:
         expected = whole_crc(checksum)
@@ -186,6 +192,8 @@ def _reason_not_compared(subject: Subject, name: str, *, needed: str | None = No
     Args:
         needed: the algorithm to compare by; None for any.
     """
+    from core.checks.content.object_sums import missing_package
+
     checksums = subject.stated.by_name.get(name, ())
     if not checksums:
         failure = subject.stated.failure

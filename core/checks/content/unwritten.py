@@ -21,11 +21,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from core.arrays.checksum import crc32_of_zeros
 from core.catalog.stored import n_stored_bytes, stored_bytes_of
 from core.checks.check import Check, Code
-from core.checks.containers.extents import WITHOUT_HEADER
-from core.checks.content.values import is_zero_unusual
 from core.checks.finding import Finding, Severity
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
@@ -59,6 +56,8 @@ def check_unwritten(subject: Subject) -> Iterator[Finding]:
     holes, zeros = _holes(subject), _files_beginning_with_zeros(subject)
     if not holes and not zeros:
         return
+    from core.checks.content.values import is_zero_unusual
+
     for key, meta in catalog.tensors.items():
         # A single array of zarr has the name of its directory.
         if not is_zero_unusual(key, meta) or _VOCABULARY.search(f"{subject.path.name}/{key}"):
@@ -110,6 +109,8 @@ def _is_zero_chunk(array: StoredArray, files: Container[str], store: ReadStore) 
     Args:
         files: the files that begin with zeros.
     """
+    from core.checks.containers.extents import WITHOUT_HEADER
+
     if array.extent.file not in files or array.extent.offset:
         return False
     encoding = array.extent.encoding
@@ -132,6 +133,8 @@ def _measure_loss(
         size: bytes of its file.
         holes: ranges of the file, in bytes.
     """
+    from core.arrays.checksum import crc32_of_zeros
+
     extent, n_bytes, is_packed = array.extent, n_stored_bytes(array), False
     if extent.encoding is not None:
         n_bytes = stored_bytes_of(extent.encoding) or size - extent.offset

@@ -47,7 +47,7 @@ def files_above(subject: Subject) -> Iterator[Finding]:
             None,
         ),
         level=subject.level,
-        rules=subject.rules,
+        own_rules=subject.own_rules,
         threads=subject.threads,
         memory_bytes=subject.memory_bytes,
         has_folders=False,

@@ -21,10 +21,6 @@ from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.formats.mcore.metadata_json import BACKEND_KEY, BACKENDS, CONFIG, VERSION, config_of
-from core.formats.mcore.objects import COMMON_OBJECT
-from core.megatron.extras.common_state import OF_THE_RUN, RNG, iteration_of, same, sharded_object
-from core.megatron.model.args import topology_of
 from core.opening.iterations import ITERATION_DIR
 from core.pickle.inert import as_mapping
 
@@ -98,12 +94,14 @@ def _holds_megatron_model(subject: Subject, catalog: Catalog) -> bool:
 def check_iteration(subject: Subject) -> Iterator[Finding]:
     """Compare the iteration stored in the checkpoint with the name of its directory (CK502)."""
     match, catalog = ITERATION_DIR.search(subject.path.name), subject.salvaged.catalog
-    if catalog is None:
+    if match is None or catalog is None:
         return
+    from core.megatron.extras.common_state import iteration_of
+
     # Ranks that disagree are reported by ``check_agreement``; here the majority counts.
     numbers: list[object] = [iteration_of(root) for root in _roots(catalog).values()]
     iteration = _most_frequent(numbers) if numbers else catalog.iteration
-    if match is not None and isinstance(iteration, int) and iteration != int(match[1]):
+    if isinstance(iteration, int) and iteration != int(match[1]):
         yield NUMBER.finding(
             f"the checkpoint holds iteration {iteration}, but is in {subject.path.name}",
             key="iteration",
@@ -116,6 +114,10 @@ def check_agreement(subject: Subject) -> Iterator[Finding]:
     """Compare iteration, version and scheduler state of all ranks (CK503)."""
     catalog = subject.salvaged.catalog
     ranks = {} if catalog is None else _roots(catalog)
+    if not ranks:
+        return
+    from core.megatron.extras.common_state import OF_THE_RUN, same
+
     for name in OF_THE_RUN:
         values = [root.get(name) for root in ranks.values()]
         if all(value is values[0] or same(value, values[0]) for value in values[1:]):
@@ -141,6 +143,8 @@ def _roots(catalog: Catalog) -> Mapping[str, Mapping[object, object]]:
 
 def _most_frequent(values: list[object]) -> object:
     """Return the most frequent of some values, which need not be hashable."""
+    from core.megatron.extras.common_state import same
+
     # Group them by comparison (``same``), because containers cannot be counted.
     groups: list[list[object]] = []
     for value in values:
@@ -189,6 +193,8 @@ def check_random_states(subject: Subject) -> Iterator[Finding]:
     if not ranks:
         yield from _check_random_grid(catalog)
     else:
+        from core.megatron.extras.common_state import RNG
+
         incomplete = [folder for folder, root in ranks.items() if RNG not in root]
         for folder in incomplete if len(incomplete) < len(ranks) else ():
             yield RANDOM.finding(
@@ -202,6 +208,11 @@ def check_random_states(subject: Subject) -> Iterator[Finding]:
 
 def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
     """Check that the grid of random states is complete, and has the sizes of the arguments."""
+    if not any("/shard_" in key for key in catalog.objects):
+        return
+    from core.megatron.extras.common_state import RNG, sharded_object
+    from core.megatron.model.args import topology_of
+
     shards = [
         shard
         for key in catalog.objects
@@ -244,6 +255,8 @@ def _find_missing_states(
         shape: shape of the grid, in ranks.
         present: offsets of the cells that exist.
     """
+    from core.megatron.extras.common_state import RNG
+
     if prod(shape) > _MOST_RANKS:
         return
     for offset in product(*map(range, shape)):
@@ -258,6 +271,8 @@ def _find_missing_states(
 
 def check_backend(subject: Subject) -> Iterator[Finding]:
     """Compare the backend in ``metadata.json`` with the files in the directory (CK506)."""
+    from core.formats.mcore.metadata_json import BACKEND_KEY, BACKENDS, CONFIG, config_of
+
     if CONFIG not in subject.files or subject.store.entry is not None:
         return
     try:
@@ -277,6 +292,8 @@ def _check_known_backend(
     subject: Subject, config: Mapping[str, object], backend: str
 ) -> Iterator[Finding]:
     """Check that a known backend wrote the files of the directory, at a known version."""
+    from core.formats.mcore.metadata_json import BACKEND_KEY, CONFIG, VERSION
+
     # Each backend always writes one file by which it can be recognised.
     names = {file.rpartition("/")[2] for file in subject.files}
     present = {name for name, mark in _MARKS.items() if mark in names}
@@ -303,6 +320,8 @@ def _check_known_backend(
 
 def _is_megatron_core(subject: Subject) -> bool:
     """Return whether the directory is a checkpoint of Megatron-core."""
+    from core.formats.mcore.objects import COMMON_OBJECT
+
     catalog = subject.salvaged.catalog
     has_common_state = catalog is not None and COMMON_OBJECT in catalog.objects
     return subject.format is not None and (subject.format.is_mcore or has_common_state)
@@ -310,6 +329,8 @@ def _is_megatron_core(subject: Subject) -> bool:
 
 def _unknown_backend(config: Mapping[str, object]) -> Finding:
     """Build the finding for a missing or unknown backend in ``metadata.json``."""
+    from core.formats.mcore.metadata_json import BACKEND_KEY, BACKENDS, CONFIG
+
     has_key = BACKEND_KEY in config
     return BACKEND.finding(
         "metadata.json names an unknown backend" if has_key else "metadata.json names no backend",

@@ -17,14 +17,13 @@ from collections.abc import Iterator, Sequence
 
 from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
-from core.catalog.emptied import EMPTIED_HINT, find_emptied_parameters
+from core.catalog.emptied import EMPTIED_HINT
 from core.catalog.tensor import Fragment, Tensor
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnsafeError
-from core.formats.deepspeed.files import is_rank_file
 
 _AGAIN = "use another checkpoint: this one was not written properly, or was edited"
 GAP = Code("CK201", Severity.ERROR, "part of a tensor is not covered by any chunk", _AGAIN)
@@ -65,10 +64,18 @@ def report_invalid_entries(subject: Subject) -> Iterator[Finding]:
 
 def check_emptied(subject: Subject) -> Iterator[Finding]:
     """Report tensors of shape [0] in the places of parameters (CK210)."""
+    from core.catalog.emptied import find_emptied_parameters
+
     catalog, entry = subject.salvaged.catalog, subject.store.entry
-    if catalog is None or catalog.is_rank_local or (entry is not None and is_rank_file(entry)):
-        return  # the files of ZeRO-3's ranks have them, beside their parts
-    for key in find_emptied_parameters(catalog):
+    if catalog is None or catalog.is_rank_local:
+        return
+    emptied = list(find_emptied_parameters(catalog))
+    if emptied and entry is not None:
+        from core.formats.deepspeed.files import is_rank_file
+
+        if is_rank_file(entry):
+            return  # the files of ZeRO-3's ranks have them, beside their parts
+    for key in emptied:
         yield EMPTIED.finding(
             "the parameter has no elements: it was saved while ZeRO-3 had divided it among ranks",
             key=key,

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from core.catalog.attributes import ROOT
 from core.catalog.stored import StoredArray
@@ -21,13 +22,13 @@ from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
-from core.checks.watch import Watch
 from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, config_of
-from core.hf.proof.comparison import find_differences
 from core.hf.proof.expected import declares_tie, describe_model, unchecked_text
 from core.hf.proof.problem import Kind
-from core.hf.proof.proof import fitting_prefix
+
+if TYPE_CHECKING:
+    from core.checks.watch import Watch
 
 _OTHER_CONFIG = "find the config.json of these weights, or an older copy of both"
 MISSING = Code(
@@ -116,6 +117,9 @@ _FORMATS = ("safetensors", "torch_bin")
 
 def check_model(subject: Subject) -> Iterator[Finding]:
     """Compare the tensors with ``config.json`` (CK530–CK538, CK540)."""
+    from core.hf.proof.comparison import find_differences
+    from core.hf.proof.proof import fitting_prefix
+
     config, catalog = _read_comparable_config(subject), subject.catalog
     if catalog is None or config is None:
         return
@@ -153,6 +157,8 @@ def unchecked(subject: Subject) -> tuple[str, ...]:
 
 def watch(subject: Subject) -> Watch:
     """Request the digests of tied tensors that are both stored."""
+    from core.checks.watch import Watch
+
     return Watch(digests_of=frozenset(array.name for array in _tied_arrays(subject)))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
@@ -22,14 +23,9 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
 )
-from core.megatron.extras.common_state import EXTRA_STATE
-from core.megatron.model.args import fields_of, size_in
-from core.megatron.model.checks import ADAPTER
-from core.megatron.model.vocabulary import explains
-from core.megatron.reshard.equal_shards import (
-    suggest_rules,
-)
-from core.megatron.reshard.problems import Understood
+
+if TYPE_CHECKING:
+    from core.megatron.reshard.problems import Understood
 
 _MIXED = (
     "the rank directories come from different checkpoints, or one is damaged: use an older"
@@ -144,9 +140,15 @@ def check_model_layout(subject: Subject) -> Iterator[Finding]:
 def _find_missing_in_towers(subject: Subject) -> Iterator[CheckpointingException]:
     """Yield an error for each tensor that the towers of Megatron-Bridge's models lack."""
     model = subject.model.understood
+    if model is None:
+        return
+    from core.megatron.extras.common_state import EXTRA_STATE
+    from core.megatron.model.args import fields_of
+    from core.megatron.model.checks import ADAPTER
+
     names = {
         name
-        for name in (() if model is None else model.shapes)
+        for name in model.shapes
         if name.startswith(subject.rules.towers) and not name.endswith(EXTRA_STATE)
     }
     if not names or any(ADAPTER in name for name in names):
@@ -183,6 +185,9 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
     model = subject.model.understood
     if model is None:
         return
+    from core.megatron.model.args import fields_of, size_in
+    from core.megatron.model.vocabulary import explains
+
     fields = fields_of(subject.model.args)
     n_padded, n_rows = size_in(fields, "padded_vocab_size"), model.facts.vocab_size
     # Outside rank files, other software may have padded the vocabulary anew.
@@ -229,6 +234,8 @@ def check_equal_shards(subject: Subject) -> Iterator[Finding]:
 
     At the lowest level, one tensor of each kind is compared.
     """
+    from core.megatron.reshard.equal_shards import suggest_rules
+
     model = subject.model.understood
     for item in () if model is None else model.equal:
         yield WHOLE.finding(str(item), key=item.name, hint=suggest_rules([item]))

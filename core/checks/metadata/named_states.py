@@ -24,20 +24,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTERS, MOMENTS
+from core.catalog.facets import TorchDistFacts
+from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
 from core.catalog.tensor import Tensor
-from core.changes.rename import is_optimizer_key
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
-from core.checks.metadata.optimizer import SHAPE, STATES
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.megatron.optimizer.groups import HALF
-from core.megatron.optimizer.sharded.read import in_true_shapes
 
 NO_PARAMETER = Code(
     "CK409",
@@ -114,6 +112,8 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
         # The states must be complete, unless entries of the metadata were lost anyway.
         missing = _missing_states(states, keys, meta)
         if missing and not problems:
+            from core.checks.metadata.optimizer import STATES
+
             yield STATES.finding(
                 f"the optimizer has no {' and no '.join(sorted(missing))} for this parameter",
                 file=file,
@@ -134,11 +134,13 @@ def _collect_states(catalog: Catalog) -> _NamedStates | None:
         return None
     # Megatron stores some states flattened or transposed; without its metadata, the stored shapes
     # have to do.
-    try:
-        state_keys = [key for keys in keys_of.values() for key in keys.values()]
-        shapes = in_true_shapes(catalog, state_keys).tensors
-    except CheckpointingException:
-        shapes = catalog.tensors
+    shapes = catalog.tensors
+    if catalog.facet(TorchDistFacts) is not None:
+        from core.megatron.optimizer.sharded.read import in_true_shapes
+
+        with suppress(CheckpointingException):
+            state_keys = [key for keys in keys_of.values() for key in keys.values()]
+            shapes = in_true_shapes(catalog, state_keys).tensors
     moments = Counter(frozenset(MOMENTS & keys.keys()) for keys in keys_of.values())
     most_frequent, n_parameters = moments.most_common(1)[0]
     model_tensors, joined, are_model_names = _match_model_tensors(catalog, keys_of)
@@ -205,9 +207,11 @@ def _missing_states(
     # A parameter with other moments has another optimizer.
     missing = states.usual - keys.keys() if MOMENTS & keys.keys() <= states.usual else frozenset()
     # Only parameters in half precision need a master weight.
-    needs_master = states.has_masters and meta is not None and meta.dtype in HALF
-    if needs_master and not MASTERS & keys.keys():
-        missing |= {"master weight"}
+    if states.has_masters and meta is not None and not MASTERS & keys.keys():
+        from core.megatron.optimizer.groups import HALF
+
+        if meta.dtype in HALF:
+            missing |= {"master weight"}
     return missing
 
 
@@ -227,6 +231,8 @@ def _check_shapes(
         is_rearranged = len(shape) != len(expected.shape) or ".experts." in key
         if shape == expected.shape or (is_rearranged and prod(shape) == prod(expected.shape)):
             continue
+        from core.checks.metadata.optimizer import SHAPE
+
         yield SHAPE.finding(
             "the shape of the state does not match its parameter",
             file=_file_of(catalog, key),

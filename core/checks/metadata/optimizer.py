@@ -16,6 +16,7 @@ Source: the sources cited by ``core.megatron.reshard.rank_optimizer``,
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts, WeightCopies
@@ -26,12 +27,10 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnsupportedError
-from core.megatron.model.topology import Topology
-from core.megatron.optimizer.proof import find_different_copies, is_master, pairs_of_masters
-from core.megatron.optimizer.rank_state import ParamState
-from core.megatron.reshard.problems import Understood
-from core.megatron.reshard.rank_optimizer import read_states
-from core.megatron.reshard.reshard import unshard
+
+if TYPE_CHECKING:
+    from core.megatron.optimizer.rank_state import ParamState
+    from core.megatron.reshard.problems import Understood
 
 _WITHOUT = "use an older checkpoint, or start with a fresh optimizer (convert with --no-optim)"
 _MIXED = (
@@ -124,6 +123,8 @@ def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
 
 def _can_judge_ranks(subject: Subject, model: Understood) -> bool:
     """Return whether parameters and rank files are complete enough to check the optimizer."""
+    from core.megatron.model.topology import Topology
+
     view = subject.model
     # If the parameters themselves are wrong, the optimizer would seem not to match.
     wrong_parameters = ("layout.names", "layout.chunks", "layout.ranks_differ")
@@ -178,6 +179,8 @@ def _read_states(
     Returns:
         The problems, and the states of all ranks; no states if the last problem ended the reading.
     """
+    from core.megatron.reshard.rank_optimizer import read_states
+
     problems: list[CheckpointingException] = []
     store = subject.store if proves else None
     try:
@@ -252,6 +255,8 @@ def _compare_master(
     rank: str | None = None,
 ) -> Iterator[Finding]:
     """Report a master weight that does not round to its weight, or cannot be rounded to it."""
+    from core.megatron.optimizer.proof import is_master
+
     try:
         if is_master(subject.store, master, weight, bind=catalog.bind):
             return
@@ -284,6 +289,9 @@ def _not_compared(
 
 def check_global_optimizer(subject: Subject) -> Iterator[Finding]:
     """Check the optimizer of torch_dist and zarr checkpoints."""
+    from core.megatron.optimizer.proof import pairs_of_masters
+    from core.megatron.reshard.reshard import unshard
+
     view = subject.model
     catalog, model = view.catalog, view.understood
     if catalog is None or model is None or model.files or subject.catalog is None or view.problems:
@@ -305,6 +313,8 @@ def _unreadable_optimizer(
     subject: Subject, catalog: Catalog, err: CheckpointingException, *, has_data: bool
 ) -> Iterator[Finding]:
     """Report an optimizer that cannot be read, unless the weights cannot be read either."""
+    from core.megatron.reshard.reshard import unshard
+
     try:
         unshard(catalog, rules=subject.rules, optim="drop")
     except CheckpointingException:
@@ -318,6 +328,8 @@ def _unreadable_optimizer(
 
 def check_weight_copies(subject: Subject) -> Iterator[Finding]:
     """Compare a sample of DeepSpeed's master weights with the model's weights (CK407)."""
+    from core.megatron.optimizer.proof import find_different_copies
+
     copies = None if subject.catalog is None else subject.catalog.facet(WeightCopies)
     if copies is None:
         return

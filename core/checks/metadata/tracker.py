@@ -26,12 +26,6 @@ from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import SourceStore, open_store
-from core.formats.dcp.rank_metadata import RANK_METADATA
-from core.formats.dcp.reading.data_files import METADATA
-from core.formats.dcp.reading.stored_metadata import explain_missing_metadata, metadata_files
-from core.formats.mcore.common_state import COMMON_FILE
-from core.formats.mcore.metadata_json import CONFIG, config_of
-from core.formats.mcore.objects import COMMON_OBJECT
 from core.opening.iterations import ITERATION_DIR
 from core.opening.open import RELEASE, TRACKER
 
@@ -84,6 +78,8 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
     files = subject.files
     if subject.store.entry is not None or subject.format is None:
         return
+    from core.formats.mcore.metadata_json import CONFIG, config_of
+
     # metadata.json usually names the backend.
     backend = None
     if CONFIG in files and subject.format.name in ("torch_dist", "zarr"):
@@ -107,6 +103,9 @@ def _check_common_state(subject: Subject, backend: object) -> Iterator[Finding]:
     Args:
         backend: backend named by ``metadata.json``.
     """
+    from core.formats.dcp.reading.data_files import METADATA
+    from core.formats.mcore.common_state import COMMON_FILE
+
     files = subject.files
     if subject.catalog is not None or COMMON_FILE in files:
         return
@@ -127,6 +126,10 @@ def _check_metadata_files(subject: Subject, backend: object) -> Iterator[Finding
     Args:
         backend: backend named by ``metadata.json``; None if unknown.
     """
+    from core.formats.dcp.rank_metadata import RANK_METADATA
+    from core.formats.dcp.reading.data_files import METADATA
+    from core.formats.dcp.reading.stored_metadata import explain_missing_metadata, metadata_files
+
     files = subject.files
     if any(map(RANK_METADATA.fullmatch, files)):
         return  # every rank wrote metadata of its own
@@ -143,9 +146,15 @@ def _is_megatron_core(subject: Subject) -> bool:
     """Return whether a directory without ``metadata.json`` is a save of Megatron-core."""
     assert subject.format is not None
     if subject.format.name == "dcp":
+        from core.formats.mcore.objects import COMMON_OBJECT
+
         catalog = subject.salvaged.catalog
         return catalog is not None and COMMON_OBJECT in catalog.objects
-    return subject.format.name in ("torch_dist", "zarr") and COMMON_FILE in subject.files
+    if subject.format.name not in ("torch_dist", "zarr"):
+        return False
+    from core.formats.mcore.common_state import COMMON_FILE
+
+    return COMMON_FILE in subject.files
 
 
 def check_trackers(subject: Subject) -> Iterator[Finding]:

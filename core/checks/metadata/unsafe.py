@@ -24,10 +24,7 @@ from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.files.remote_path import RemotePath
-from core.formats.torch.legacy import MAX_PICKLE_BYTES
 from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
-from core.formats.zarr.metadata2 import ARRAY_FILE
-from core.formats.zarr.metadata3 import METADATA_FILE
 from core.pickle.inert import Global
 from core.pickle.names import is_foreign, judge
 from core.pickle.uses import How, Use
@@ -174,6 +171,9 @@ def _uses_in_objects(
     # something to report.
     if not uses_in([*objects.values(), common]) - reported:
         return []
+    from core.formats.zarr.metadata2 import ARRAY_FILE
+    from core.formats.zarr.metadata3 import METADATA_FILE
+
     by_place: list[tuple[Place, set[Use]]] = []
     for key, value in objects.items():
         # An object that is stored in a zarr array is located by the metadata file of the array.
@@ -213,6 +213,8 @@ def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
 
 def _is_bare_pickle(name: str, size: int) -> bool:
     """Return whether a file is a pickle by its name, and small enough to be read."""
+    from core.formats.torch.legacy import MAX_PICKLE_BYTES
+
     return _BARE_PICKLE.search(name) is not None and size <= MAX_PICKLE_BYTES
 
 

@@ -14,20 +14,19 @@ The job and the kind of source determine the path. Options that would have no ef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from core.catalog.facets import WeightDeltas
-from core.catalog.files_beside import with_documents
-from core.changes.quantize import parse_dequantized_type
-from core.convert.global_form.as_hf import form_as_hf
-from core.convert.global_form.as_megatron import form_as_adapter, form_as_megatron
+from core.catalog.catalog import Catalog
+from core.catalog.facets import MegatronModel, WeightDeltas
+from core.catalog.files_beside import ADAPTER_CONFIG, with_documents
 from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.own_names import form_with_own_names
 from core.convert.global_form.refusals import check_request
 from core.convert.global_form.request import (
     FormRequest,
     config_document,
+    load_rules,
     parse_names,
     read_config,
     read_param_order,
@@ -39,15 +38,11 @@ from core.convert.report.dropped import unread_entries
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes
 from core.errors import UnsupportedError, UsageError
+from core.files.store import ReadStore
 from core.formats.format import Format
-from core.formats.torch.format import load_object
 from core.formats.torch.object_tensors import with_array_tensors
-from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
-from core.megatron.extras.float8_weights import dequantize_rank_weights
-from core.megatron.model.cut import without_unused_wrapper
-from core.megatron.reshard.reshard import load_rules
+from core.formats.torch.tree import load_object
 from core.opening.config_beside import lacks_arguments
-from core.opening.numbered_optimizers import with_parameter_names
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import documents_above, unread_files
@@ -68,9 +63,6 @@ def global_form(
         CheckpointingException: the source is damaged or incomplete, or an option contradicts the
             source or the destination.
     """
-    from core.hf.adapters.peft import is_peft
-    from core.hf.names import is_hf
-
     for checkpoint in (source, *others):
         deltas = checkpoint.catalog.facet(WeightDeltas)
         if deltas is not None:
@@ -88,12 +80,16 @@ def global_form(
     if not (format.has_live_objects or format.is_mcore or format.partition == "ranks"):
         catalog = with_array_tensors(catalog, source.store)
     if job.param_order is not None:
+        from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
+        from core.opening.numbered_optimizers import with_parameter_names
+
         if job.optim == "drop":
             raise UsageError(
                 f"{PARAM_ORDER} has no effect: the optimizer is left out", hint="omit it"
             )
         catalog = with_parameter_names(catalog, source.store, read_param_order(job.param_order))
-    rules = load_rules(job.rules, unknown=job.unknown)
+    if job.rules is not None:
+        load_rules(job)  # a file with an error is refused, whether or not its rules are needed
     names, model_type = parse_names(job)
     check_source_sizes(job, catalog)
     unread = unread_files(replace(source, catalog=catalog))
@@ -118,15 +114,14 @@ def global_form(
     request = FormRequest(
         job=job,
         format=format,
-        rules=rules,
         names=names,
         model_type=model_type,
         config=config,
         config_document=config_document(catalog, source),
         family=family,
         is_described=is_described,
-        comes_from_hf=is_hf(catalog, config),
-        is_peft=is_peft(catalog, source.store),
+        comes_from_hf=config is not None and _is_hf(catalog, config),
+        is_peft=source.store.exists(ADAPTER_CONFIG) and _is_peft(catalog, source.store),
         is_restacked=format.is_mcore and job.stacking is not None,
         others=tuple(others),
     )
@@ -141,6 +136,9 @@ def global_form(
     # Float8 weights of Transformer Engine are computed rank by rank: each has a scale of its own.
     notes: list[str] = []
     if job.dequantize is not None:
+        from core.changes.quantize import parse_dequantized_type
+        from core.megatron.extras.float8_weights import dequantize_rank_weights
+
         dtype = parse_dequantized_type(job.dequantize).name
         dequantized = dequantize_rank_weights(catalog, dtype)
         if dequantized.n:
@@ -149,14 +147,35 @@ def global_form(
             notes.append(f"{dequantized.n} float8 tensors of Transformer Engine become {dtype}")
 
     # Take one of the paths of the picture above.
-    if request.becomes_megatron and request.is_peft:
-        form = form_as_adapter(request, catalog, source)
-    elif request.becomes_megatron:
-        form = form_as_megatron(request, catalog, source)
+    if request.becomes_megatron:
+        from core.convert.global_form.as_megatron import form_as_adapter, form_as_megatron
+
+        build = form_as_adapter if request.is_peft else form_as_megatron
+        form = build(request, catalog, source)
+    elif request.becomes_hf:
+        from core.convert.global_form.as_hf import form_as_hf
+
+        form = form_as_hf(request, unshard_if_needed(request, catalog, source))
     else:
-        step = unshard_if_needed(request, catalog, source)
-        build = form_as_hf if request.becomes_hf else form_with_own_names
-        form = build(request, step)
-    form = replace(form, catalog=without_unused_wrapper(form.catalog, rules))
+        form = form_with_own_names(request, unshard_if_needed(request, catalog, source))
+    model = form.catalog.facet(MegatronModel)
+    if model is not None and model.wrapper is not None:
+        from core.megatron.model.cut import without_unused_wrapper
+
+        form = replace(form, catalog=without_unused_wrapper(form.catalog, request.rules))
     files = (*without_state.dropped, *([unread_entries(unread)] if unread else []))
     return replace(form, notes=(*notes, *form.notes), dropped=(*files, *form.dropped))
+
+
+def _is_hf(catalog: Catalog, config: Mapping[str, object]) -> bool:
+    """Return whether the tensors have Hugging Face's names."""
+    from core.hf.names import is_hf
+
+    return is_hf(catalog, config)
+
+
+def _is_peft(catalog: Catalog, store: ReadStore) -> bool:
+    """Return whether the source is an adapter that peft wrote."""
+    from core.hf.adapters.peft import is_peft
+
+    return is_peft(catalog, store)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import carried_of
-from core.changes.lightning_file import as_trainer_file
 from core.convert.global_form.form import GlobalForm, is_mcore
 from core.convert.global_form.request import FormRequest
 from core.convert.global_form.steps import GlobalStep, apply_checked, blaming_options, config_after
 from core.convert.options import has_model_form, refuse_broken_optimizer
 from core.errors import CheckpointingException, UsageError
-from core.megatron.model.args import facts_of
-from core.megatron.model.checks import check_complete
-from core.megatron.reshard.reshard import Rules
+
+if TYPE_CHECKING:
+    from core.megatron.rules.rules import Rules
 
 
 def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
@@ -51,7 +52,11 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
             refuse_broken_optimizer(before, result.catalog)
         if is_global and (result.left_out or result.renamed):
             _refuse_incomplete(result.catalog, request.rules)
-    catalog = as_trainer_file(result.catalog) if format.nests else result.catalog
+    catalog = result.catalog
+    if format.nests:
+        from core.changes.lightning_file import as_trainer_file
+
+        catalog = as_trainer_file(catalog)
     return GlobalForm(catalog, result.renamed, tuple(notes), step.dropped)
 
 
@@ -61,6 +66,9 @@ def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
     Raises:
         UsageError: the model is incomplete; the message names the missing tensors.
     """
+    from core.megatron.model.args import facts_of
+    from core.megatron.model.checks import check_complete
+
     try:
         facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
         check_complete(catalog.tensors, facts, rules)

@@ -5,17 +5,17 @@ All are raised before anything is renamed or unsharded, except for names that no
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from core.catalog.catalog import Catalog
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.convert.global_form.request import FormRequest
 from core.convert.options import changes_layout, check_names, check_target
-from core.convert.report.lightning import model_options
 from core.errors import UnsupportedError, UsageError
 from core.formats.huggingface.files import CONFIG
-from core.megatron.reshard.reshard import Rules, is_megatron
-from core.megatron.rules.prefixes import has_megatron_names
+
+if TYPE_CHECKING:
+    from core.megatron.rules.rules import Rules
 
 
 def check_request(request: FormRequest, catalog: Catalog) -> None:
@@ -25,8 +25,8 @@ def check_request(request: FormRequest, catalog: Catalog) -> None:
         UsageError: an option contradicts the source or the destination.
         UnsupportedError: the source has Megatron's names, but no training arguments.
     """
-    job, format, rules = request.job, request.format, request.rules
-    is_named = request.comes_from_hf or is_megatron(catalog, rules)
+    job, format = request.job, request.format
+    is_named = request.comes_from_hf or request.has_megatron_model(catalog)
 
     # --config describes a model with Hugging Face's names; other sources do not need it.
     takes_config = request.comes_from_hf or request.is_described or _is_origin(request, catalog)
@@ -48,7 +48,7 @@ def check_request(request: FormRequest, catalog: Catalog) -> None:
     )
     check_target(job, format, is_named=is_named)
     if request.names == "megatron" and not is_named and not catalog.is_rank_local:
-        refuse_without_arguments(catalog, rules)
+        refuse_without_arguments(catalog, request.rules)
         option = "--names megatron" if job.names is not None else f"--to {job.to}"
         raise UsageError(
             f"{option}: the tensors have neither Megatron's names "
@@ -80,7 +80,7 @@ def _is_origin(request: FormRequest, catalog: Catalog) -> bool:
         and (request.writes_hf or _has_towers(catalog, request.rules))
         and config is not None
         and isinstance(config.get("model_type"), str)
-        and (catalog.is_rank_local or is_megatron(catalog, request.rules))
+        and (catalog.is_rank_local or request.has_megatron_model(catalog))
     )
 
 
@@ -97,15 +97,15 @@ def _refuse_config(request: FormRequest, catalog: Catalog) -> NoReturn:
         UsageError: the file is not a model's configuration, or the source does not need one.
         UnsupportedError: the source needs training arguments, which a configuration cannot replace.
     """
-    config, rules = request.config, request.rules
+    config = request.config
     if config is None or not isinstance(config.get("model_type"), str):
         raise UsageError(
             "--config: without model_type, the file does not describe a transformers model",
             file=str(request.job.config),
             hint="give the model's config.json",
         )
-    if not catalog.is_rank_local and not is_megatron(catalog, rules):
-        refuse_without_arguments(catalog, rules)
+    if not catalog.is_rank_local and not request.has_megatron_model(catalog):
+        refuse_without_arguments(catalog, request.rules)
     raise UsageError(
         "--config has no effect: a Megatron checkpoint has its own training arguments",
         hint="omit it",
@@ -118,6 +118,8 @@ def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
     Raises:
         UnsupportedError: always.
     """
+    from core.convert.report.lightning import model_options
+
     first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     goal, formats = (
         ("renamed to Hugging Face's names", "safetensors")
@@ -151,6 +153,8 @@ def refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
     Raises:
         UnsupportedError: the tensors have Megatron's names.
     """
+    from core.megatron.rules.prefixes import has_megatron_names
+
     if has_megatron_names(catalog, rules):
         raise UnsupportedError(
             "the tensors have Megatron's names, but the checkpoint has no training arguments "

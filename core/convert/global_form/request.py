@@ -20,14 +20,18 @@ from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_document_of
-from core.formats.trainer.proven_names import MODEL, ParameterOrder, parse_order
-from core.megatron.reshard.reshard import Rules
-from core.opening.config_beside import lacks_arguments, with_config_arguments
+from core.opening.config_beside import (
+    lacks_arguments,
+    may_have_arguments,
+    with_config_arguments,
+)
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source
 
 if TYPE_CHECKING:
+    from core.formats.trainer.proven_names import ParameterOrder
     from core.hf.family import Family
+    from core.megatron.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,6 @@ class FormRequest:
     Args:
         job: the conversion.
         format: the format of the destination.
-        rules: the layout rules.
         names: family of the tensor names to write, ``hf`` or ``megatron``; None keeps the names.
         model_type: the Hugging Face model type that ``--names`` gives, or None.
         config: the parsed ``config.json`` of the source, or None.
@@ -52,7 +55,6 @@ class FormRequest:
 
     job: Job
     format: Format
-    rules: Rules
     names: str | None
     model_type: str | None
     config: Mapping[str, object] | None
@@ -63,6 +65,19 @@ class FormRequest:
     is_peft: bool
     is_restacked: bool
     others: tuple[Checkpoint, ...] = ()
+
+    @property
+    def rules(self) -> Rules:
+        """The layout rules; reading their table takes a while, and most formats do not need it."""
+        return load_rules(self.job)
+
+    def has_megatron_model(self, catalog: Catalog) -> bool:
+        """Return whether a catalog of global tensors is a Megatron model, with its arguments."""
+        if catalog.is_rank_local or not may_have_arguments(catalog):
+            return False
+        from core.megatron.extras.common_state import is_megatron
+
+        return is_megatron(catalog, self.rules)
 
     @property
     def writes_hf(self) -> bool:
@@ -79,6 +94,17 @@ class FormRequest:
         """True if Hugging Face's names become Megatron's."""
         needs_megatron = self.names == "megatron" or (is_cut(self.format) and self.names != "hf")
         return self.comes_from_hf and needs_megatron
+
+
+def load_rules(job: Job) -> Rules:
+    """Load the layout rules of a job.
+
+    Raises:
+        CheckpointingException: the user's file cannot be used.
+    """
+    from core.megatron.rules.tables import load_rules as load_tables
+
+    return load_tables(job.rules, unknown=job.unknown)
 
 
 def parse_names(job: Job) -> tuple[str | None, str | None]:
@@ -110,6 +136,8 @@ def read_param_order(option: str) -> ParameterOrder | None:
         UsageError: it is not a list of names.
         StorageError: the file cannot be read.
     """
+    from core.formats.trainer.proven_names import MODEL, parse_order
+
     if option == MODEL:
         return None
     with translate_os_errors(option, doing="read"):

@@ -24,16 +24,7 @@ from core.convert.options import (
     refuse_layout_options,
     refuse_quantizing,
 )
-from core.convert.sizes import target_topology
 from core.errors import UsageError
-from core.megatron.extras.random_states import with_rng
-from core.megatron.model.args import with_vocab_size
-from core.megatron.optimizer.sharded.write import sharding_of, wanted_sharding
-from core.megatron.placement.expert_kind import with_expert_kind
-from core.megatron.placement.implementation import with_implementation
-from core.megatron.reshard.reshard import is_megatron, unshard
-from core.megatron.rules.experts import OPTION as EXPERTS
-from core.megatron.rules.prefixes import OUTER_PREFIXES, prefix_of
 from core.opening.open import Checkpoint
 
 
@@ -46,14 +37,18 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
         UsageError: an option has no effect on this source or destination.
         UnsupportedError: no rule matches the tensors' names.
     """
-    job, format, rules = request.job, request.format, request.rules
+    job, format = request.job, request.format
 
     # Without a change of layout or names the tensors stay as they are.
     if not (request.becomes_hf or request.is_restacked or _needs_global_form(request, catalog)):
         refuse_layout_options(job)
         step = merge_if_requested(request, drop_optimizer(request, catalog), source)
+        if not format.is_mcore or step.catalog.common is None:
+            return step
+        from core.megatron.optimizer.sharded.write import sharding_of, wanted_sharding
+
         form, other_form = sharding_of(step.catalog), wanted_sharding(format.name)
-        if not format.is_mcore or form in (None, other_form):
+        if form in (None, other_form):
             return step
         note = (
             f"the optimizer state stays {form}, which Megatron loads only at the same sizes, if at "
@@ -62,8 +57,14 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
         )
         return replace(step, notes=(note,))
 
+    from core.convert.sizes import target_topology
+    from core.megatron.extras.random_states import with_rng
+    from core.megatron.reshard.reshard import unshard
+    from core.megatron.rules.experts import OPTION as EXPERTS
+
     # Unshard; names that no rule matches can neither be renamed nor cut.
-    if not catalog.is_rank_local and not is_megatron(catalog, rules):
+    rules = request.rules
+    if not catalog.is_rank_local and not request.has_megatron_model(catalog):
         refuse_without_arguments(catalog, rules)
         refuse_names(request, catalog)
     refuse_quantizing(job, format)
@@ -93,10 +94,14 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
                 hint="use it with --to megatron or --to torch_dist",
             )
     if has_model_form(job, format):
+        from core.megatron.placement.expert_kind import with_expert_kind
+
         catalog = with_expert_kind(
             catalog, job.experts, rules=rules, implementation=job.transformer_impl
         )
     if job.transformer_impl is not None:
+        from core.megatron.placement.implementation import with_implementation
+
         catalog = with_implementation(catalog, job.transformer_impl, rules=rules)
     return replace(step, catalog=catalog)
 
@@ -108,7 +113,7 @@ def _needs_global_form(request: FormRequest, catalog: Catalog) -> bool:
         return True
     if changes_layout(job) and not cuts_experts(job, format):
         return True
-    if not is_megatron(catalog, request.rules):
+    if not request.has_megatron_model(catalog):
         return False
     if request.others:  # whose layouts may be different
         return True
@@ -118,6 +123,9 @@ def _needs_global_form(request: FormRequest, catalog: Catalog) -> bool:
         return False
     if not is_mcore(catalog):
         return True
+    from core.megatron.optimizer.sharded.write import sharding_of
+    from core.megatron.rules.prefixes import OUTER_PREFIXES, prefix_of
+
     # Megatron's training script does not load NeMo's names, which begin with "module.".
     if prefix_of(catalog, request.rules).startswith(OUTER_PREFIXES):
         return True
@@ -129,6 +137,8 @@ def _needs_global_form(request: FormRequest, catalog: Catalog) -> bool:
 
 def _record_run_facts(request: FormRequest, catalog: Catalog, source: Checkpoint) -> GlobalStep:
     """Add the directory's iteration and the options' vocabulary size to the global form."""
+    from core.megatron.model.args import with_vocab_size
+
     job = request.job
     notes = []
     # Some files have their iteration only in the name of their directory (iter_0000010).

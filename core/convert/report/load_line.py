@@ -33,22 +33,11 @@ from pathlib import Path
 from core.catalog.catalog import AnyCatalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts, WeightFileFacts
 from core.catalog.file_image import FileImage
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
-from core.formats.torch.weights_only import refused
-from core.hf.adapters.peft import ADAPTER_CONFIG
-from core.hf.config_json.origin import ARGUMENT as HUGGING_FACE
-from core.megatron.extras.common_state import RNG
-from core.megatron.extras.schedule import ENTRY as SCHEDULE
-from core.megatron.extras.schedule import OVERRIDE, is_constant_schedule
-from core.megatron.model.args import facts_of, fields_of
-from core.megatron.model.hybrid import NAMES as PATTERNS
-from core.megatron.model.pipeline import Pipeline, layout_text
-from core.megatron.model.pipeline_args import list_v_options
 from core.megatron.model.topology import Topology
-from core.megatron.rules.tables import load_rules
 from core.opening.open import RELEASE, TRACKER
 from core.pickle.inert import Global, as_mapping
 from core.pickle.names import globals_of
@@ -92,7 +81,7 @@ def load_line(result: WrittenResult) -> str:
     has_tracker = any(image.path == TRACKER for image in result.images)
     if not has_tracker:
         return _library_call(result)
-    from core.hf.adapters.to_peft import is_adapter
+    from core.megatron.placement.adapter_rows import is_adapter
 
     if result.format.name == "torch_dist" and is_adapter(result.target):
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
@@ -107,6 +96,8 @@ def load_line(result: WrittenResult) -> str:
 
 def _has_towers(target: TargetCatalog) -> bool:
     """Return True if a model of Megatron-Bridge has towers beside its text model."""
+    from core.megatron.rules.tables import load_rules
+
     layers = tuple(f"{wrapper.text}decoder." for wrapper in load_rules().wrappers)
     is_llava = any(key.startswith("vision_projection.") for key in target.tensors)
     return not is_llava and any(key.startswith(layers) for key in target.tensors)
@@ -114,6 +105,8 @@ def _has_towers(target: TargetCatalog) -> bool:
 
 def _library_call(result: WrittenResult) -> str:
     """Return the call that loads a result without Megatron's training script."""
+    from core.formats.torch.weights_only import refused
+
     name, dst = result.format.name, _quoted(result.dst)
     if name == "safetensors":
         return _safetensors_call(result)
@@ -156,6 +149,8 @@ def _library_call(result: WrittenResult) -> str:
 
 def _safetensors_call(result: WrittenResult) -> str:
     """Return the call that loads safetensors: a model, one file, or several files."""
+    from core.catalog.files_beside import ADAPTER_CONFIG
+
     dst = result.dst
     if result.target.write.is_file:
         return f"load_file({_quoted(dst)})"
@@ -185,6 +180,11 @@ def _safetensors_call(result: WrittenResult) -> str:
 
 def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str]:
     """Yield the options with which Megatron's training script loads a result."""
+    from core.hf.values import ARGUMENT as HUGGING_FACE
+    from core.megatron.extras.schedule import ENTRY as SCHEDULE
+    from core.megatron.extras.schedule import OVERRIDE, is_constant_schedule
+    from core.megatron.model.args import fields_of
+
     target = result.target
     yield f"--load {shlex.quote(str(result.dst))}"
     yield f"--ckpt-format {_CKPT_FORMATS[result.format.name]}"
@@ -223,6 +223,11 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
 
 def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str]:
     """Yield Megatron's options for the distribution of layers over stages and model chunks."""
+    from core.megatron.model.args import facts_of, fields_of
+    from core.megatron.model.hybrid import NAMES as PATTERNS
+    from core.megatron.model.pipeline import Pipeline, layout_text
+    from core.megatron.model.pipeline_args import list_v_options
+
     # The stages of a hybrid model are parts of its pattern.
     fields = fields_of(target.args)
     for name in PATTERNS:
@@ -270,6 +275,8 @@ def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str
 
 def _has_random_states(catalog: AnyCatalog) -> bool:
     """Return True if a Megatron checkpoint has random states."""
+    from core.megatron.extras.common_state import RNG
+
     ranks = catalog.facet(RankFacts)
     if ranks is None:
         return any(key.partition("/")[0] == RNG for key in catalog.objects)

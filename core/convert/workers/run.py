@@ -49,7 +49,7 @@ from core.files.network_mounts import file_system_of, is_coherent
 from core.files.remote_path import RemotePath
 from core.files.source_store import SourceStore, open_store, other_roots
 from core.files.store import translate_os_errors
-from core.megatron.reshard.reshard import load_rules
+from core.megatron.rules.tables import load_rules
 from core.plan.items import ITEM_BYTES
 from core.progress import OnProgress, Phase, begin_phase
 from core.stage.bucket.shared import join_shares, put_file

@@ -33,7 +33,7 @@ from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.store import MemoryStore, translate_os_errors
 from core.formats.dcp.items import BEHIND
 from core.formats.format import Format
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.live.file_end import finish_file
 from core.live.share import HOLDER, ProcessShare, find_share
 from core.live.sums import complete_arrays

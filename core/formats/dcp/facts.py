@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
 from core.errors import CheckpointingException
-from core.formats.torch.format import load_object
+from core.formats.torch.tree import load_object
 from core.pickle.inert import attributes
 
 if TYPE_CHECKING:

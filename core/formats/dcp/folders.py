@@ -36,11 +36,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
-from core.formats.dcp.columns import DcpMetadata
-from core.formats.dcp.rank_metadata import merge_rank_metadata
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.formats.dcp.columns import DcpMetadata
 
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d{1,4})")
 _MODEL = "pytorch_model_fsdp"
@@ -84,6 +83,8 @@ def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMet
         CorruptError: planner_data gives an entry different paths in two directories.
         UnsupportedError: two directories contain an entry with the same name.
     """
+    from core.formats.dcp.rank_metadata import merge_rank_metadata
+
     shifted = [_as_seen_from_parent(metadata, folder) for folder, metadata in parts]
     owner: dict[str, str] = {}
     for (folder, _), metadata in zip(parts, shifted, strict=True):

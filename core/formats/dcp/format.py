@@ -65,7 +65,6 @@ from core.errors import (
 )
 from core.formats.dcp.facts import with_run_facts
 from core.formats.dcp.folders import dcp_folders
-from core.formats.dcp.items import lay_out_items
 from core.formats.dcp.lightning_meta import split_meta, with_meta
 from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.dcp.reading.data_files import METADATA
@@ -77,17 +76,12 @@ from core.formats.dcp.reading.stored_metadata import (
     salvaged,
 )
 from core.formats.dcp.reading.wrapped_tensors import with_parts
-from core.formats.dcp.writing.key_paths import paths_of
-from core.formats.dcp.writing.metadata_image import metadata_image
 from core.formats.format import MEGATRON_FOLDERS, Format
-from core.formats.mcore.metadata_json import CONFIG
-from core.formats.mcore.objects import COMMON_OBJECT
-from core.formats.torch.refused import aside_notes, loadable
-from core.formats.trainer.state import with_training_state
 
 if TYPE_CHECKING:
     from core.catalog.file_image import FileImage
     from core.files.store import ReadStore
+    from core.formats.dcp.metadata import DcpMetadata
 
 
 def sniff(store: ReadStore) -> bool:
@@ -114,21 +108,37 @@ def read(store: ReadStore) -> Catalog:
     """
     metadata = metadata_of(store)
     # With Megatron's metadata.json, the directory would have been recognized as torch_dist.
-    if COMMON_OBJECT in metadata.objects:
-        raise MissingShardError(
-            f"the directory contains Megatron's {COMMON_OBJECT}, but {CONFIG} is missing; Megatron "
-            "writes it last, so the save did not finish",
-            file=CONFIG,
-            hint="use an older checkpoint",
-        )
+    if any("/shard_" in key for key in metadata.objects):
+        _refuse_common_object(metadata)
     catalog = catalog_of(metadata, format="dcp", store=store)
     catalog = with_meta(with_parts(catalog, metadata, store), store)
     catalog = with_run_facts(catalog, store)
     folders = folders_of(store)
     if not folders:
         return catalog
+    from core.formats.trainer.state import with_training_state
+
     catalog = with_training_state(catalog, store, is_ordered=False)
     return catalog.noted([_JOINED.format(", ".join(folders))])
+
+
+def _refuse_common_object(metadata: DcpMetadata) -> None:
+    """Raise if the entries are those of Megatron, whose metadata.json is missing.
+
+    Raises:
+        MissingShardError: they are.
+    """
+    from core.formats.mcore.objects import COMMON_OBJECT
+
+    if COMMON_OBJECT in metadata.objects:
+        from core.formats.mcore.metadata_json import CONFIG
+
+        raise MissingShardError(
+            f"the directory contains Megatron's {COMMON_OBJECT}, but {CONFIG} is missing; Megatron "
+            "writes it last, so the save did not finish",
+            file=CONFIG,
+            hint="use an older checkpoint",
+        )
 
 
 _JOINED = "{} are read as one checkpoint (Accelerator.load_state loads only separate directories)"
@@ -165,6 +175,11 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     Raises:
         UnsupportedError: the arrays are not chunks of their tensors.
     """
+    from core.formats.dcp.items import lay_out_items
+    from core.formats.dcp.writing.key_paths import paths_of
+    from core.formats.dcp.writing.metadata_image import metadata_image
+    from core.formats.torch.refused import loadable
+
     target, meta_image = split_meta(target)
     # torch could not load classes of Megatron without Megatron, see the module's docstring.
     packages = _packages_of(target)
@@ -188,6 +203,8 @@ def _packages_of(target: TargetCatalog) -> frozenset[str]:
 
 def _aside_notes(target: TargetCatalog) -> list[str]:
     """Return a note that names the objects that ``lay_out`` sets aside."""
+    from core.formats.torch.refused import aside_notes
+
     return aside_notes(target, packages=_packages_of(target))
 
 

@@ -35,7 +35,7 @@ from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
 from core.catalog.stored import Coords, PlannedArray
 from core.catalog.tensor import held_boxes
 from core.errors import UnsupportedError
-from core.formats.torch.format import TreePlan, plan_tree
+from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:

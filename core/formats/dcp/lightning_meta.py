@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, TypeVar
 from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog
 from core.catalog.facets import DcpFacts
 from core.catalog.tensor import tensors_of
-from core.formats.torch import format as torch_file
 from core.formats.torch.tree import parse, stream_kind
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import entries
@@ -111,6 +110,8 @@ def split_meta(target: TargetCatalog) -> tuple[TargetCatalog, FileImage | None]:
     Raises:
         UnsupportedError: a tensor of ``meta.pt`` is of an unsupported kind, or in several chunks.
     """
+    from core.formats.torch import format as torch_file
+
     meta_root, dcp_root = _divide_root(target)
     if not meta_root:
         return target, None

@@ -50,10 +50,8 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.files.sandbox import run_sandboxed
 from core.files.store import check_name
 from core.formats.dcp.columns import DcpChunk, DcpItem, DcpMetadata, DcpTensor
-from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp.records import (
     FAST_FROM_BYTES,
     BytesRecord,
@@ -74,16 +72,12 @@ from core.pickle.reader import gc_paused, judge, note_uses, noting_uses
 from core.pickle.uses import Use
 
 __all__ = [
-    "ChunkRow",
     "DcpChunk",
     "DcpItem",
     "DcpMetadata",
     "DcpTensor",
-    "ObjectRow",
-    "TensorRow",
     "read_metadata",
     "read_once",
-    "write_metadata",
 ]
 
 _MAX_EXTENT = 1 << 62
@@ -268,6 +262,8 @@ def _parse_by_c(data: bytes) -> _Parsed | None:
     Returns:
         None if the child failed or died, or if a name in the pickle has to be examined further.
     """
+    from core.files.sandbox import run_sandboxed
+
     memory_bytes = (256 << 20) + 32 * len(data)
     cpu_s = 2 + (len(data) >> 20)  # usual files take 0.05 s per megabyte
     packed = run_sandboxed(

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from core.errors import CorruptError, MissingShardError
 from core.files.json_object import parse_json_object
 from core.formats.safetensors.header import Header, looks_like_header, read_header
-from core.formats.safetensors.pieces import SHARDING_INFO
 
 if TYPE_CHECKING:
     from core.arrays.box import Box
@@ -127,6 +126,8 @@ def _saved_offsets(header: Header) -> dict[str, object]:
     Raises:
         CorruptError: the offsets are malformed.
     """
+    from core.formats.safetensors.pieces import SHARDING_INFO
+
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         return {}

@@ -56,11 +56,8 @@ from core.errors import (
     Report,
     UnsupportedError,
 )
-from core.formats.dcp import format as dcp
 from core.formats.dcp.folders import joined, list_torch_dist_folders
-from core.formats.dcp.items import ItemLayout, lay_out_items
 from core.formats.dcp.metadata import DcpMetadata
-from core.formats.dcp.plans import PlanRow, TensorData
 from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.dcp.reading.data_files import METADATA, check_files
 from core.formats.dcp.reading.stored_metadata import (
@@ -70,7 +67,6 @@ from core.formats.dcp.reading.stored_metadata import (
     read_metadata_in,
 )
 from core.formats.dcp.safetensors_items import with_raw_files
-from core.formats.dcp.writing.metadata_image import metadata_image
 from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.mcore.common_state import (
     COMMON_FILE,
@@ -88,12 +84,13 @@ from core.formats.mcore.metadata_json import (
 )
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.mcore.run_config import with_run_config
-from core.formats.torch.format import load_object
-from core.megatron.extras.common_state import CONTENT
+from core.formats.torch.tree import load_object
 from core.pickle.inert import as_mapping
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.formats.dcp.items import ItemLayout
+    from core.formats.dcp.plans import PlanRow
 
 DIALECTS = ("0.12", "common_pt", "common_object")
 _BACKEND = "torch_dist"
@@ -109,6 +106,8 @@ def sniff(store: ReadStore) -> bool:
     * ``.metadata`` next to a ``common.pt``;
     * verl's directories (``core.formats.dcp.folders``).
     """
+    from core.formats.dcp import format as dcp
+
     if store.entry is not None:
         return False
     if list_torch_dist_folders(store) and folders_of(store):
@@ -192,6 +191,8 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
     Raises:
         UnsupportedError: two directories contain an entry with the same name.
     """
+    from core.megatron.extras.common_state import CONTENT
+
     parts: list[tuple[str, DcpMetadata]] = []
     entries: dict[object, object] = {}
     arrays: dict[str, StoredArray] = {}
@@ -236,6 +237,8 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         MissingShardError: ``.metadata`` is missing.
         CorruptError, UnsupportedError, UnsafeError: nothing of ``.metadata`` can be read.
     """
+    from core.formats.dcp import format as dcp
+
     catalog = replace(dcp.salvage(store, report), format="torch_dist")
     common: dict[object, object] = {}
     try:
@@ -295,6 +298,9 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         UnsupportedError: the arrays are not chunks of their tensors, the dialect is unknown, or an
             object for the common state has not been loaded.
     """
+    from core.formats.dcp.items import lay_out_items
+    from core.formats.dcp.writing.metadata_image import metadata_image
+
     facts = target.facet(TorchDistFacts) or TorchDistFacts()
     dialect = facts.dialect or "common_pt"
     if dialect not in DIALECTS:
@@ -335,6 +341,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
 def _plans_of_ranks(target: TargetCatalog, layout: ItemLayout) -> list[list[PlanRow]]:
     """Return the entries that each rank writes: those of its files."""
+    from core.formats.dcp.plans import PlanRow, TensorData
+
     plans: list[list[PlanRow]] = [[] for _ in range(target.write.recorded_ranks)]
     for key, items in layout.chunks.items():
         meta = target.tensors[key]

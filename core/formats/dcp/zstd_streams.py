@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore
-from core.formats.torch.format import item_location, load_object
+from core.formats.torch.item import item_location
+from core.formats.torch.tree import load_object
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

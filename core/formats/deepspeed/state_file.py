@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
-from core.formats.torch.format import parse
+from core.formats.torch.tree import parse
 from core.pickle.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping
 from core.pickle.nesting import map_leaves
 

@@ -60,7 +60,9 @@ from core.formats.huggingface.index import (
     read_index,
 )
 from core.formats.missing_entries import report_missing
-from core.formats.torch.format import SUFFIXES, catalog_of, parse
+from core.formats.torch.format import catalog_of
+from core.formats.torch.stream import SUFFIXES
+from core.formats.torch.tree import parse
 from core.formats.trainer.state import with_training_state
 from core.formats.trainer.torch_models import torch_models, with_torch_models
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk

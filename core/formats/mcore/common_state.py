@@ -25,7 +25,7 @@ from core.errors import (
     suggesting,
 )
 from core.formats.mcore.objects import is_sharded_object
-from core.formats.torch.format import load_object, plan_tree
+from core.formats.torch.tree import load_object
 from core.pickle.inert import as_mapping
 from core.pickle.nesting import REMOVED, LeafEntry, map_leaves
 
@@ -114,5 +114,7 @@ def common_image(target: TargetCatalog, common: Mapping[object, object]) -> File
     Raises:
         UnsupportedError: a tensor in the common state is split into several arrays.
     """
+    from core.formats.torch.zip.tree_layout import plan_tree
+
     plan = plan_tree(dict(common), array_of=target.whole_array, prefix="common")
     return FileImage(COMMON_FILE, plan.size, plan.arrays, plan.literals)

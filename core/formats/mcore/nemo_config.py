@@ -36,8 +36,6 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.errors import CorruptError, UnsupportedError
-from core.formats.mcore.run_config import arguments_of, find_embedding, read_yaml, with_arguments
-from core.megatron.extras.saved_sizes import read_saved_sizes
 from core.pickle.inert import Global
 
 if TYPE_CHECKING:
@@ -92,6 +90,9 @@ def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
         catalog: the checkpoint in ``model_weights``.
         store: the directory of the file.
     """
+    from core.formats.mcore.run_config import arguments_of, find_embedding, with_arguments
+    from core.megatron.extras.saved_sizes import read_saved_sizes
+
     if catalog.args is not None or not store.exists(MODEL_CONFIG):
         return catalog
     try:
@@ -119,6 +120,8 @@ def _read_model(store: ReadStore) -> dict[str, object]:
         UnsupportedError: the model is not one of Megatron-core, or has an unknown activation or
             norm.
     """
+    from core.formats.mcore.run_config import read_yaml
+
     content = {str(name): value for name, value in read_yaml(store, MODEL_CONFIG).items()}
     # What refers to another field, or is missing (???), is no value.
     stated = {

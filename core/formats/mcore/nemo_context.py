@@ -43,8 +43,6 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.errors import CorruptError, UnsupportedError
-from core.formats.mcore.run_config import arguments_of, read_yaml, with_arguments
-from core.megatron.extras.saved_sizes import read_saved_sizes
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -71,6 +69,9 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         catalog: the torch_dist checkpoint in ``weights``.
         store: the directory above.
     """
+    from core.formats.mcore.run_config import arguments_of, read_yaml, with_arguments
+    from core.megatron.extras.saved_sizes import read_saved_sizes
+
     if catalog.args is not None or not store.exists(MODEL_YAML):
         return catalog
     # Lightning's state takes the place of Megatron's.

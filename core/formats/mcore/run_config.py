@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.pickle.inert import Global, make_namespace
 
 if TYPE_CHECKING:
@@ -206,6 +205,8 @@ def _adapter_of(peft: Mapping[str, object] | None, *, base: object) -> dict[str,
         peft: the section.
         base: the Hugging Face name of the base model, if it is known.
     """
+    from core.megatron.model.args import ADAPTER_ARGUMENT
+
     if peft is None:
         return {}
     kind = (_target_of(peft) or "").rpartition(".")[2]

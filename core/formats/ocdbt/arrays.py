@@ -21,9 +21,7 @@ from core.files.json_object import read_small_file
 from core.formats.ocdbt.database import Database
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.zarr.chunks import Chunks, folder_chunks, fragments_of_chunks
-from core.formats.zarr.fill import lost_files
 from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray
-from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
 
 if TYPE_CHECKING:
     from core.catalog.tensor import Fragment
@@ -76,6 +74,8 @@ def _arrays(store: ReadStore, root: str, database: Database | None) -> dict[str,
         root: directory in the store.
         database: the database, if the store is one.
     """
+    from core.formats.zarr.fill import lost_files
+
     arrays: dict[str, OrbaxArray] = {}
     # In directories, a lost data file leaves traces; a database lists all its keys.
     lost = cache(partial(lost_files, store)) if database is None else tuple
@@ -134,6 +134,8 @@ def _metadata_below(store: ReadStore, root: str) -> list[tuple[str, str, ZarrArr
 
 def _read_array_metadata(store: ReadStore, prefix: str, name: str) -> tuple[str, ZarrArray] | None:
     """Read the metadata of a directory's array, and name its file; None if it has no array."""
+    from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
+
     # zarr.json may also describe a group.
     for file in (prefix + ARRAY_FILE, prefix + METADATA_FILE):
         if not store.exists(file):

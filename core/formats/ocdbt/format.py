@@ -50,13 +50,13 @@ from typing import TYPE_CHECKING
 from core.arrays.dtypes import dtype_of
 from core.catalog.attributes import ROOT, Attributes, with_attributes
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.facets import ZarrFacts
 from core.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
-from core.formats.format import Format
+from core.formats.format import Format, imported_on_call
 from core.formats.missing_entries import report_missing
 from core.formats.ocdbt.arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt.entries import MANIFEST
-from core.formats.ocdbt.leaves import storable
 from core.formats.ocdbt.tree import (
     CHECKPOINT,
     CUSTOM,
@@ -67,8 +67,6 @@ from core.formats.ocdbt.tree import (
     read_key_kinds,
     read_tree,
 )
-from core.formats.ocdbt.write import lay_out
-from core.formats.zarr.facets import ZarrFacts
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import Path, nest_leaves
 
@@ -323,10 +321,10 @@ FORMAT = Format(
     title="Orbax (OCDBT)",
     sniff=sniff,
     read=read,
-    lay_out=lay_out,
+    lay_out=imported_on_call("ocdbt.write", "lay_out"),
     has_text_keys=True,
     keeps_attributes=True,
     aliases=("ocdbt",),
     splits_files=True,
-    adapt=storable,
+    adapt=imported_on_call("ocdbt.leaves", "storable"),
 )

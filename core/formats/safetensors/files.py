@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+DEFAULT_METADATA = {"format": "pt"}
+"""Metadata that transformers and safetensors.torch write; transformers < 5 requires it."""
 PIECES_DIR = "sharded"
 STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
 """Names that transformers, peft and diffusers look for; the first is written for any other name."""

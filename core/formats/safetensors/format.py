@@ -53,8 +53,7 @@ from core.errors import (
     UnsupportedError,
 )
 from core.files.json_object import parse_json_object
-from core.formats.format import Format
-from core.formats.huggingface import bin_format
+from core.formats.format import Format, imported_on_call
 from core.formats.huggingface.files import config_of, list_module_folders, with_carried
 from core.formats.huggingface.index import (
     STALE_INDEX_HINT,
@@ -64,6 +63,7 @@ from core.formats.huggingface.index import (
 )
 from core.formats.missing_entries import report_missing
 from core.formats.safetensors.files import (
+    DEFAULT_METADATA,
     INDEX_SUFFIX,
     PIECES_DIR,
     STEMS,
@@ -76,7 +76,6 @@ from core.formats.safetensors.files import (
     shard_number,
 )
 from core.formats.safetensors.header import Header, looks_like_header, read_header
-from core.formats.safetensors.layout import DEFAULT_METADATA, lay_out
 from core.formats.safetensors.pieces import (
     SHARDING_INFO,
     VERSION,
@@ -194,6 +193,8 @@ def _with_deltas(catalog: Catalog, index: WeightIndex) -> Catalog:
 
 def _read_component(store: ReadStore) -> Catalog | None:
     """Read the weights of a pipeline's component; None if it has none."""
+    from core.formats.huggingface import bin_format
+
     if has_tensors(store):
         return read(store)
     return bin_format.read(store) if bin_format.sniff(store) else None
@@ -201,6 +202,8 @@ def _read_component(store: ReadStore) -> Catalog | None:
 
 def _salvage_component(store: ReadStore, report: Report) -> Catalog | None:
     """Read what can be read of a pipeline's component; None if it has no weights."""
+    from core.formats.huggingface import bin_format
+
     if has_tensors(store):
         return salvage(store, report)
     return bin_format.salvage(store, report) if bin_format.sniff(store) else None
@@ -441,7 +444,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     salvage=salvage,
-    lay_out=lay_out,
+    lay_out=imported_on_call("safetensors.layout", "lay_out"),
     keeps_attributes=True,
     is_single_file=True,
     suffixes=(SUFFIX,),

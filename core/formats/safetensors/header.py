@@ -52,12 +52,12 @@ from core.errors import (
 )
 from core.files.substitute import substitute_in
 from core.formats.missing_entries import report_missing
-from core.formats.safetensors.json_text import METADATA, Fields, scanned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from core.files.store import ReadStore
+    from core.formats.safetensors.json_text import Fields
 
 MAX_HEADER_BYTES = 100_000_000
 
@@ -120,6 +120,8 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
         UnsupportedError: a dtype is unknown or not supported.
         MissingShardError, StorageError: the file cannot be read.
     """
+    from core.formats.safetensors.json_text import scanned
+
     # Check the length of the header before reading it. The first bytes of a web page or a Git LFS
     # pointer are a huge length.
     size = store.size(file)
@@ -330,6 +332,8 @@ def file_image(
         UnsupportedError: the format cannot store a dtype, shape or name, or the header would be too
             large.
     """
+    from core.formats.safetensors.json_text import METADATA
+
     # List the tensors in safetensors' order, as compact JSON like that of safetensors itself.
     order = sorted(arrays, key=lambda name: (_RANK[_dtype_name(name, arrays[name])], name))
     parts = [f'"{METADATA}":{_dumped(dict(sorted(metadata.items())))}'] if metadata else []
@@ -395,6 +399,8 @@ def _dtype_name(name: str, array: PlannedArray) -> str:
     Raises:
         UnsupportedError: the format does not have the dtype, or reserves the tensor's name.
     """
+    from core.formats.safetensors.json_text import METADATA
+
     dtype_name = DTYPES[array.dtype].safetensors
     if dtype_name is None:
         raise UnsupportedError(

@@ -25,14 +25,12 @@ from core.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
 from core.formats.huggingface.files import file_images
 from core.formats.huggingface.index import INDEX_SUFFIX as ANY_INDEX_SUFFIX
-from core.formats.safetensors.files import INDEX_SUFFIX, STEMS, SUFFIX
+from core.formats.safetensors.files import DEFAULT_METADATA, INDEX_SUFFIX, STEMS, SUFFIX
 from core.formats.safetensors.header import file_image
 from core.formats.torch.side_file import objects_image
 
 DEFAULT_FILE_BYTES = 5_000_000_000
 """The default of huggingface_hub, so that shards are the usual ones."""
-DEFAULT_METADATA = {"format": "pt"}
-"""Metadata that transformers and safetensors.torch write; transformers < 5 requires it."""
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:

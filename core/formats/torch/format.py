@@ -44,13 +44,11 @@ from core.errors import Report, UnsupportedError, raising
 from core.formats.format import Format, no_folders
 from core.formats.torch.item import item_location as item_location
 from core.formats.torch.refused import refusal_notes
+from core.formats.torch.stream import SUFFIXES
 from core.formats.torch.tree import TorchTree as TorchTree
 from core.formats.torch.tree import load_object as load_object
 from core.formats.torch.tree import parse as parse
 from core.formats.torch.tree import stream_kind
-from core.formats.torch.weights_only import set_aside
-from core.formats.torch.zip.tree_layout import TreePlan as TreePlan
-from core.formats.torch.zip.tree_layout import plan_tree as plan_tree
 from core.pickle.cycles import ENDLESS, endless_error
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, as_mapping, attributes, walk
 from core.pickle.nesting import map_leaves
@@ -62,7 +60,6 @@ if TYPE_CHECKING:
     from core.pickle.nesting import LeafEntry
 
 FILE_NAME = "checkpoint.pt"
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 PREFIX = "archive"
 _LIGHTNING = "pytorch-lightning_version"
 """An entry of Lightning's Trainer, which calls the iteration ``global_step``."""
@@ -176,6 +173,9 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         UnsupportedError: a tensor is of a kind that is not supported or is split into several
             arrays, an object has not been read, or cannot be written.
     """
+    from core.formats.torch.weights_only import set_aside
+    from core.formats.torch.zip.tree_layout import plan_tree
+
     refuse_unsupported(target)
     # A conversion may have changed a tensor since the aliases were recorded.
     forms = {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()}

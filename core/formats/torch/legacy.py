@@ -32,12 +32,12 @@ Source: torch 2.13 ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load`
 from __future__ import annotations
 
 import pickletools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import CapacityError, CorruptError, TruncatedError, UnsupportedError
+from core.formats.torch.stream import MAGIC
 from core.formats.torch.tensors import storage_itemsize, storage_of
 from core.formats.torch.zip.container import Record
 from core.pickle.inert import Global, Persistent
@@ -46,13 +46,6 @@ from core.pickle.reader import load
 if TYPE_CHECKING:
     from core.files.store import ReadStore
     from core.pickle.machine import Hook
-
-MAGIC = re.compile(
-    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
-    rb"|L119547037146038801333356L\n\.",
-    re.DOTALL,
-)
-"""The first pickle of a stream, the magic number, in protocols 2 to 5 or in 0 and 1."""
 
 VERSION = 1001
 MAX_PICKLE_BYTES = 1 << 30

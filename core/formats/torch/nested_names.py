@@ -27,7 +27,6 @@ from core.errors import (
     UnsupportedError,
 )
 from core.files.store import MemoryStore
-from core.formats.torch.legacy import MAX_PICKLE_BYTES, pickle_end
 from core.formats.torch.stream import stream_kind, tar_members
 from core.formats.torch.zip.container import read_archive
 from core.formats.torch.zip.records import read_pickle
@@ -273,6 +272,8 @@ def _read_stream(
     Args:
         has_root: also read the pickles that torch would load.
     """
+    from core.formats.torch.legacy import MAX_PICKLE_BYTES
+
     # If a pickle cannot be read, the list keeps those before it.
     trees: list[object] = []
     try:
@@ -351,6 +352,8 @@ def _read_legacy_pickles(store: ReadStore, file: str, start: int, n_bytes: int) 
     Raises:
         CheckpointingException: a pickle cannot be read, or is refused.
     """
+    from core.formats.torch.legacy import pickle_end
+
     at = start
     for position in range(_N_LEGACY):
         end = pickle_end(store, file, at, start + n_bytes)

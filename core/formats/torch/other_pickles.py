@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Protocol
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
-from core.formats.torch.stream import stream_kind
+from core.formats.torch.stream import PICKLED_NAME, stream_kind
 from core.pickle.inert import NO_STATE, Global, Inert
 from core.pickle.reader import load_next, noting_uses
 from core.pickle.uses import Use
@@ -54,7 +54,6 @@ _JOBLIB_OLD = re.compile(rb"ZF0x[0-9a-f ]{17}")
 """The header of zlib data in files of joblib before 0.10: the length, in hexadecimal digits."""
 _NO_MODULE = {b"\x04\x22\x4d\x18": "lz4", b"\x28\xb5\x2f\xfd": "zstd"}
 """Signature → name, of compressions that Python's standard library lacks."""
-_PICKLED_NAME = re.compile(r"\.(pkl|pickle|joblib|npy|npz|pt|pth|ckpt)(\.\w+)?$")
 _CHECKPOINT_FILE = re.compile(
     r"(^|/)(\.metadata(\.tmp)?|c|[c.\d]*\d|d/[0-9a-f]{32})$"
     r"|\.(pt|pth|bin|ckpt|pkl|pickle|distcp|safetensors|json)$"
@@ -117,11 +116,6 @@ def is_checkpoint_file(name: str) -> bool:
     return _CHECKPOINT_FILE.search(name) is not None
 
 
-def has_pickled_name(name: str) -> bool:
-    """Return whether a file is named like a pickle, maybe compressed, but not like a torch file."""
-    return _PICKLED_NAME.search(name) is not None and not name.endswith((".pt", ".pth", ".ckpt"))
-
-
 def look_into(store: ReadStore, file: str, n_bytes: int) -> PickledContent:
     """Read the pickles in a file with any name, if it contains any, for their uses of names."""
     try:
@@ -157,7 +151,7 @@ def _read_content(
     if head.startswith(_ZIP) and not is_torch_zip(store, file, n_bytes):
         return _read_zip(store, file, n_bytes, depth=depth)
     # Data that cannot be decompressed matters only if its name is that of a pickle.
-    has_name = _PICKLED_NAME.search(name) is not None
+    has_name = PICKLED_NAME.search(name) is not None
     for mark, title in _NO_MODULE.items():
         if head.startswith(mark):
             return PickledContent(unread=(f"it is compressed with {title}",) if has_name else ())
@@ -317,7 +311,7 @@ def _read_compressed(
         data, is_complete = _decompress(store, file, start, n_bytes, decompressor, MAX_BYTES + 1)
     except (zlib.error, lzma.LZMAError, OSError, ValueError, EOFError):
         return PickledContent(
-            unread=("it cannot be decompressed",) if _PICKLED_NAME.search(name) else ()
+            unread=("it cannot be decompressed",) if PICKLED_NAME.search(name) else ()
         )
     if len(data) > MAX_BYTES:
         return PickledContent(
@@ -484,7 +478,7 @@ def _read_zip(store: ReadStore, file: str, n_bytes: int, *, depth: int) -> Pickl
             try:
                 data = _read_member(archive, info)
             except UnsupportedError as err:
-                unread += [f"{name}: {err.message}"] if _PICKLED_NAME.search(name) else []
+                unread += [f"{name}: {err.message}"] if PICKLED_NAME.search(name) else []
                 continue
             n_read += len(data)
             # Report members that are too large, and stop after too many bytes in total.

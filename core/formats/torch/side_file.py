@@ -30,8 +30,6 @@ from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch.tree import load_object
-from core.formats.torch.weights_only import set_aside
-from core.formats.torch.zip.tree_layout import plan_tree
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.pickle.plain import from_plain, to_plain
@@ -77,6 +75,9 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
         UnsupportedError: an object has not been read, contains itself or a bare storage, or has
             the key that ``weights_only`` reserves.
     """
+    from core.formats.torch.weights_only import set_aside
+    from core.formats.torch.zip.tree_layout import plan_tree
+
     if not target.objects:
         return None
     # Objects that cannot be copied are refused by name.

@@ -9,13 +9,22 @@ Source: torch 2.13 ``torch/serialization.py`` (``_is_zipfile``, ``legacy_load``)
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
-
-from core.formats.torch.legacy import MAGIC
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""The endings of the names of torch files."""
+PICKLED_NAME = re.compile(r"\.(pkl|pickle|joblib|npy|npz|pt|pth|ckpt)(\.\w+)?$")
+"""The ending of the name of a file that may be a pickle, maybe compressed."""
+MAGIC = re.compile(
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
+    rb"|L119547037146038801333356L\n\.",
+    re.DOTALL,
+)
+"""The magic number at the start of a stream from before torch 1.6, in protocols 0 to 5."""
 _TAR_MEMBERS = frozenset((b"storages", b"tensors", b"pickle"))
 _TAR_BLOCK_BYTES = 512
 _MAX_MEMBERS = 8
@@ -41,6 +50,11 @@ def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | 
     if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
         return "pickle"
     return None
+
+
+def has_pickled_name(name: str) -> bool:
+    """Return whether a file is named like a pickle, maybe compressed, but not like a torch file."""
+    return PICKLED_NAME.search(name) is not None and not name.endswith((".pt", ".pth", ".ckpt"))
 
 
 def tar_members(

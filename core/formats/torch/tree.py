@@ -27,7 +27,6 @@ from core.errors import (
     suggesting,
 )
 from core.files.substitute import substitute_in
-from core.formats.torch.legacy import VERSION, read_legacy
 from core.formats.torch.object_tensors import with_state_dicts
 from core.formats.torch.stream import stream_kind as stream_kind
 from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
@@ -228,6 +227,8 @@ def _read_legacy_stream(
     store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks
 ) -> _Content:
     """Read the object of a stream from before torch 1.6, but not the data of its tensors."""
+    from core.formats.torch.legacy import VERSION, read_legacy
+
     stream = read_legacy(store, file, start=start, n_bytes=n_bytes, hooks=reader.hooks)
     return _Content(file, stream.value, stream.records, False, f"legacy {VERSION}")
 

@@ -33,38 +33,31 @@ verl, accelerate and others choose them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import TorchShardedFacts
 from core.catalog.tensor import Fragment, tensors_of, whole_fragment
 from core.errors import CorruptError, UnsupportedError
 from core.formats.format import Format, no_folders
-from core.formats.torch_sharded.merge import MergedFiles, merge_files
-from core.formats.torch_sharded.names import FileFamily, families_of, refuse_several_saves
-from core.formats.torch_sharded.rank_file import TensorFile, names_distributed, read_tensor_file
+from core.formats.torch_sharded.names import (
+    FileFamily,
+    families_of,
+    names_distributed,
+    refuse_several_saves,
+)
 from core.pickle.inert import as_mapping
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.formats.torch_sharded.merge import MergedFiles
+    from core.formats.torch_sharded.rank_file import TensorFile
 
 _MOST_FAMILIES = 8
 """Maximum number of families of files whose first file is looked into."""
-
-
-@dataclass(frozen=True, slots=True)
-class TorchShardedFacts:
-    """The facet of the ranks' torch files.
-
-    Args:
-        ranks: the ranks of the job, according to the files.
-        missing: name of a missing file → its rank.
-    """
-
-    ranks: tuple[int, ...]
-    missing: Mapping[str, int]
 
 
 def sniff(store: ReadStore) -> bool:
@@ -88,6 +81,9 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: files of several saves are in the directory.
         UnsafeError: a pickle is hostile.
     """
+    from core.formats.torch_sharded.merge import merge_files
+    from core.formats.torch_sharded.rank_file import read_tensor_file
+
     families = _families(store)
     store.expect_headers(name for family in families for name in family.files)
     contents = [

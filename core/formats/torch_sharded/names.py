@@ -10,7 +10,8 @@ same name but for the number of the rank::
 
 The number of the rank is the one after the word ``rank``; without the word, the first one of a name
 such as ``__3_0.pt``, else the numbers in which the names differ. The content of the files says
-which rank a file is of; the number serves where it does not.
+which rank a file is of; the number serves where it does not. Whether it is such a file at all, the
+classes in its pickle say (``names_distributed``).
 """
 
 from __future__ import annotations
@@ -18,16 +19,49 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from core.errors import UnsupportedError
-from core.formats.torch.format import SUFFIXES
+from core.errors import CheckpointingException, UnsupportedError
+from core.formats.torch.stream import SUFFIXES, stream_kind
+from core.formats.torch.zip.container import read_archive
 
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_MOST_SNIFFED_BYTES = 4 << 20
+_CLASSES = re.compile(
+    rb"torch\.distributed\.(?:tensor|_tensor|_tensor\.api|_shard\.sharded_tensor\.api)"
+    rb".{1,8}(?:DTensor|ShardedTensor)",
+    re.DOTALL,
+)
+"""Module and class of a distributed tensor, as any protocol of pickle writes them."""
 _NUMBER = re.compile(r"(\d{1,9})")
 _RANK_WORD = re.compile(r"(?:^|[^A-Za-z]|[a-z](?=Rank))rank[_.=-]?$", re.IGNORECASE)
 _DCP_LIKE = re.compile(r"__(?:#|\d+)_\d+\.")
 _SIZE = re.compile(r"[_.-]?(?:world[_-]?size|of)[_.=-]?\d+", re.IGNORECASE)
 _RANK = re.compile(r"[_.-]?rank[_.=-]?(?=#)", re.IGNORECASE)
 _WORLD_SIZE = re.compile(r"(?:world[_-]?size|\dof|-of|_of)[_.=-]?(\d{1,9})", re.IGNORECASE)
+
+
+def names_distributed(store: ReadStore, file: str) -> bool:
+    """Return whether the pickle of a torch file names DTensor or ShardedTensor.
+
+    Only the first megabytes of the pickle are searched. Files of another kind, and damaged ones,
+    name nothing.
+    """
+    size = store.size(file)
+    if size < 4 or stream_kind(store, file, 0, size) not in ("zip", "legacy"):
+        return False
+    try:
+        if stream_kind(store, file, 0, size) == "legacy":
+            return bool(_CLASSES.search(store.read(file, 0, min(size, _MOST_SNIFFED_BYTES))))
+        pickle = read_archive(store, file, start=0, n_bytes=size).records.get("data.pkl")
+        if pickle is None:
+            return False
+        data = store.read(file, pickle.offset, min(pickle.n_bytes, _MOST_SNIFFED_BYTES))
+    except CheckpointingException:
+        return False
+    return bool(_CLASSES.search(data))
 
 
 @dataclass(frozen=True, slots=True)

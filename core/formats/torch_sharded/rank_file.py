@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.formats.torch.tree import keys_of, parse, stream_kind
-from core.formats.torch.zip.container import read_archive
+from core.formats.torch.tree import keys_of, parse
 from core.formats.torch_sharded.distributed import (
     holds_distributed,
     is_distributed,
@@ -22,35 +20,6 @@ from core.pickle.nesting import LeafEntry, Path, entries, map_leaves
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
     from core.files.store import ReadStore
-
-_MOST_SNIFFED_BYTES = 4 << 20
-_CLASSES = re.compile(
-    rb"torch\.distributed\.(?:tensor|_tensor|_tensor\.api|_shard\.sharded_tensor\.api)"
-    rb".{1,8}(?:DTensor|ShardedTensor)",
-    re.DOTALL,
-)
-"""Module and class of a distributed tensor, as any protocol of pickle writes them."""
-
-
-def names_distributed(store: ReadStore, file: str) -> bool:
-    """Return whether the pickle of a torch file names DTensor or ShardedTensor.
-
-    Only the first megabytes of the pickle are searched. Files of another kind, and damaged ones,
-    name nothing.
-    """
-    size = store.size(file)
-    if size < 4 or stream_kind(store, file, 0, size) not in ("zip", "legacy"):
-        return False
-    try:
-        if stream_kind(store, file, 0, size) == "legacy":
-            return bool(_CLASSES.search(store.read(file, 0, min(size, _MOST_SNIFFED_BYTES))))
-        pickle = read_archive(store, file, start=0, n_bytes=size).records.get("data.pkl")
-        if pickle is None:
-            return False
-        data = store.read(file, pickle.offset, min(pickle.n_bytes, _MOST_SNIFFED_BYTES))
-    except CheckpointingException:
-        return False
-    return bool(_CLASSES.search(data))
 
 
 @dataclass(frozen=True, slots=True)

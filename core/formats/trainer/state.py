@@ -41,12 +41,12 @@ from core.errors import CheckpointingException
 from core.files.json_object import read_json_object
 from core.formats.torch.tree import TorchTree, keys_of, parse
 from core.formats.trainer.files import is_optimizer, state_files
-from core.formats.trainer.optimizer import Weights, is_state_dict, named, numbers_of, with_names
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.formats.trainer.optimizer import Weights
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -152,6 +152,8 @@ def _optimizer_part(
     entry: str, file: str, store: ReadStore, weights: Weights
 ) -> StateEntries | None:
     """Return the part of an optimizer's file; None if it is not an optimizer's state dict."""
+    from core.formats.trainer.optimizer import is_state_dict, named, numbers_of, with_names
+
     try:
         tree = parse(store, file, prefix=f"{entry}.")
     except CheckpointingException as err:
@@ -260,6 +262,8 @@ def _weights(
         n_optimizers: number of optimizers in the directory. Several optimizers may belong to one
             model, but several models must have one each.
     """
+    from core.formats.trainer.optimizer import Weights
+
     facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
     further = [f"{stem}." for stem in facts.further_models]
     container = _container_of(entry) if further else ""

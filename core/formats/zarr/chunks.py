@@ -28,7 +28,6 @@ from core.errors import (
 from core.formats.zarr.decode import EncodedChunk
 from core.formats.zarr.fill import MOST_FILLED_BYTES, FillValue
 from core.formats.zarr.grid import ChunkGrid, is_like_a_chunk
-from core.formats.zarr.shards import are_bands, index_bytes, read_index
 from core.formats.zarr.tree import path_in
 
 if TYPE_CHECKING:
@@ -256,6 +255,8 @@ def _size_problem(
     array: ZarrArray, size: int, *, file: str, key: str
 ) -> CheckpointingException | None:
     """Return the error about a chunk file of the wrong length; None if the length is right."""
+    from core.formats.zarr.shards import index_bytes
+
     # The length of encoded chunks cannot be predicted.
     if array.sharding is not None:
         n_inner = ChunkGrid(array.grid.chunk_shape, array.sharding.inner.shape).n_chunks
@@ -443,6 +444,8 @@ def _shard_fragments(
         MissingShardError: an inner chunk is absent, although all must be stored.
         TruncatedError, CorruptError: the index is damaged, or an inner chunk has the wrong size.
     """
+    from core.formats.zarr.shards import are_bands, read_index
+
     # The index covers the complete shard, also where the shard reaches beyond the tensor.
     sharding = array.sharding
     assert sharding is not None

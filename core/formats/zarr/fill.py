@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING
 
-from core.arrays.cast import cast_of
 from core.arrays.dtypes import DTYPES, DType
+from core.catalog.facets import ZarrFacts
 from core.errors import MissingShardError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import LocalStore
-from core.formats.zarr.facets import ZarrFacts
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
@@ -146,6 +145,8 @@ def _float_bytes(value: object, dtype: str, *, allows_bits: bool) -> bytes | Non
     Args:
         allows_bits: the value may also be a bit pattern in hexadecimal digits.
     """
+    from core.arrays.cast import cast_of
+
     itemsize = DTYPES[dtype].itemsize
     try:
         if allows_bits and isinstance(value, str) and _BITS.match(value):

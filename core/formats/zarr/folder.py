@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.facets import ZarrFacts
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.tensor import Tensor
 from core.errors import UnsafeError, UnsupportedError
 from core.formats.zarr.array import PICKLED
 from core.formats.zarr.chunks import Chunks, fragments_of_chunks
-from core.formats.zarr.facets import ZarrFacts
 from core.pickle.inert import Global, Inert
 
 if TYPE_CHECKING:

@@ -74,7 +74,8 @@ from core.formats.mcore.metadata_json import (
     names_backend,
 )
 from core.formats.mcore.objects import is_sharded_object, shard_grids
-from core.formats.torch.format import load_object, plan_tree
+from core.formats.torch.tree import load_object
+from core.formats.torch.zip.tree_layout import plan_tree
 from core.formats.zarr.chunks import folder_chunks
 from core.formats.zarr.fill import lost_files
 from core.formats.zarr.folder import (

@@ -38,12 +38,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from core.catalog.catalog import Catalog
+from core.catalog.files_beside import ADAPTER_CONFIG
 from core.catalog.key_patterns import listed_keys
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import ReadStore
 
-ADAPTER_CONFIG = "adapter_config.json"
 _MAX_CONFIG_BYTES = 16 << 20
 PREFIX = "base_model.model."
 """What peft puts before the names of the base model."""

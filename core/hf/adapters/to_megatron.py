@@ -13,6 +13,7 @@ from core.arrays.box import Shape, full_box
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.facets import MegatronModel
+from core.catalog.files_beside import ADAPTER_CONFIG
 from core.catalog.key_patterns import listed_keys
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
@@ -29,7 +30,6 @@ from core.hf.adapters.linear import (
     module_of,
 )
 from core.hf.adapters.peft import (
-    ADAPTER_CONFIG,
     Adaptation,
     check_config,
     parse_config,
@@ -37,14 +37,14 @@ from core.hf.adapters.peft import (
     sorted_tensors,
 )
 from core.hf.config_json.config import arguments_of
-from core.hf.config_json.origin import ARGUMENT, text_of
+from core.hf.config_json.origin import text_of
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
 from core.hf.tensors.spelling import match_names
 from core.hf.traits import model_of
-from core.hf.values import CONFIG
+from core.hf.values import ARGUMENT, CONFIG
 from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from core.catalog.catalog import AnyCatalog, Catalog
+from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, WeightFileFacts
+from core.catalog.files_beside import ADAPTER_CONFIG
 from core.catalog.key_patterns import listed_keys, natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF
 from core.catalog.tensor import Tensor
@@ -26,7 +27,7 @@ from core.hf.adapters.linear import (
     linear_layers_of,
     module_of,
 )
-from core.hf.adapters.peft import ADAPTER_CONFIG, PREFIX, check_config, parse_config
+from core.hf.adapters.peft import PREFIX, check_config, parse_config
 from core.hf.choice import choose_family
 from core.hf.config_json.origin import origin_of, parse_origin
 from core.hf.family import Family
@@ -40,12 +41,6 @@ from core.megatron.model.args import ADAPTER_ARGUMENT, fields_of
 
 _STEM = "adapter_model"
 _TARGETS, _TRANSPOSED = "target_modules", "fan_in_fan_out"
-
-
-def is_adapter(catalog: AnyCatalog) -> bool:
-    """Return whether all weights of a catalog with Megatron's names are those of adapters."""
-    names = weights_in(catalog)
-    return bool(names) and all(ADAPTER in name for name in names)
 
 
 def adapter_to_peft(

@@ -18,9 +18,10 @@ from core.arrays.sharding import padded_vocab_size
 from core.catalog.catalog import Catalog
 from core.errors import MissingShardError
 from core.hf.config_json.config import arguments_of
-from core.hf.config_json.origin import ARGUMENT, text_of
+from core.hf.config_json.origin import text_of
 from core.hf.family import Family, family_of
 from core.hf.text_model import is_composite, text_config_of
+from core.hf.values import ARGUMENT
 from core.megatron.extras.saved_sizes import read_saved_sizes
 from core.megatron.model.facts import PREDICTION_STACK
 from core.megatron.rules.prefixes import numbered_names, prefix_of

@@ -27,10 +27,8 @@ from core.files.json_object import parse_json_object
 from core.hf.config_json.config import arguments_of, config_of
 from core.hf.family import Family
 from core.hf.traits import Model, model_of
-from core.hf.values import CONFIG
+from core.hf.values import ARGUMENT, CONFIG
 
-ARGUMENT = "huggingface_config"
-"""Name of the argument that contains the text."""
 _PER_FAMILY = ("architectures", "model_type", "auto_map", "transformers_version")
 
 

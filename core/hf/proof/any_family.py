@@ -15,10 +15,9 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from core.arrays.dtypes import dtype_of
+from core.arrays.dtypes import dtype_of, is_float8
 from core.catalog.sister_layers import find_deviations
 from core.catalog.tensor import Tensor
-from core.changes.quantize import is_float8
 from core.hf.proof.common_sizes import embeddings_of, find_size_problems
 from core.hf.proof.problem import Problem
 from core.hf.proof.quantization import QuantizationScheme, is_sign, scheme_of

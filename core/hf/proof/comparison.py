@@ -23,9 +23,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from core.arrays.box import Shape
-from core.arrays.dtypes import dtype_of
+from core.arrays.dtypes import dtype_of, is_float8
 from core.catalog.tensor import Tensor
-from core.changes.quantize import is_float8
 from core.errors import CorruptError
 from core.hf.config_json.experts import dense_layers
 from core.hf.config_json.hybrid import completed, count_predictions

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor
-from core.changes.rename import is_optimizer_key
 from core.errors import (
     CheckpointingException,
     CorruptError,

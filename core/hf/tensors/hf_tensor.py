@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.stored import ArrayT
 from core.catalog.tensor import Tensor, stack
-from core.changes.select import is_optimizer_key
 from core.errors import CorruptError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse

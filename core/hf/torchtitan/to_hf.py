@@ -38,8 +38,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor
-from core.changes.rename import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.hf.torchtitan.names import (
     BUFFER,

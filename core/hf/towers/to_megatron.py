@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
 from core.hf.detection import refused_types
 from core.hf.text_model import (

@@ -34,6 +34,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.stored import Coords, PlannedArray
@@ -43,13 +44,17 @@ from core.pickle.inert import (
     NO_STATE,
     Global,
     Inert,
+    ObjectLeaf,
     TensorLeaf,
     ValueCounter,
     as_mapping,
     attributes,
     walk,
 )
-from core.pickle.nesting import MAX_DEPTH, join_path
+from core.pickle.nesting import MAX_DEPTH, LeafEntry, join_path, map_leaves
+
+if TYPE_CHECKING:
+    from core.megatron.rules.rules import Rules
 
 OPTIMIZER = "optimizer"
 RNG = "rng_state"
@@ -332,6 +337,65 @@ def note_dropped_optimizer(kind: str, *, optim: str) -> str:
 def common_of(catalog: Catalog) -> Mapping[object, object]:
     """Return the top-level entries of a checkpoint other than its model."""
     return catalog.common or {}
+
+
+def is_megatron(catalog: Catalog, rules: Rules) -> bool:
+    """Return whether a catalog of global tensors has Megatron's names and training arguments.
+
+    Args:
+        catalog: any catalog whose objects are loaded.
+    """
+    from core.megatron.rules.prefixes import list_prefixes
+
+    if catalog.is_rank_local:
+        return False
+    beginnings = tuple(
+        prefix + stack for prefix in list_prefixes(rules) for stack in rules.main_stacks
+    )
+    if not any(key.startswith(beginnings) for key in catalog.tensors):
+        return False
+    args = common_entries(catalog).get("args")
+    fields = attributes(args) or as_mapping(args) or {}
+    return "tensor_model_parallel_size" in fields
+
+
+def common_entries(catalog: Catalog) -> dict[object, object]:
+    """Return the top-level entries other than the model by name, ``args`` among them."""
+    if catalog.common is not None:
+        return dict(catalog.common)
+
+    # Without a common state the entries are in a nested file, or objects of their own.
+    entries = _skeleton_entries(catalog)
+    for name, item in catalog.objects.items():
+        if name in ("args", OPTIMIZER) and item.raw_key is None:
+            entries[name] = item.value
+    if catalog.args is not None:
+        entries["args"] = catalog.args
+
+    # Another program may have an entry of this name that is no set of training arguments.
+    if attributes(entries.get("args")) is None and as_mapping(entries.get("args")) is None:
+        entries.pop("args", None)
+    return entries
+
+
+def _skeleton_entries(catalog: Catalog) -> dict[object, object]:
+    """Return the top-level entries of a nested file other than the model, with their objects."""
+
+    def value_of(entry: LeafEntry) -> object:
+        if isinstance(entry.leaf, ObjectLeaf):
+            # An object that is not loaded stays a leaf.
+            item = catalog.objects.get(entry.leaf.key)
+            return entry.leaf if item is None or item.raw_key is not None else item.value
+        return entry.leaf
+
+    entries: dict[object, object] = {}
+    for name, value in (as_mapping(catalog.skeleton) or {}).items():
+        if is_chunk(name) or name == RNG or isinstance(value, TensorLeaf):
+            continue
+        container = as_mapping(map_leaves({"": value}, value_of))
+        if container:
+            entries[name] = container[""]
+    return entries
 
 
 @dataclass(frozen=True, slots=True)

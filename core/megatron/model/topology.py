@@ -22,10 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from math import lcm
+from typing import TYPE_CHECKING
 
 from core.catalog.stored import Coords
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.megatron.model.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from core.megatron.model.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import AnyCatalog, Catalog
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Fragment
 from core.errors import UnsupportedError
+from core.megatron.extras.common_state import EXTRA_STATE
+from core.megatron.model.checks import ADAPTER
 
 _HALVED = re.compile(r"\.linear_fc1\.adapter\.adapter_(up|gate)\.linear_out\.weight$")
+
+
+def is_adapter(catalog: AnyCatalog) -> bool:
+    """Return whether all weights of a catalog with Megatron's names are those of adapters."""
+    weights = [
+        key for key in catalog.tensors if not is_optimizer_key(key) and EXTRA_STATE not in key
+    ]
+    return bool(weights) and all(ADAPTER in key for key in weights)
 
 
 def is_halved(name: str) -> bool:

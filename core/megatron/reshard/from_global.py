@@ -18,22 +18,21 @@ from itertools import filterfalse
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel, TorchDistFacts
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor
-from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (
     OPTIMIZER,
     RNG,
     check_version,
-    is_chunk,
+    common_entries,
     iteration_of,
     note_dropped_optimizer,
     sharded_object,
     unwrap_shard,
 )
 from core.megatron.extras.order import by_place
-from core.megatron.extras.schedule import with_schedule
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import (
     check_complete,
@@ -45,9 +44,6 @@ from core.megatron.model.checks import (
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
-from core.megatron.optimizer.sharded.buckets import has_buckets
-from core.megatron.optimizer.sharded.proven_order import read_in_proven_order
-from core.megatron.optimizer.sharded.read import read_states, with_states
 from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
 from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import (
@@ -58,10 +54,9 @@ from core.megatron.placement.origins import (
     place_tensors,
     with_stacked_tower,
 )
-from core.megatron.rules.prefixes import list_prefixes, numbered_names, prefix_of, without_prefix
+from core.megatron.rules.prefixes import numbered_names, prefix_of, without_prefix
 from core.megatron.rules.rules import GPT, Rules
-from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
-from core.pickle.nesting import LeafEntry, map_leaves
+from core.pickle.inert import ObjectLeaf, TensorLeaf, walk
 
 _EXTRA = "_extra_state"
 
@@ -162,6 +157,10 @@ def unshard_global(
     )
     if not carries_optimizer:
         return model
+    from core.megatron.extras.schedule import with_schedule
+    from core.megatron.optimizer.sharded.buckets import has_buckets
+    from core.megatron.optimizer.sharded.proven_order import read_in_proven_order
+    from core.megatron.optimizer.sharded.read import read_states, with_states
 
     def read(model: Catalog, facts: ModelFacts) -> Catalog:
         entry = entries.optimizer
@@ -282,24 +281,6 @@ def _find_tensors(
     return _StoredTensors(origins, metas, true_rows.n_rows, gated_facts, notes)
 
 
-def is_megatron(catalog: Catalog, rules: Rules) -> bool:
-    """Return whether a catalog of global tensors has Megatron's names and training arguments.
-
-    Args:
-        catalog: any catalog whose objects are loaded.
-    """
-    if catalog.is_rank_local:
-        return False
-    beginnings = tuple(
-        prefix + stack for prefix in list_prefixes(rules) for stack in rules.main_stacks
-    )
-    if not any(key.startswith(beginnings) for key in catalog.tensors):
-        return False
-    args = common_entries(catalog).get("args")
-    fields = attributes(args) or as_mapping(args) or {}
-    return "tensor_model_parallel_size" in fields
-
-
 def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
     """Return whether a torch file with Megatron's names is the file of one of several ranks.
 
@@ -376,45 +357,6 @@ def _torch_dist_facet(catalog: Catalog) -> dict[type, object]:
 def is_random_state(key: str) -> bool:
     """Return whether a tensor belongs to the random states of a single rank's file."""
     return key == RNG or key.startswith(RNG + ".")
-
-
-def common_entries(catalog: Catalog) -> dict[object, object]:
-    """Return the top-level entries other than the model by name, ``args`` among them."""
-    if catalog.common is not None:
-        return dict(catalog.common)
-
-    # Without a common state the entries are in a nested file, or objects of their own.
-    entries = _skeleton_entries(catalog)
-    for name, item in catalog.objects.items():
-        if name in ("args", OPTIMIZER) and item.raw_key is None:
-            entries[name] = item.value
-    if catalog.args is not None:
-        entries["args"] = catalog.args
-
-    # Another program may have an entry of this name that is no set of training arguments.
-    if attributes(entries.get("args")) is None and as_mapping(entries.get("args")) is None:
-        entries.pop("args", None)
-    return entries
-
-
-def _skeleton_entries(catalog: Catalog) -> dict[object, object]:
-    """Return the top-level entries of a nested file other than the model, with their objects."""
-
-    def value_of(entry: LeafEntry) -> object:
-        if isinstance(entry.leaf, ObjectLeaf):
-            # An object that is not loaded stays a leaf.
-            item = catalog.objects.get(entry.leaf.key)
-            return entry.leaf if item is None or item.raw_key is not None else item.value
-        return entry.leaf
-
-    entries: dict[object, object] = {}
-    for name, value in (as_mapping(catalog.skeleton) or {}).items():
-        if is_chunk(name) or name == RNG or isinstance(value, TensorLeaf):
-            continue
-        container = as_mapping(map_leaves({"": value}, value_of))
-        if container:
-            entries[name] = container[""]
-    return entries
 
 
 @dataclass(frozen=True, slots=True)

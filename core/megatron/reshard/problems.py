@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.stored import Coords
 from core.catalog.tensor import Tensor
-from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.files.store import ReadStore
-from core.megatron.extras.common_state import OPTIMIZER
+from core.megatron.extras.common_state import OPTIMIZER, common_entries
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_complete, check_shapes
 from core.megatron.model.facts import ModelFacts
@@ -33,7 +33,7 @@ from core.megatron.reshard.equal_shards import (
     kind_of,
     one_of_each_kind,
 )
-from core.megatron.reshard.from_global import common_entries, is_random_state
+from core.megatron.reshard.from_global import is_random_state
 from core.megatron.reshard.from_ranks import facts_of_ranks, global_shape_of, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
 from core.megatron.reshard.rank_model import (

@@ -13,22 +13,16 @@ is not supported yet raises an error with its name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import state_of
 from core.files.store import ReadStore
 from core.megatron.model.args import topology_of
 from core.megatron.model.checks import listed
-from core.megatron.optimizer.proof import strange_masters
 from core.megatron.optimizer.remainders import check_dtypes, check_values
 from core.megatron.placement.adapter_rows import is_halved, to_matrix_order
-from core.megatron.reshard.from_global import is_megatron, unshard_global
-from core.megatron.reshard.from_ranks import unshard_ranks
-from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import Stacked, stack
 from core.megatron.rules.rules import UNKNOWN_SOURCE, Rules
-from core.megatron.rules.tables import load_rules
-
-__all__ = ["Rules", "Stacked", "is_megatron", "load_rules", "shard", "stack", "unshard"]
 
 
 def unshard(
@@ -71,8 +65,12 @@ def unshard(
         UsageError: ``vocab_size`` does not fit the stored rows.
     """
     is_rank_local = catalog.is_rank_local
+    if is_rank_local:
+        from core.megatron.reshard.from_ranks import unshard_ranks as build
+    else:
+        from core.megatron.reshard.from_global import unshard_global as build
 
-    model = (unshard_ranks if is_rank_local else unshard_global)(
+    model = build(
         catalog,
         rules=rules,
         vocab_size=vocab_size,
@@ -84,7 +82,11 @@ def unshard(
 
     # Compare master weights with weights; for rank files, reading the optimizer already did.
     check_dtypes(model.tensors)
-    strange = [] if store is None or is_rank_local else strange_masters(model, store)
+    strange: Sequence[str] = ()
+    if store is not None and not is_rank_local:
+        from core.megatron.optimizer.proof import strange_masters
+
+        strange = strange_masters(model, store)
     if strange:
         assert store is not None, "nothing was compared without files"
         check_values(model, store, strange)

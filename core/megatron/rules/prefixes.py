@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from core.changes.rename import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import UnsupportedError
 from core.megatron.rules.rules import Layer
 

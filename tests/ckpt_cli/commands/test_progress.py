@@ -20,7 +20,7 @@ from ckpt_cli.app import main
 from ckpt_cli.commands import manifest as manifest_command
 from ckpt_cli.commands import transfer as transfer_command
 from core.progress import OnProgress, Phase, Progress
-from core.stage.stage import stage_dir_of
+from core.stage.folder_lock import stage_dir_of
 
 SOURCE = "mcore_legacy/dense_gqa/tp2_pp2_optim"
 

@@ -13,7 +13,7 @@ from subprocess import Popen
 import pytest
 
 from core.stage import workers_lock
-from core.stage.stage import stage_dir_of
+from core.stage.folder_lock import stage_dir_of
 from tests.ckpt_cli.launch.hosts import Host, NotPermittedError, hosts, wait_all
 from tests.ckpt_cli.launch.jobs import (
     CKPT,

@@ -11,7 +11,7 @@ from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
 from core.convert.job import Report
 from core.convert.report.dropped import DroppedReason
-from core.stage.stage import stage_dir_of
+from core.stage.folder_lock import stage_dir_of
 from core.team.protocol import Figures
 
 

@@ -27,15 +27,8 @@ from core.errors import (
     UnsupportedError,
 )
 from core.formats.dcp import metadata as dcp_metadata
-from core.formats.dcp.metadata import (
-    ChunkRow,
-    DcpItem,
-    DcpMetadata,
-    ObjectRow,
-    TensorRow,
-    read_metadata,
-    write_metadata,
-)
+from core.formats.dcp.metadata import DcpItem, DcpMetadata, read_metadata
+from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.pickle.inert import Global, Inert
 from core.pickle.reader import load, noting_uses
 from core.pickle.uses import Use

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from core.changes.select import is_optimizer_key
+from core.catalog.optimizer_keys import is_optimizer_key
 from core.convert.run import Job, run
 from core.files.store import LocalStore
 from core.formats.dcp import format as dcp

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from core.formats.dcp import plans as dcp_plans
-from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, read_metadata, write_metadata
+from core.formats.dcp.metadata import read_metadata
+from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp.plans import PlanRow, TensorData, read_plans
 from core.formats.dcp.records import FAST_FROM_BYTES
 

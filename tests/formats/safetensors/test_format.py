@@ -30,7 +30,8 @@ from core.errors import (
     UnsupportedError,
 )
 from core.files.store import LocalStore, MemoryStore, ReadStore
-from core.formats.safetensors.format import lay_out, read, sniff
+from core.formats.safetensors.format import read, sniff
+from core.formats.safetensors.layout import lay_out
 from core.formats.torch.side_file import OBJECTS_FILE
 from core.manifest.of_copy import finish_files
 from core.opening.target import partitioned, tensors_only

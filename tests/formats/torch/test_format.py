@@ -26,8 +26,9 @@ from core.catalog.stored import Extent, PlannedArray
 from core.changes.select import select
 from core.errors import UnsupportedError
 from core.files.store import LocalStore, MemoryStore
-from core.formats.torch.format import FORMAT, lay_out, parse, plan_tree, read
+from core.formats.torch.format import FORMAT, lay_out, parse, read
 from core.formats.torch.weights_only import ASIDE_KEY
+from core.formats.torch.zip.tree_layout import plan_tree
 from core.opening.target import partitioned
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes
 from core.pickle.plain import to_plain

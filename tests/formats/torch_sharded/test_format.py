@@ -12,13 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, Tensor
 
+from core.catalog.facets import TorchShardedFacts
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.convert.contract import check_reading
 from core.convert.run import Job, run
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.source_store import open_store
-from core.formats.torch_sharded.format import FORMAT, TorchShardedFacts
+from core.formats.torch_sharded.format import FORMAT
 from core.opening.open import open_checkpoint
 from core.validate.run import validate
 from tests.support.facets import facet_of

@@ -38,7 +38,9 @@ from core.formats.zarr import format as zarr
 from core.formats.zarr.dtypes import TENSORSTORE_ONLY
 from core.formats.zarr.metadata2 import parse_zarray
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import load_rules, stack, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf, attributes, walk
 from core.validate.run import validate

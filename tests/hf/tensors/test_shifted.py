@@ -66,7 +66,7 @@ def test_layers_are_those_of_the_interval_where_the_configuration_does_not_list_
 
 
 def test_a_run_of_a_later_megatron_calls_the_layers_gdn(tmp_path: Path) -> None:
-    from core.hf.config_json.origin import ARGUMENT
+    from core.hf.values import ARGUMENT
     from core.pickle.inert import make_namespace
 
     folder = saved("qwen3_5", tmp_path / "model")

@@ -9,7 +9,9 @@ import pytest
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import shard, stack, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.to_torch_dist import stack
 from core.plan.match import match
 from tests.megatron.reshard.test_layouts import check
 from tests.megatron.support.megatron_gold import RULES, filled

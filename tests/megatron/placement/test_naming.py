@@ -197,7 +197,7 @@ def test_a_release_stays_a_release(golden: Path, tmp_path: Path, to: str) -> Non
 def test_iterations_of_eight_digits_widen_the_name(golden: Path, tmp_path: Path) -> None:
     from core.catalog.catalog import TargetCatalog
     from core.formats.megatron import format as megatron
-    from core.megatron.reshard.reshard import shard
+    from core.megatron.reshard.to_ranks import shard
     from tests.megatron.support.megatron_gold import RULES, global_form
 
     _, source = global_form(golden, "dense_gqa", "tp1_pp1")

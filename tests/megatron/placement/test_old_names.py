@@ -20,7 +20,8 @@ from core.errors import CorruptError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
 from core.megatron.model.args import replaced
-from core.megatron.reshard.reshard import load_rules, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.rules.tables import load_rules
 from tests.megatron.reshard.test_matrix import sizes
 from tests.megatron.support.megatron_gold import oracle
 from tests.megatron.support.old_names import (

@@ -24,7 +24,10 @@ from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
 from core.megatron.model.args import facts_of, fields_of, replaced
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import load_rules, shard, stack, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.rules.tables import load_rules
 from tests.megatron.support.old_names import BERT, T5, assert_same_nested, old_order, rewrite
 from tests.support import forked
 from tests.support.covering import covering_cases

@@ -27,7 +27,11 @@ from core.errors import (
 from core.megatron.model.args import facts_of, fields_of
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.model.version import parse_version
-from core.megatron.reshard.reshard import Rules, load_rules, shard, stack, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.rules.rules import Rules
+from core.megatron.rules.tables import load_rules
 from core.pickle.inert import as_mapping
 from tests.megatron.support.kinds import catalog_of
 from tests.megatron.support.megatron_gold import RULES, filled

@@ -17,7 +17,8 @@ from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology
 from core.megatron.placement.expert_kind import with_expert_kind
-from core.megatron.reshard.reshard import shard, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_ranks import shard
 from core.pickle.inert import TensorLeaf, as_mapping, attributes
 from tests.megatron.support.megatron_gold import (
     DENSE,

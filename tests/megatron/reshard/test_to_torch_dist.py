@@ -13,7 +13,8 @@ from core.convert.run import Job, run
 from core.errors import UsageError
 from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import stack, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_torch_dist import stack
 from core.opening.open import open_checkpoint
 from tests.megatron.support.megatron_gold import RULES, dist_files, filled, global_form, topology
 from tests.support.facets import facet_of

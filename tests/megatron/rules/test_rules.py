@@ -8,8 +8,8 @@ import pytest
 
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError, UsageError
 from core.megatron.reshard.equal_shards import EqualShards, suggest_rules
-from core.megatron.reshard.reshard import load_rules
 from core.megatron.rules.rules import format_table
+from core.megatron.rules.tables import load_rules
 from tests.support.followed_hints import read_rules
 
 RULES = load_rules()

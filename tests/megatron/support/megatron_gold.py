@@ -19,7 +19,8 @@ from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
 from core.formats.torch.format import load_object
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import load_rules, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from tests.support.materialize import Bytes, array_bytes, tensor_bytes
 

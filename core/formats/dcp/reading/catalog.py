@@ -17,8 +17,7 @@ from core.errors import (
 )
 from core.formats.dcp.metadata import DcpItem, DcpMetadata
 from core.formats.dcp.reading.data_files import METADATA
-from core.formats.dcp.zstd_streams import StreamItem, read_inflated_object
-from core.formats.torch.format import item_location
+from core.formats.torch.item import item_location
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import ListIndex, Path, nest_leaves
 
@@ -108,6 +107,8 @@ def _read_packed_objects(
                 file=item.file,
                 key=key,
             )
+        from core.formats.dcp.zstd_streams import read_inflated_object
+
         value, arrays = read_inflated_object(store, item, transforms, key=key)
         objects[key] = StoredObject(key, value=value)
         arrays_inside |= arrays
@@ -122,6 +123,8 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
     for row, (box, item) in enumerate(metadata.chunks(key), tensor.first):
         transforms = metadata.descriptors.get(row)
         if transforms:
+            from core.formats.dcp.zstd_streams import StreamItem
+
             n_bytes = prod(box.shape) * itemsize(tensor.dtype)
             extent = Extent(
                 item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, n_bytes)

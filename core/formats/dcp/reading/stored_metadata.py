@@ -12,10 +12,7 @@ from core.errors import (
 )
 from core.formats.dcp.folders import dcp_folders, joined
 from core.formats.dcp.metadata import DcpMetadata, read_metadata, salvaged_metadata
-from core.formats.dcp.rank_metadata import RANK_METADATA, merge_rank_metadata, rank_files
 from core.formats.dcp.reading.data_files import METADATA, check_files
-from core.formats.dcp.safetensors_items import with_raw_files
-from core.formats.mcore.metadata_json import CONFIG
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -27,6 +24,8 @@ _MOST_LEVELS = 4
 
 def has_item_files(store: ReadStore) -> bool:
     """Return whether the directory has files of a DCP save other than ``.metadata``."""
+    from core.formats.dcp.rank_metadata import RANK_METADATA
+
     return any(
         name == METADATA + ".tmp" or RANK_METADATA.fullmatch(name) or name.endswith(".distcp")
         for name in store.files()
@@ -78,6 +77,8 @@ def metadata_of(store: ReadStore) -> DcpMetadata:
 
     Raises the errors of ``read``.
     """
+    from core.formats.dcp.safetensors_items import with_raw_files
+
     metadata = stated_metadata(store)
     check_files(store, metadata)
     return with_raw_files(store, metadata)
@@ -87,6 +88,8 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
     """Read the metadata without checking the data files; raises the errors of ``read``."""
     if store.exists(METADATA):
         return read_metadata_in(store)
+    from core.formats.dcp.rank_metadata import merge_rank_metadata, rank_files
+
     if ranks := rank_files(store):
         return merge_rank_metadata([read_metadata_in(store, name=name) for name in ranks], store)
     folders = folders_of(store)
@@ -131,6 +134,8 @@ def explain_missing_metadata(name: str, store: ReadStore) -> tuple[str, str, boo
     Returns:
         The message, the hint, and whether the save was completed.
     """
+    from core.formats.mcore.metadata_json import CONFIG
+
     folder = name.removesuffix(METADATA)
     if store.exists(folder + CONFIG):
         message = (

@@ -13,13 +13,13 @@ from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.tensor import Fragment, Tensor
 from core.formats.dcp.columns import DcpTensor
 from core.formats.dcp.metadata import DcpMetadata
-from core.formats.torch.joined_parts import JoinedParts, joined_parts
 from core.formats.torch.tree import parse
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping
 from core.pickle.nesting import LeafEntry, map_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.formats.torch.joined_parts import JoinedParts
 
 
 def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Catalog:
@@ -28,9 +28,14 @@ def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Cat
     Raises:
         CorruptError, TruncatedError, UnsafeError: such an item is damaged or hostile.
     """
+    wrappers = _possible_wrappers(metadata)
+    if not wrappers:
+        return catalog
+    from core.formats.torch.joined_parts import JoinedParts
+
     parts_of: dict[str, JoinedParts] = {}
     unsupported: dict[str, str] = {}
-    for key, tensor in _possible_wrappers(metadata).items():
+    for key, tensor in wrappers.items():
         parts = _parts_of(metadata, key, tensor, store)
         if isinstance(parts, JoinedParts):
             parts_of[key] = parts
@@ -112,6 +117,8 @@ def _parts_of(
     Returns:
         The parts, the reason if they cannot be joined, or None for a plain tensor.
     """
+    from core.formats.torch.joined_parts import joined_parts
+
     chunks = []
     for box, item in metadata.chunks(key):
         tree = parse(

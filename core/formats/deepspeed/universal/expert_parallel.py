@@ -39,7 +39,7 @@ from core.formats.deepspeed.universal.parameter import UniversalParameter
 if TYPE_CHECKING:
     from core.arrays.box import Shape
     from core.catalog.catalog import Catalog, TargetCatalog
-    from core.catalog.tensor import Fragment, TargetTensor, clip_fragment
+    from core.catalog.tensor import TargetTensor
 
 IS_EXPERT = "is_expert_param"
 ROWS = "ep_num_experts"

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from core.arrays.dtypes import DTYPES
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.key_patterns import listed_keys, rename_hint
-from core.catalog.optimizer_keys import MASTERS, MOMENTS
+from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
 from core.catalog.optimizer_keys import state_of as state_of_megatron
 from core.changes.factor_states import check_factors
-from core.changes.rename import is_optimizer_key
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import check_name
 from core.formats.deepspeed.facets import ZeroFacts
@@ -41,8 +40,8 @@ from core.formats.deepspeed.universal.names import (
     state_of,
     stored_extras,
 )
-from core.formats.torch.format import plan_tree
 from core.formats.torch.refused import loadable
+from core.formats.torch.zip.tree_layout import plan_tree
 from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict, walk
 
 if TYPE_CHECKING:

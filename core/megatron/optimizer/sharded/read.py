@@ -35,9 +35,14 @@ from core.arrays.box import Box, Shape, c_strides
 from core.arrays.sharding import ShardPiece
 from core.catalog.catalog import Catalog
 from core.catalog.facets import TorchDistFacts
-from core.catalog.optimizer_keys import MASTER, STEP, param_of, state_key
+from core.catalog.optimizer_keys import (
+    MASTER,
+    STEP,
+    is_optimizer_key,
+    param_of,
+    state_key,
+)
 from core.catalog.tensor import Fragment, Tensor
-from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.facts import ModelFacts

@@ -22,7 +22,8 @@ from core.formats.torch.format import load_object
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import replaced
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import Stacked, stack, unshard
+from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.to_torch_dist import Stacked, stack
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from core.pickle.inert import TensorLeaf, as_mapping
