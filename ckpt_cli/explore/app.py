@@ -39,7 +39,7 @@ from ckpt_cli.explore.search import SearchPanel
 from ckpt_cli.explore.source import CheckpointSource, SourceOptions, open_source
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from ckpt_cli.screen.terminal import Screen
-from core.files.remote_path import RemotePath, location_of
+from core.files.remote_path import location_of
 from core.files.requests.waiting import allow_requests, end_requests
 from core.files.store import override
 from core.pickle.reader import gc_paused
@@ -238,8 +238,7 @@ class ExplorerApp(App[int]):
         if other is None:
             return
         self._other = other
-        path = location_of(other)
-        path = path if isinstance(path, RemotePath) else path.expanduser()
+        path = location_of(other).expanduser()
 
         def work(cancellation: Cancellation, progress: OnProgress) -> Draw:
             from ckpt_cli.pages.diff_page import page_of

@@ -20,7 +20,6 @@ from ckpt_cli.explore.names import Entry, NamedBranch, build_names, build_object
 from core.catalog.catalog import Catalog
 from core.catalog.tensor import Tensor
 from core.convert.job import DEFAULT_MEMORY_BYTES
-from core.files.remote_path import RemotePath
 from core.inspect.preview import BoxLocation, Number, first_values, places_of
 from core.opening.open import FILL, Checkpoint
 from core.pickle.reader import gc_paused
@@ -97,7 +96,7 @@ class CheckpointSource:
     @property
     def statistics_limit_bytes(self) -> int:
         """Size up to which a tensor is measured without being asked to; a store is slower."""
-        return (4 if isinstance(self.checkpoint.path, RemotePath) else 64) * _MIB
+        return (4 if self.checkpoint.store.is_remote else 64) * _MIB
 
     def path_of(self, key: str) -> tuple[str, ...]:
         """Return the components of a key, as in the trees."""

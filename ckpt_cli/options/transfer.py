@@ -29,7 +29,7 @@ from ckpt_cli.options.shared.values import (
     whole_number,
 )
 from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
-from core.files.remote_path import RemotePath
+from core.files.remote_path import RemotePath, is_remote
 from core.files.url import refuse_url
 
 Result = TypeVar("Result")
@@ -103,7 +103,7 @@ def accepts(
             urls: list[RemotePath] = []
             for name, value in values.items():
                 for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(item, RemotePath) and name in _CHECKPOINTS:
+                    if is_remote(item) and name in _CHECKPOINTS:
                         urls.append(item)
                     elif isinstance(item, Path):
                         refuse_url(item)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from core.convert.job import Report
-from core.files.remote_path import RemotePath, location_of
+from core.files.remote_path import is_remote, location_of
 from core.stage.folder_lock import stage_dir_of
 from core.stage.stale import finish_publication
 
@@ -62,8 +62,8 @@ def recall_report(directory: Path | None = None) -> Report | None:
     try:
         record = json.loads(path.read_text("utf-8"))
         report = Report.from_dict(record["report"])
-        if isinstance(location_of(report.dst), RemotePath):
-            return report  # written after the publication
+        if not record["inode"]:  # an object has none; this was written after its publication
+            return report
         # The record is written before the rename; only the inode proves that the rename happened.
         return report if os.lstat(report.dst).st_ino == record["inode"] else None
     except (OSError, ValueError, TypeError, KeyError):
@@ -77,7 +77,7 @@ def finish_published(report: Report) -> Report:
         StorageError: permission denied, or an I/O error at the destination.
     """
     location = location_of(report.dst)
-    if isinstance(location, RemotePath):
+    if is_remote(location):
         return report
     dst = location.absolute()
     finish_publication(stage_dir_of(dst), dst)

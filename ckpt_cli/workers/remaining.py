@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.stage.folder_lock import stage_dir_of
 
 
@@ -28,7 +28,7 @@ class InterruptedOutput:
     def remaining(self) -> str:
         """Return what remains, and how to continue."""
         path = self.path
-        if isinstance(path, RemotePath):
+        if is_remote(path):
             if self.inode is not None:
                 return f"{path} was already complete"
             if self.keeps_partial:

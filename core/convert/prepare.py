@@ -58,7 +58,7 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.files.remote_path import RemotePath
+from core.files.remote_path import RemotePath, absolute_location, is_remote
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of, file_images
@@ -262,7 +262,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             refuse_url(path)
     if job.dst is not None:
         job = replace(job, dst=find_location(job.dst))
-    if isinstance(job.dst, RemotePath):
+    if is_remote(job.dst):
         _check_bucket(job, job.dst)
     merge = job.merge
     if merge is not None:
@@ -593,7 +593,7 @@ def _raise_if_empty(source: Checkpoint, target: TargetCatalog, format: Format) -
 
 def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:
     """Return the memory that sending to an object store takes; 0 for a local destination."""
-    if not isinstance(dst, RemotePath):
+    if not is_remote(dst):
         return 0
     from core.stage.bucket.stage import sending_bytes
 
@@ -865,8 +865,7 @@ def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     if job.dst is not None:
         return job.dst
     # Beside the source; in the working directory if that is remote.
-    is_remote = isinstance(job.src, RemotePath)
-    src = Path(job.src.name).absolute() if is_remote else Path(os.path.abspath(job.src))
+    src = absolute_location(job.src.name if is_remote(job.src) else job.src)
     stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
     if job.topology is not None and job.keeps_layout:
         topology = target_topology(job, source.catalog, format)
@@ -881,4 +880,5 @@ def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
         path = src.parent / f"{stem}-hf"
     else:
         path = src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
-    return path if job.src.is_absolute() and not is_remote else Path(os.path.relpath(path))
+    is_beside = job.src.is_absolute() and not is_remote(job.src)
+    return path if is_beside else Path(os.path.relpath(path))

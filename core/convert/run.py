@@ -24,13 +24,12 @@ from core.convert.stage import (
     WrittenFingerprints,
     finish_data,
     finish_manifest,
-    identity_text,
+    publish,
     report_of,
     stage_of,
 )
 from core.copy.options import CopyOptions
 from core.copy.run import execute
-from core.files.remote_path import RemotePath
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.stage.existing import check_replaceable
 
@@ -67,12 +66,7 @@ def run(
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
 
         # Choose the staging directory: a new one, or that of an interrupted run of the same job.
-        identity = ""
-        if job.resume or isinstance(prepared.dst, RemotePath):
-            from core.convert.stored_plan.file import identity_of
-
-            identity = identity_of(plan, source.store, options=identity_text(job))
-        stage = stage_of(prepared, identity=identity)
+        stage = stage_of(prepared)
 
         # Compute fingerprints of the copied bytes on the way, which saves reading them back.
         watching: AbstractContextManager[CopyFingerprints | None] = nullcontext()
@@ -142,15 +136,7 @@ def run(
                     prepared, stage, result, fingerprints, n_verified=n_verified, seconds=seconds
                 )
 
-            # Publish. The caller gets report and inode first: a launch that is restarted from here
-            # on recognises by the inode that its destination is already published.
-            # An object has no inode, so of a store the caller hears afterwards.
-            is_remote = isinstance(prepared.dst, RemotePath)
-            if publishing is not None and not is_remote:
-                publishing(report(), stage.inode)
-            stage.commit(report().as_dict(), progress=progress)
-            if publishing is not None and is_remote:
-                publishing(report(), stage.inode)
+            publish(stage, report, publishing=publishing, progress=progress)
         return report()
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from core.convert.job import Job, Report
-from core.files.remote_path import RemotePath
+from core.files.remote_path import RemotePath, is_remote
 from core.manifest.of_copy import FileSum, finish_files, manifest_name, write_manifest
 from core.opening.open import TRACKER
+from core.progress import OnProgress
 from core.stage.stage import Stage
 from core.team.protocol import Figures
 from core.version import TOOL, __version__
@@ -24,17 +25,24 @@ if TYPE_CHECKING:
     from core.stage.bucket.stage import BucketStage
 
 
-def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> Stage | BucketStage:
+def stage_of(
+    prepared: Prepared, *, identity: str | None = None, is_shared: bool = False
+) -> Stage | BucketStage:
     """Build the staging area of a job, which is created when it is entered.
 
     Args:
         prepared: the prepared job.
-        identity: identity of the plan (``core.convert.stored_plan.file.identity_of``); needed with
-            ``resume``, so that only a run of the same job continues.
+        identity: identity of the plan, so that only a run of the same job continues; None to
+            compute it where it is needed.
         is_shared: several workers write into the directory.
     """
     job = prepared.job
-    if isinstance(prepared.dst, RemotePath):
+    if identity is None and (job.resume or is_remote(prepared.dst)):
+        from core.convert.stored_plan.file import identity_of
+
+        identity = identity_of(prepared.plan, prepared.source.store, options=identity_text(job))
+    identity = identity or ""
+    if is_remote(prepared.dst):
         return _bucket_stage_of(prepared, prepared.dst, identity=identity)
     return Stage(
         prepared.dst,
@@ -148,6 +156,31 @@ def finish_manifest(
         )
 
     stage.write_manifest(name, write)
+
+
+def publish(
+    stage: Stage | BucketStage,
+    report: Callable[[], Report],
+    *,
+    publishing: Callable[[Report, int], None] | None,
+    progress: OnProgress | None,
+) -> None:
+    """Publish the destination.
+
+    Args:
+        stage: the staging directory, with everything written.
+        report: returns the report, which may change until the destination is published.
+        publishing: called with report and inode right before the destination gets its name: a
+            launch that is restarted from there on recognises by the inode that its destination is
+            already published. An object has no inode (0), so of a store the call comes afterwards.
+        progress: called with the phase.
+    """
+    inode = stage.inode
+    if publishing is not None and inode:
+        publishing(report(), inode)
+    stage.commit(report().as_dict(), progress=progress)
+    if publishing is not None and not inode:
+        publishing(report(), inode)
 
 
 def report_of(

@@ -14,7 +14,6 @@ An error on one rank is raised on every rank, and a failed save leaves nothing b
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +65,7 @@ from core.dist_checkpointing.validation import (
 )
 from core.errors import UnsupportedError, UsageError
 from core.files.object_listing import find_object, forget_listings
-from core.files.remote_path import RemotePath
+from core.files.remote_path import absolute_location, is_remote
 from core.files.store import translate_os_errors
 from core.files.url import find_location, refuse_url
 
@@ -153,9 +152,7 @@ def save(
         )
     )
     # Rank 0 creates the staging directory that all ranks write into.
-    target = find_location(checkpoint_dir)
-    if not isinstance(target, RemotePath):
-        target = Path(os.path.abspath(target))
+    target = absolute_location(find_location(checkpoint_dir))
     publication = comm.together(
         lambda: (
             begin_publication(
@@ -272,7 +269,7 @@ def _save_common(
     """
 
     def check_visible() -> None:
-        if isinstance(data_dir, RemotePath):
+        if is_remote(data_dir):
             is_visible = find_object(data_dir / STAGE / LOCK) is not None
         else:
             with translate_os_errors(str(data_dir), doing="look at"):

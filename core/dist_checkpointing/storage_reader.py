@@ -59,7 +59,7 @@ from core.convert.job import Job
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
 from core.errors import MissingShardError, UnsupportedError, UsageError
-from core.files.remote_path import RemotePath, location_of
+from core.files.remote_path import is_remote, location_of
 from core.files.source_store import SourceStore
 from core.files.url import find_location
 from core.formats.dcp import format as dcp
@@ -145,14 +145,14 @@ class CkptStorageReader(StorageReader):
     @property
     def checkpoint_id(self) -> CheckpointId:
         """Path or URL of the checkpoint."""
-        return str(self.path) if isinstance(self.path, RemotePath) else self.path
+        return str(self.path) if is_remote(self.path) else self.path
 
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         """Return whether the id is an existing path, or the URL of an object store."""
         location = location_of(checkpoint_id)
-        return isinstance(location, RemotePath) or os.path.lexists(location)
+        return is_remote(location) or os.path.lexists(location)
 
     @override
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:

@@ -74,7 +74,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
 )
 from core.errors import StorageError, UnsupportedError, UsageError
 from core.files.object_listing import is_listed
-from core.files.remote_path import RemotePath
+from core.files.remote_path import RemotePath, absolute_location, is_remote
 from core.files.url import find_location
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_writer import DCP_VERSION
@@ -173,7 +173,7 @@ class CkptStorageWriter(StorageWriter):
     @property
     def checkpoint_id(self) -> CheckpointId:
         """Path or URL of the destination."""
-        return str(self.path) if isinstance(self.path, RemotePath) else self.path
+        return str(self.path) if is_remote(self.path) else self.path
 
     @classmethod
     @override
@@ -183,7 +183,7 @@ class CkptStorageWriter(StorageWriter):
             location = find_location(checkpoint_id)
         except UsageError:
             return False
-        return not isinstance(location, RemotePath) or is_listed(location)
+        return not is_remote(location) or is_listed(location)
 
     @override
     def storage_meta(self) -> StorageMeta:
@@ -234,7 +234,7 @@ class CkptStorageWriter(StorageWriter):
         # Combine the plans.
         plans = _restore_cached_plans(plans)
         save = combine_plans(plans)
-        if isinstance(self.path, RemotePath):
+        if is_remote(self.path):
             return self._begin_upload(save, plans, self.path)
         self._check_destination(save)
         # Lay out what the ranks write: the checkpoint itself, or a DCP checkpoint to be converted.
@@ -294,7 +294,7 @@ class CkptStorageWriter(StorageWriter):
         """
         part = plan.storage_data
         assert isinstance(part, RankSave), "prepare_global_plan has set it"
-        if isinstance(self.path, RemotePath):
+        if is_remote(self.path):
             try:
                 results = upload_part(plan, planner, part, self.path, threads=self._threads)
             except BaseException:
@@ -464,9 +464,7 @@ class CkptStorageWriter(StorageWriter):
         return bool(self._changes) or is_cut_otherwise or (format.nests and bool(save.objects))
 
     def _dst(self) -> Path:
-        if isinstance(self.path, RemotePath):
-            return self.path
-        return Path(os.path.abspath(self.path))
+        return absolute_location(self.path)
 
     def _converted_path(self) -> Path:
         """Return the path of the DCP checkpoint to be converted."""
@@ -536,7 +534,7 @@ def _completed(results: list[WriteResult]) -> Future[list[WriteResult]]:
 
 def _is_empty_dir(path: Path) -> bool:
     # Whether a bucket has objects is found out when its prefix is locked.
-    return not isinstance(path, RemotePath) and path.is_dir() and not any(path.iterdir())
+    return not is_remote(path) and path.is_dir() and not any(path.iterdir())
 
 
 def _restore_cached_plans(plans: list[SavePlan]) -> list[SavePlan]:

@@ -6,15 +6,19 @@ a prefix; it never touches the local file system: every operation that would, ra
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Generator
 from os import PathLike, fspath
 from pathlib import Path, PosixPath
-from typing import NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 from urllib.parse import unquote
 
 from core.errors import AccessDeniedError, UsageError
 from core.files.store import override
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
 _URL = re.compile(rf"({'|'.join(SCHEMES)}):/+([^/].*)", re.DOTALL | re.IGNORECASE)
@@ -113,6 +117,17 @@ class RemotePath(PosixPath):
             yield self / name
 
 
+def is_remote(place: object) -> TypeIs[RemotePath]:
+    """Return whether a place, as ``location_of`` gave it, is in an object store or a web server."""
+    return isinstance(place, RemotePath)
+
+
+def absolute_location(path: str | PathLike[str]) -> Path:
+    """Return ``location_of`` a path, a local one absolute and without ``..``."""
+    location = location_of(path)
+    return location if is_remote(location) else Path(os.path.abspath(location))
+
+
 def location_of(path: str | PathLike[str]) -> Path:
     """Return the path that a user means: a ``RemotePath`` for a URL, else a local path.
 
@@ -123,7 +138,7 @@ def location_of(path: str | PathLike[str]) -> Path:
         UsageError: an address of a web server has a query or a password, which messages would show,
             or a URL has parts that no store takes.
     """
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         return path
     text = fspath(path)
     url = _URL.fullmatch(text)

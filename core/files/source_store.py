@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from core.errors import CheckpointingException
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.store import LocalStore, ReadStore, override
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def joined_prefix(store: LocalStore | RemoteStore) -> str:
     """Return what comes before the names of a store's files in a store that it is joined to."""
-    return f"{store.root if isinstance(store.root, RemotePath) else store.root.absolute()}/"
+    return f"{store.root.absolute()}/"
 
 
 class JoinedStore(ReadStore):
@@ -254,7 +254,7 @@ def open_store(
         entry: name of the one file that the user specified; None for the directory.
         stamps: name → ``stamp`` of files as another process saw them.
     """
-    if isinstance(root, RemotePath):
+    if is_remote(root):
         from core.files.remote_store import RemoteStore
 
         return RemoteStore(root, entry=entry, stamps=stamps)
@@ -270,7 +270,7 @@ def join_stores(first: SourceStore, others: Sequence[SourceStore]) -> JoinedStor
 def other_roots(store: SourceStore) -> tuple[Path, ...]:
     """Return the directories of the stores that were joined to a store, absolute; else ()."""
     roots = store.other_roots if isinstance(store, JoinedStore) else ()
-    return tuple(root if isinstance(root, RemotePath) else root.absolute() for root in roots)
+    return tuple(root.absolute() for root in roots)
 
 
 def open_joined(

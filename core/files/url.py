@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from core.errors import UsageError
-from core.files.remote_path import SCHEMES, RemotePath, location_of
+from core.files.remote_path import SCHEMES, is_remote, location_of
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 """A scheme has at least two characters, unlike ``C:/``; ``pathlib`` reduces ``//`` to ``/``."""
@@ -40,7 +40,7 @@ def find_location(path: str | os.PathLike[str]) -> Path:
         UsageError: the path is on another host, or the URL of something else.
     """
     location = location_of(path)
-    if not isinstance(location, RemotePath):
+    if not is_remote(location):
         refuse_url(location)
     return location
 

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException
-from core.files.remote_path import RemotePath
-from core.files.source_store import SourceStore
+from core.files.source_store import SourceStore, open_store
 from core.files.store import leads_on, translate_os_errors
 from core.files.substitute import HEAD_BYTES
 
 if TYPE_CHECKING:
-    from core.files.remote_store import RemoteStore
+    pass
 
 MAX_DEPTH = 64
 """Maximum number of directory levels; deeper ones are not listed."""
@@ -97,15 +96,11 @@ def list_tree(
         depth: number of directory levels to list; None for ``MAX_DEPTH``.
         without: relative paths of directories and files to skip.
     """
-    store: RemoteStore | None = None
-    if isinstance(root, RemotePath):
-        from core.files.remote_store import RemoteStore
-
-        store = RemoteStore(root)
+    store = open_store(root)
     tree = Tree()
     # One file only.
     if entry is not None:
-        size_or_kind = _size_or_kind(root / entry) if store is None else store.size(entry)
+        size_or_kind = store.size(entry) if store.is_remote else _size_or_kind(root / entry)
         if isinstance(size_or_kind, int):
             tree.files[entry] = size_or_kind
         else:
@@ -118,7 +113,7 @@ def list_tree(
     while waiting:
         folder = waiting.pop()
         listing = (
-            _list_folder(root, folder, visited) if store is None else _list_prefix(store, folder)
+            _list_prefix(store, folder) if store.is_remote else _list_folder(root, folder, visited)
         )
         tree.files.update(listing.files)
         tree.irregular.update(listing.irregular)
@@ -134,7 +129,7 @@ def list_tree(
     return tree
 
 
-def _list_prefix(store: RemoteStore, folder: str) -> _Listing:
+def _list_prefix(store: SourceStore, folder: str) -> _Listing:
     """List one directory of an object store."""
     prefix = f"{folder}/" if folder else ""
     return _Listing(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from core.convert.prepare import Prepared
 from core.errors import UsageError
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.stage.existing import check_replaceable
 from core.stage.replacement import check_may_replace
 
@@ -29,7 +29,7 @@ def existing_destination(prepared: Prepared) -> ExistingDestination | None:
         return None
     try:
         check_replaceable(prepared.dst, [image.path for image in prepared.images])
-        if not isinstance(dst, RemotePath):
+        if not is_remote(dst):
             check_may_replace(dst, is_file=prepared.is_file, keep=prepared.source_paths)
     except UsageError as err:
         return ExistingDestination(err)

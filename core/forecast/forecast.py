@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from core.arrays.checksum import BLOCK_BYTES, RunSum
 from core.convert.prepare import Prepared
-from core.convert.stage import identity_text, stage_of
+from core.convert.stage import stage_of
 from core.errors import CapacityError, CheckpointingException
 from core.files.folders import SYNC_THREADS, nearest_folder
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.store import list_files_below
 from core.forecast.destination import ExistingDestination, existing_destination
 from core.forecast.disk_rates import (
@@ -87,14 +87,9 @@ def _forecast_run(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
     """Compare with the free space and estimate the time; without the state of the destination."""
     # What an interrupted run has written; the identity must not cover the files measured below.
     job, store = prepared.job, prepared.source.store
-    if isinstance(prepared.dst, RemotePath):
+    if is_remote(prepared.dst):
         return Forecast(unknown="the speed of an object store is not measured")
-    identity = ""
-    if job.resume:
-        from core.convert.stored_plan.file import identity_of
-
-        identity = identity_of(prepared.plan, store, options=identity_text(job))
-    stage = stage_of(prepared, identity=identity)
+    stage = stage_of(prepared)
     assert isinstance(stage, Stage), "local destinations have a staging directory"
     n_resumed = 0
     if job.resume and stage.stage_dir.is_dir():

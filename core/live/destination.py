@@ -30,7 +30,7 @@ from core.errors import UnsupportedError
 from core.files.folders import sync_folders
 from core.files.multipart.stream import PART_BYTES, Piece
 from core.files.object_listing import N_REQUESTS
-from core.files.remote_path import RemotePath
+from core.files.remote_path import RemotePath, is_remote
 from core.files.requests.daemon_threads import DaemonThreads
 from core.files.requests.waiting import map_in
 from core.files.store import ReadStore, override
@@ -121,7 +121,7 @@ def destination_of(root: Path, *, fsync: bool) -> SaveDestination:
         root: the directory, which exists, or the URL of a prefix.
         fsync: wait for the disk.
     """
-    if isinstance(root, RemotePath):
+    if is_remote(root):
         return BucketDestination(root)
     return DirectoryDestination(root, fsync)
 
@@ -216,7 +216,7 @@ class BucketDestination(SaveDestination):
 
     @override
     def record(self, sums_dir: Path, number: int, written: WrittenShare) -> None:
-        assert isinstance(sums_dir, RemotePath), "the checksums of a bucket are in the bucket"
+        assert is_remote(sums_dir), "the checksums of a bucket are in the bucket"
         lines = manifest_lines(TOOL, ALGORITHM, written.files, written.arrays)
         put_object(sums_dir / f"{number}.json", "".join(lines).encode())
 

@@ -25,7 +25,7 @@ from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.folders import sync_folder
 from core.files.object_client import put_object
 from core.files.object_listing import forget_listings, is_listed
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.store import translate_os_errors
 from core.files.syscalls import allowed_cores, flush, rename_new
 from core.files.url import refuse_url
@@ -408,7 +408,7 @@ def write_inventory(
     """
     path = content.destination if destination is None else destination
     check_free(path, force=force)
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         try:
             put_object(path, "".join(content.lines()).encode(), replace=force)
         except FileExistsError as err:
@@ -459,7 +459,7 @@ def check_free(path: Path, *, force: bool) -> None:
         UsageError: the path is on a web server, or a directory, its directory does not exist, or it
             is taken and ``force`` is not given.
     """
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         if not is_listed(path):
             raise UsageError(
                 "a manifest cannot be written to a web server",

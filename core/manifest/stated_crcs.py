@@ -20,7 +20,6 @@ from core.formats.torch.zip.container import LOCAL_SIGNATURE, read_archive
 from core.scan.windows import StatedCrc
 
 if TYPE_CHECKING:
-    from core.files.source_store import SourceStore, open_store
     from core.files.store import ReadStore
 
 _WITH_ITEMS = ("dcp", "torch_dist")

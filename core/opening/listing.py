@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from core.errors import CheckpointingException
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.source_store import SourceStore, open_store
 from core.files.store import list_files_below
 from core.formats.format import Format
@@ -145,7 +145,7 @@ def runs_below(root: Path) -> list[Path]:
 
 def _sizes_and_times(path: Path) -> Iterator[tuple[int, float]]:
     """Yield size and modification time of a file, or of every file below a directory."""
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         store = store_of_file(path) if path.is_file() else open_store(path)
         for name, size in list_files_below(store).items():
             yield size, store.modified_ns(name) / 1e9

@@ -54,7 +54,7 @@ from core.errors import (
     UsageError,
     is_at_or_below,
 )
-from core.files.remote_path import RemotePath, location_of
+from core.files.remote_path import is_remote, location_of
 from core.files.source_store import SourceStore, open_store
 from core.files.store import check_name, translate_os_errors
 from core.files.url import is_hub_page, refuse_url
@@ -392,7 +392,7 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
         StorageError: the path cannot be read.
     """
     path = location_of(path)
-    if isinstance(path, RemotePath) and not is_hub_page(path):
+    if is_remote(path) and not is_hub_page(path):
         is_dir = path.is_dir()
         if not (is_dir or path.is_file()):
             raise UsageError("no such object", file=str(path), hint="check the spelling of the URL")

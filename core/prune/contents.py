@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.files.object_listing import forget_listings, list_all
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 
 _KNOWN = re.compile(
     r"\..+"  # hidden files: .metadata, .zarray, .gitattributes
@@ -74,7 +74,7 @@ class Contents:
 
 def read_contents(path: Path) -> Contents:
     """List the content of a directory or of a prefix, as it is now."""
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         forget_listings()
         folders = list_all(path)
         files = {

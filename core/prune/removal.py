@@ -31,7 +31,7 @@ from core.files.folders import sync_folder
 from core.files.json_object import parse_json_object
 from core.files.object_client import put_object
 from core.files.object_listing import delete_objects, forget_listings
-from core.files.remote_path import RemotePath
+from core.files.remote_path import RemotePath, is_remote
 from core.files.source_store import open_store
 from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
@@ -62,7 +62,7 @@ def remove_iteration(folder: Path, contents: Contents, *, on_removed: OnRemoved)
     Raises:
         StorageError: the system or the store refuses.
     """
-    if isinstance(folder, RemotePath):
+    if is_remote(folder):
         objects = {name: [stamp.n_bytes, stamp.identity] for name, stamp in contents.files.items()}
         marker = folder.parent / removed_name(folder.name)
         put_object(marker, json.dumps({"objects": objects}).encode(), replace=True)
@@ -89,7 +89,7 @@ def finish_removal(folder: Path, *, on_removed: OnRemoved) -> None:
         CorruptError: the list of objects to delete is damaged.
         StorageError: the system or the store refuses.
     """
-    if not isinstance(folder, RemotePath):
+    if not is_remote(folder):
         hidden = folder.with_name(removed_name(folder.name))
         if os.path.lexists(hidden):
             _delete_folder(hidden, on_removed=on_removed)

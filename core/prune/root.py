@@ -23,7 +23,7 @@ from pathlib import Path
 from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.files.object_listing import forget_listings, is_listed
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.source_store import SourceStore, open_store
 from core.files.store import translate_os_errors
 from core.files.url import refuse_url
@@ -72,7 +72,7 @@ def read_root(path: Path) -> TrainingRoot:
         CorruptError: Megatron's tracker names no iteration.
         StorageError: the root cannot be read.
     """
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         forget_listings()
         if not is_listed(path):
             raise UsageError(
@@ -115,10 +115,8 @@ def read_root(path: Path) -> TrainingRoot:
 
 def _links_in(root: Path) -> dict[str, str]:
     """Return name → target of the symbolic links right below a root."""
-    if isinstance(root, RemotePath):
-        return {}
-    with translate_os_errors(str(root), doing="list the directory"), os.scandir(root) as entries:
-        return {entry.name: os.path.realpath(entry.path) for entry in entries if entry.is_symlink()}
+    with translate_os_errors(str(root), doing="list the directory"):
+        return {path.name: os.path.realpath(path) for path in root.iterdir() if path.is_symlink()}
 
 
 def _read_trackers(store: SourceStore) -> dict[str, int]:
@@ -166,7 +164,7 @@ def best_iteration(folder: Path) -> str | None:
 
 def _without_iterations(root: Path) -> UsageError:
     """Return the error for a directory without iterations."""
-    runs = [] if isinstance(root, RemotePath) else runs_below(root)
+    runs = [] if is_remote(root) else runs_below(root)
     hint = (
         "pass the directory that contains iter_0000010, step-10, checkpoint-10, global_step10 or "
         "the like"

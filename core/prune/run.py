@@ -12,7 +12,7 @@ from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import SourceChangedError, StorageError, UsageError
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.source_store import open_store
 from core.opening.iterations import iteration_dirs, listed
 from core.opening.open import locate_checkpoint
@@ -215,9 +215,7 @@ def _obstacle(root: TrainingRoot, number: int, contents: Mapping[str, Contents])
 
 def _link_to(root: TrainingRoot, name: str, contents: Mapping[str, Contents]) -> str | None:
     """Return a symbolic link outside of an iteration that leads into it, or None."""
-    if isinstance(root.path, RemotePath):
-        return None
-    target = os.path.join(os.path.realpath(root.path), name)
+    target = root.path.resolve() / name
     links = dict(root.links)
     for other, content in contents.items():
         if other != name:
@@ -335,7 +333,7 @@ def _locked(root: Path) -> Iterator[None]:
     Raises:
         StorageError: another process is pruning it.
     """
-    if isinstance(root, RemotePath):
+    if is_remote(root):
         yield
         return
     try:

@@ -23,7 +23,6 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.files.remote_path import RemotePath
 from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
 from core.pickle.inert import Global
 from core.pickle.names import is_foreign, judge
@@ -263,7 +262,7 @@ def report_sparse_files(subject: Subject) -> Iterator[Finding]:
 
 def check_links(subject: Subject) -> Iterator[Finding]:
     """Report files that are links out of the checkpoint (CK604), except those into a hub cache."""
-    if isinstance(subject.store.root, RemotePath):
+    if subject.store.is_remote:
         return  # stores have no links
     root = os.path.realpath(subject.store.root)
     for name in subject.files:

@@ -33,6 +33,7 @@ from core.convert.stage import (
     finish_data,
     finish_manifest,
     identity_text,
+    publish,
     report_of,
     stage_of,
 )
@@ -46,7 +47,7 @@ from core.device.device import Device
 from core.errors import WorkerError
 from core.files.folders import sync_folders
 from core.files.network_mounts import file_system_of, is_coherent
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.source_store import SourceStore, open_store, other_roots
 from core.files.store import translate_os_errors
 from core.megatron.rules.tables import load_rules
@@ -312,7 +313,7 @@ class _Lead:
         """Write the plan with its division to a file, and return the file's SHA-256."""
         finish_plan(spooled, written, division)
         spooled.seek(0)
-        if isinstance(path, RemotePath):
+        if is_remote(path):
             return put_file(path, spooled)
         with translate_os_errors(str(path), doing="write"), path.open("wb") as file:
             shutil.copyfileobj(spooled, file)
@@ -422,11 +423,6 @@ class _Lead:
     def commit(self, publishing: Callable[[Report, int], None] | None) -> Report:
         """Publish the destination, and return the report."""
         self._prepared.source.store.verify_unchanged()
-        is_remote = isinstance(self._prepared.dst, RemotePath)
-        if publishing is not None and not is_remote:
-            publishing(self._report(), self._stage.inode)
-        self._stage.commit(self._report().as_dict(), progress=self._progress)
-        if publishing is not None and is_remote:
-            publishing(self._report(), self._stage.inode)
+        publish(self._stage, self._report, publishing=publishing, progress=self._progress)
         self.committed = self._report()
         return self.committed

@@ -31,7 +31,7 @@ from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CheckpointingException, StorageError, UsageError
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.source_store import open_joined
 from core.files.store import TargetStore
 from core.plan.items import ITEM_BYTES
@@ -143,7 +143,7 @@ class WorkerShare:
             path = self._order.plan
             for folder in (self._order.source, *self._order.other_sources):
                 self._wait_for(folder, "the source")
-            if isinstance(path, RemotePath):
+            if is_remote(path):
                 path = stack.enter_context(local_copy(path))
             else:
                 self._wait_for(self._order.stage_dir / DATA, "the unfinished destination")

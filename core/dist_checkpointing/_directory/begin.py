@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from core.dist_checkpointing._directory.bucket_publication import BucketPublication
 from core.dist_checkpointing._directory.publication import DirectoryPublication
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 
 if TYPE_CHECKING:
     from core.dist_checkpointing.core import CheckpointingConfig
@@ -33,6 +33,6 @@ def begin_publication(target: Path, *, overwrite: bool, manifest: bool) -> Publi
     Raises:
         UsageError, StorageError: the destination cannot be written.
     """
-    if isinstance(target, RemotePath):
+    if is_remote(target):
         return BucketPublication(target, overwrite=overwrite, manifest=manifest)
     return DirectoryPublication(target, overwrite=overwrite, manifest=manifest)

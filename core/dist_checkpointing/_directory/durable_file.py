@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from core.errors import StorageError
 from core.files.folders import sync_folder
-from core.files.remote_path import RemotePath, location_of
+from core.files.remote_path import is_remote, location_of
 from core.files.store import check_name, translate_os_errors
 from core.files.syscalls import flush
 from core.live.upload import put_object
@@ -32,7 +32,7 @@ def write_file(
     """
     root = location_of(checkpoint_dir)
     path = root / check_name(name)
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         put_object(path, b"".join(pieces))
         return
     # Do not create the directory: a misspelled path has to be an error.

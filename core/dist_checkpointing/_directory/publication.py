@@ -36,7 +36,7 @@ from core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.files.folders import empty_folder, sync_folder, sync_tree
 from core.files.json_object import parse_json_object
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
 from core.manifest.file import manifest_name
@@ -63,9 +63,7 @@ def data_dir_of(checkpoint_dir: Path) -> Path:
 
     This is a directory that is renamed in the end, or the URL itself.
     """
-    return (
-        checkpoint_dir if isinstance(checkpoint_dir, RemotePath) else checkpoint_dir / STAGE / DATA
-    )
+    return checkpoint_dir if is_remote(checkpoint_dir) else checkpoint_dir / STAGE / DATA
 
 
 class DirectoryPublication:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.files.object_listing import find_object
-from core.files.remote_path import RemotePath, location_of
+from core.files.remote_path import is_remote, location_of
 
 STAGE = ".ckpt-stage"
 DATA = "data"
@@ -26,7 +26,7 @@ def sums_dir_of(data_dir: str | Path) -> Path | None:
     """
     data_path = location_of(data_dir)
     # A bucket has no staging directory: the objects are where they will be.
-    if isinstance(data_path, RemotePath):
+    if is_remote(data_path):
         has_sums = find_object(data_path / STAGE / WANTS_SUMS) is not None
         return data_path / STAGE / SUMS if has_sums else None
     sums_path = data_path.parent / SUMS

@@ -78,7 +78,7 @@ from core.dist_checkpointing.torch_dcp.loaded_plans import contributions_of
 from core.dist_checkpointing.torch_dcp.torch_metadata import read_torch_metadata
 from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
 from core.errors import CheckpointingException, UsageError
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.url import find_location
 from core.formats.registry import format_called
 
@@ -211,9 +211,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         """
         prepared = self._prepare(sharded_state_dict, checkpoint_dir)
         # The client of object stores does not survive the fork of a writer.
-        is_remote = isinstance(prepared.work.root, RemotePath)
         return AsyncRequest(
-            InThread(_write) if is_remote else _write,
+            InThread(_write) if is_remote(prepared.work.root) else _write,
             (checkpoint_dir, prepared),
             [partial(_finish, prepared.work)],
             preload_fn=prepared.staged,

@@ -67,7 +67,7 @@ from core.dist_checkpointing.strategies.zarr_types import (
     torch_to_numpy_dtype_dict,
 )
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.files.remote_path import RemotePath
+from core.files.remote_path import is_remote
 from core.files.url import find_location
 from core.formats.zarr.grid import ChunkGrid
 
@@ -127,7 +127,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
             ]
             # Chunks of an old array could be taken for those of the new one. Where a save to an
             # object store begins, there are none.
-            if not isinstance(location, RemotePath):
+            if not is_remote(location):
                 for key in {ten.key for ten in tensors}:
                     check_no_array(location / key, key=key)
             return tensors
@@ -309,7 +309,7 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
 
         location = find_location(checkpoint_dir)
         # zarr opens directories; its arrays in object stores are read by the engine.
-        if isinstance(location, RemotePath):
+        if is_remote(location):
             return bridge.sharded_metadata(location, tensors_only=True)
 
         def read_shape_and_dtype(path: str) -> Any:
