@@ -77,7 +77,7 @@ def test_what_is_written_to_s3_equals_what_is_written_to_a_directory(
 
 def assert_nothing_remains(server: S3Server, bucket: str = "runs") -> None:
     assert server.uploads() == []
-    assert [key for key in server.objects(bucket) if ".ckpt-stage" in key] == []
+    assert [key for key in server.keys(bucket) if ".ckpt-stage" in key] == []
 
 
 def test_single_files_have_their_manifest_beside_them(store: S3Server) -> None:
@@ -219,6 +219,7 @@ def test_a_failed_run_is_continued(
     assert_nothing_remains(store)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("operation", ["CompleteMultipartUpload", "DeleteObjects", "DeleteObject"])
 @pytest.mark.parametrize("first", [1, 2])
 def test_an_interrupted_publication_is_finished(
@@ -260,7 +261,8 @@ def test_another_writer_is_not_overwritten(
 
 
 @pytest.mark.parametrize(
-    ("bucket", "words"), [("runs", []), ("few", ["--verify", "--fingerprint"])]
+    ("bucket", "words"),
+    [pytest.param("runs", [], marks=pytest.mark.long), ("few", ["--verify", "--fingerprint"])],
 )
 def test_several_workers_write_to_s3(
     store: S3Server, golden: Path, tmp_path: Path, bucket: str, words: list[str]
@@ -327,6 +329,7 @@ def test_parts_are_sent_in_order_without_boto3(
     assert_nothing_remains(store)
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("without_boto3")
 @pytest.mark.parametrize("options", [[], ["--resume"], ["--force"]])
 @pytest.mark.parametrize("operation", ["UploadPart", "CompleteMultipartUpload", "PutObject"])

@@ -100,9 +100,14 @@ class S3Server:
         self._opener.open(request).close()
 
     def objects(self, bucket: str, prefix: str = "") -> dict[str, str]:
-        """Return key → SHA-256 of the objects of a bucket."""
-        digests: dict[str, str] = self._control("objects", bucket)
-        return {key: digest for key, digest in digests.items() if key.startswith(prefix)}
+        """Return key → SHA-256 of the objects of a bucket, each of which is read."""
+        digests: dict[str, str] = self._control("objects", [bucket, prefix])
+        return digests
+
+    def keys(self, bucket: str) -> list[str]:
+        """Return the keys of a bucket, in order."""
+        keys: list[str] = self._control("keys", bucket)
+        return keys
 
     def uploads(self) -> list[tuple[str, str]]:
         """Return (bucket, key) of every unfinished multipart upload."""

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from tests.support.s3.checksums import MAKERS, Checksum, encoded
@@ -104,13 +105,14 @@ class StoredObject:
 
     Args:
         blobs: its content.
-        e_tag: with quotes.
+        stated_tag: its ETag, with quotes; None for the MD5 sum of the content, read when it is
+            asked for.
         headers: what the client wants to be told when it reads: content type, metadata, checksums.
         modified_ns: nanoseconds since 1970.
     """
 
     blobs: tuple[Blob, ...]
-    e_tag: str
+    stated_tag: str | None
     headers: dict[str, str] = field(default_factory=dict)
     modified_ns: int = field(default_factory=time.time_ns)
 
@@ -118,6 +120,17 @@ class StoredObject:
     def size(self) -> int:
         """Number of bytes."""
         return sum(blob.size for blob in self.blobs)
+
+    @cached_property
+    def e_tag(self) -> str:
+        """Its ETag, with quotes."""
+        if self.stated_tag is not None:
+            return self.stated_tag
+        md5 = hashlib.md5()
+        for blob in self.blobs:
+            for data in blob.reader():
+                md5.update(data)
+        return f'"{md5.hexdigest()}"'
 
 
 @dataclass(frozen=True)
@@ -188,14 +201,9 @@ class Objects:
 
     def _of_file(self, path: Path) -> StoredObject:
         blob, status = Blob(path, is_owned=False), path.stat()
-        if self.are_tags_opaque:
-            tag = f"{status.st_mtime_ns:x}-{status.st_size:x}"
-        else:
-            md5 = hashlib.md5()
-            for data in blob.reader():
-                md5.update(data)
-            tag = md5.hexdigest()
-        return StoredObject((blob,), f'"{tag}"', {}, status.st_mtime_ns)
+        opaque_tag = f'"{status.st_mtime_ns:x}-{status.st_size:x}"'
+        tag = opaque_tag if self.are_tags_opaque else None
+        return StoredObject((blob,), tag, {}, status.st_mtime_ns)
 
     def bucket(self, name: str) -> dict[str, StoredObject]:
         """Return key → object of a bucket.

@@ -101,7 +101,7 @@ class Service:
 
     def control(self, command: str, argument: Any) -> object:
         """Do what the one who started the server asks for."""
-        if command in ("log", "objects", "uploads"):
+        if command in ("log", "keys", "objects", "uploads"):
             # What a client has an answer to is finished, but for what never ends.
             with self._changed:
                 self._changed.wait_for(lambda: self._n_active == 0, timeout=5)
@@ -122,10 +122,18 @@ class Service:
                 self.objects.mount(bucket, prefix, Path(folder))
             case "delete":
                 self.objects.delete_below(*argument)
-            case "objects":
+            case "keys":
                 with self.objects.lock:
-                    entries = dict(self.objects.buckets.get(argument, {}))
-                return {key: _digest(entry) for key, entry in sorted(entries.items())}
+                    return sorted(self.objects.buckets.get(argument, {}))
+            case "objects":
+                bucket, prefix = argument
+                with self.objects.lock:
+                    entries = dict(self.objects.buckets.get(bucket, {}))
+                return {
+                    key: _digest(entry)
+                    for key, entry in sorted(entries.items())
+                    if key.startswith(prefix)
+                }
             case "uploads":
                 with self.objects.lock:
                     uploads = self.objects.uploads.values()
