@@ -72,12 +72,13 @@ def test_every_format_keeps_the_contract(
     ids=lambda value: str(value),
 )
 def test_what_other_software_wrote_is_read_and_its_damage_is_survived(
-    name: str, path: str, golden: Path, tmp_path: Path
+    name: str, path: str, golden: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     format = next(format for format in FORMATS if format.name == name)
     place = golden / path
     inside = sorted(place.glob("iter_*")) if place.is_dir() else []
-    check_reading(format, inside[0] if inside else place, tmp_path / "damage")
+    n_flips = 40 if request.config.getoption("--long") else 10
+    check_reading(format, inside[0] if inside else place, tmp_path / "damage", n_flips=n_flips)
 
 
 def test_every_format_has_a_checkpoint_of_other_software() -> None:

@@ -133,6 +133,7 @@ def pair(
     return (our_worker, worker) if request.param == "ours_to_theirs" else (worker, our_worker)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SHORT)
 def test_training_goes_on_from_what_the_other_saved(
     pair: tuple[Megatron, Megatron], tmp_path: Path, name: str

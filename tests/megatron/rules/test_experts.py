@@ -59,6 +59,7 @@ def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -
     return made
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", [MIXED, GROUPED, replace(GROUPED, is_tied=True, is_gated=False)])
 @pytest.mark.parametrize("a", [topology for topology in TOPOLOGIES if topology.vpp == 1], ids=str)
 def test_any_layout_of_experts_becomes_any_other(model: Model, a: Topology) -> None:
