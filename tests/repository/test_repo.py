@@ -88,6 +88,7 @@ def test_files_are_named_after_a_noun(repo_dir: Path) -> None:
         "scripts/setup",
         "scripts/demo",
         "scripts/test",
+        "scripts/weekly",
         "scripts/check",
         "scripts/bench",
         "scripts/browser-tests",
