@@ -30,6 +30,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import is_optimizer_key
+from core.catalog.tensor import without_fragments
 from core.convert.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from core.diff.entries import EntryDiff, entry_diffs
 from core.diff.fingerprints import RecordedEquality, recorded_as_equal
@@ -340,7 +341,13 @@ class _Comparison:
                 kind = "dtype"
             else:
                 kind = "unread"
-            diffs[key] = TensorDiff(key=key, kind=kind, a=a, b=b)
+            # The ranks send each other what differs: where the tensors lie stays behind.
+            diffs[key] = TensorDiff(
+                key=key,
+                kind=kind,
+                a=None if a is None else without_fragments(a),
+                b=None if b is None else without_fragments(b),
+            )
         # Equal fingerprints include equal shapes and types, so they overrule the kinds above.
         for key in self._recorded.equal & diffs.keys():
             diffs[key] = replace(diffs[key], kind="equal", is_by_fingerprint=True)

@@ -267,11 +267,7 @@ def test_nan_and_infinities_are_counted_in_the_global_tensor(copied: Copied) -> 
 def test_nan_in_a_chunk_has_its_index_in_the_tensor(copied: Copied, name: str) -> None:
     path = copied(name)
     opened = open_checkpoint(path)
-    key = next(
-        meta.key
-        for meta in opened.catalog.tensors.values()
-        if len(opened.catalog.fragments(meta.key)) > 1
-    )
+    key = next(key for key, tensor in opened.catalog.tensors.items() if len(tensor.fragments()) > 1)
     meta = opened.catalog.tensors[key]
     opened.store.close()
     index = tuple(n - 1 for n in meta.shape)

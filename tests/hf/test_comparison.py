@@ -49,8 +49,8 @@ EVERY_FAMILY = (
 )
 
 
-def meta_of(key: str, dtype: str, *shape: int) -> Tensor:
-    return Tensor(dtype, shape)
+def meta_of(key: str, dtype: str, *shape: int) -> tuple[str, Tensor]:
+    return key, Tensor(dtype, shape)
 
 
 def state_of(model: Any) -> tuple[Tensors, dict[str, Any]]:
@@ -75,10 +75,10 @@ def built(name: str, auto_class: str = "AutoModelForCausalLM", **changes: Any) -
         return getattr(transformers, auto_class).from_config(config)
 
 
-def changed(tensors: Tensors, *without: str, **others: Tensor) -> Tensors:
-    return {key: meta for key, meta in tensors.items() if key not in without} | {
-        m.key: m for m in others.values()
-    }
+def changed(tensors: Tensors, *without: str, **others: tuple[str, Tensor]) -> Tensors:
+    return {key: meta for key, meta in tensors.items() if key not in without} | dict(
+        others.values()
+    )
 
 
 def kinds(problems: tuple[Problem, ...]) -> list[str]:
@@ -339,8 +339,8 @@ def test_buffers_of_old_models_and_stored_tied_heads_are_no_problem() -> None:
     inv_freq = [
         meta_of(f"model.layers.{n}.self_attn.rotary_emb.inv_freq", "float32", 2) for n in range(3)
     ]
-    extra = {meta.key: meta for meta in inv_freq}
-    head = {"lm_head.weight": meta_of("lm_head.weight", "bfloat16", 130, 32)}
+    extra = dict(inv_freq)
+    head = {"lm_head.weight": Tensor("bfloat16", (130, 32))}
     assert find_differences(metas | extra | head, config) == ()
     assert find_differences(changed(metas | extra, "lm_head.weight"), config) == ()
 
@@ -358,8 +358,8 @@ def test_a_configuration_that_asks_for_a_giant_is_answered_at_once(
 # -------------------------------------------------------
 
 
-def _linear(metas: Tensors) -> list[Tensor]:
-    return [meta for key, meta in metas.items() if key.endswith("_proj.weight")]
+def _linear(metas: Tensors) -> Tensors:
+    return {key: meta for key, meta in metas.items() if key.endswith("_proj.weight")}
 
 
 def _quantized(
@@ -369,9 +369,9 @@ def _quantized(
     → dtype, shape.
     """
     made = dict(metas)
-    for meta in _linear(metas):
-        del made[meta.key]
-        module = meta.key.removesuffix(".weight")
+    for key, meta in _linear(metas).items():
+        del made[key]
+        module = key.removesuffix(".weight")
         for name, (dtype, shape) in parts(module, *meta.shape).items():
             made[f"{module}.{name}"] = Tensor(dtype, shape)
     return made
@@ -464,7 +464,7 @@ def test_scales_of_cached_keys_and_values_are_no_problem(
         **config,
         "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {}},
     }
-    assert find_differences(metas | {meta.key: meta for meta in scales}, config) == ()
+    assert find_differences(metas | dict(scales), config) == ()
 
 
 @pytest.mark.parametrize(
@@ -581,9 +581,7 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
 
 def test_layers_for_drafts_of_families_that_are_not_known_are_no_problem() -> None:
     """Many have them behind the others, as DeepSeek-V3 does."""
-    metas = {
-        f"model.layers.{n}.w": meta_of(f"model.layers.{n}.w", "bfloat16", 4) for n in range(47)
-    }
+    metas = {f"model.layers.{n}.w": Tensor("bfloat16", (4,)) for n in range(47)}
     config = {
         "model_type": "new_moe",
         "vocab_size": 9,

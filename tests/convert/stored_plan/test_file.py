@@ -144,5 +144,5 @@ def test_a_place_that_is_found_late_keeps_the_order_of_its_axes() -> None:
     extent = Extent("a", 8, item_bytes=99, axes=(1, None, 0))
     fragments = (whole_fragment(StoredArray("w^T", "float32", (3, 1, 2), extent)),)
     encoder = Encoder()
-    data = json.loads(json.dumps(encoder.fragments(meta, fragments)))
-    assert Decoder(list(encoder.files)).fragments(meta, data) == fragments
+    data = json.loads(json.dumps(encoder.fragments("w", meta, fragments)))
+    assert Decoder(list(encoder.files)).fragments("w", meta, data) == fragments

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, Tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 from core.catalog.facets import TorchShardedFacts
 from core.checks.finding import Finding, Severity
@@ -193,7 +193,7 @@ def test_the_order_of_shards_is_kept(each_rank: Callable[..., None], tmp_path: P
         spec = DTensorSpec(
             mesh,
             (Shard(0), Shard(0)),
-            Tensor(full.stride(), full.dtype),
+            TensorMeta(full.shape, full.stride(), full.dtype),
             shard_order=(ShardOrderEntry(0, (1, 0)),),
         )
         _save(tmp_path / "src", rank, {"w": DTensor(local, spec, requires_grad=False)})
@@ -222,7 +222,7 @@ def test_parts_that_contradict_the_placements_are_damage(
     each_rank: Callable[..., None], tmp_path: Path
 ) -> None:
     def write(rank: int, mesh: Any) -> None:
-        spec = DTensorSpec(mesh, (Shard(0),), Tensor((1,), torch.float32))
+        spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size((4,)), (1,), torch.float32))
         local = torch.ones(3)
         _save(tmp_path / "src", rank, {"w": DTensor(local, spec, requires_grad=False)})
 

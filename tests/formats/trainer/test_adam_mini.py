@@ -113,6 +113,6 @@ def test_inspect_names_adam_mini(runs: Path, name: str, title: str) -> None:
     opened.store.close()
     summary = summarize(opened)
     assert str(summary.optimizer_title).endswith(title[1:] if title[0] == "…" else title)
-    states = states_of(meta for key, meta in opened.catalog.tensors.items() if is_state(key))
+    states = states_of({key: meta for key, meta in opened.catalog.tensors.items() if is_state(key)})
     assert states.algorithm == "Adam-mini"
     assert states.bytes_of.keys() == {"m", "vmean", "v"}
