@@ -17,7 +17,7 @@ from core.arrays.box import Box
 from core.arrays.fast_value import value
 from core.catalog.facets import RankFacts, WriteOptions
 from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray, StoredArray
-from core.catalog.tensor import Fragment, TargetFragment, Tensor, tensors_of
+from core.catalog.tensor import Fragment, TargetFragment, Tensor, bind_argument, tensors_of
 from core.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Catalog(Generic[ArrayT_co]):
         if fragments_of is not None:
             for name in ("tensors", "hidden"):
                 tensors = {
-                    key: replace(tensor, fragments=partial(fragments_of, key))
+                    key: replace(tensor, fragments=bind_argument(fragments_of, key))
                     for key, tensor in getattr(self, name).items()
                 }
                 object.__setattr__(self, name, tensors)
@@ -165,9 +165,14 @@ class Catalog(Generic[ArrayT_co]):
         whole = Tensor(stack.dtype, stack.shape, lambda: self.entry_fragments(key, number))
         return whole.select(0, number)
 
+    def all_tensors(self) -> Iterator[tuple[str, Tensor[ArrayT_co]]]:
+        """Yield the key of every tensor and hidden tensor, with the tensor."""
+        yield from self.tensors.items()
+        yield from self.hidden.items()
+
     def all_fragments(self) -> Iterator[Fragment[ArrayT_co]]:
         """Yield every fragment of every tensor and hidden tensor."""
-        for tensor in (*self.tensors.values(), *self.hidden.values()):
+        for _, tensor in self.all_tensors():
             yield from tensor.fragments()
 
     def stored_arrays(self) -> dict[str, ArrayT_co]:
@@ -177,8 +182,7 @@ class Catalog(Generic[ArrayT_co]):
 
     def find(self, key: str) -> Tensor[ArrayT_co] | None:
         """Return the tensor or hidden tensor of a key, or None if there is none."""
-        tensor = self.tensors.get(key)
-        return tensor if tensor is not None else self.hidden.get(key)
+        return self.tensors.get(key) or self.hidden.get(key)
 
     def meta(self, key: str) -> Tensor[ArrayT_co]:
         """Return the tensor or hidden tensor of a key."""

@@ -106,7 +106,7 @@ def find_copied_files(
         return []
     names = {name for group in groups for name in group}
     parts: dict[str, dict[tuple[int, Shape], _HeldPart]] = {name: {} for name in names}
-    for key, tensor in (*catalog.tensors.items(), *catalog.hidden.items()):
+    for key, tensor in catalog.all_tensors():
         for fragment in tensor.fragments():
             array = fragment.array
             if array is None or array.extent.file not in names or not fragment.box.n_elements:

@@ -108,7 +108,7 @@ def param_of(key: str) -> str:
 
 
 class HasShape(Protocol):
-    """The part of ``core.catalog.catalog.Tensor`` (which imports this module) that is used."""
+    """The part of ``core.catalog.tensor.Tensor`` that is used."""
 
     @property
     def shape(self) -> Shape:

@@ -12,25 +12,27 @@ aligned at their *last* axis; where one has more axes than the other, the extra 
 extent 1. So a layer of a stacked ``(L, rows, cols)`` array is a fragment of a ``(rows, cols)``
 tensor with ``at == (layer, 0, 0)``, and vice versa.
 
-The operations of this module (``narrow``, ``select``, ``concat``, ``stack``, ``interleave`` …) are
-those of torch, on metadata: they make a tensor of other tensors' fragments when these are asked
-for, and move no data. Tensors of a target, whose arrays have no position yet, take part in all of
-them but ``select`` and ``stack`` along an inner axis, which reorder the axes of stored arrays.
+The operations of this module (``narrow``, ``select``, ``concat``, ``stack`` …) are those of torch,
+on metadata: they make a tensor of other tensors' fragments when these are asked for, and move no
+data. Tensors of a target, whose arrays have no position yet, take part in all of them but
+``select`` and ``stack`` along an inner axis, which reorder the axes of stored arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import prod
-from typing import Any, Generic, TypeAlias, cast
+from types import MethodType
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
 from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, PlannedArray, with_axes
+
+ResultT = TypeVar("ResultT")
 
 
 def swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
@@ -126,7 +128,7 @@ class Tensor(Generic[ArrayT_co]):
             )
             return [part for part in parts if part is not None]
 
-        return self._made_of(_with_extent(self.shape, axis, extent), fragments)
+        return Tensor(self.dtype, _with_extent(self.shape, axis, extent), fragments)
 
     def select(self, axis: int, index: int) -> Tensor[ArrayT_co]:
         """Return one entry of an axis, without that axis."""
@@ -135,25 +137,15 @@ class Tensor(Generic[ArrayT_co]):
         def fragments() -> list[Fragment[ArrayT_co]]:
             return [_without_axis(fragment, axis) for fragment in whole.fragments()]
 
-        return self._made_of(_drop(self.shape, axis), fragments)
-
-    def unsqueeze(self, axis: int = 0) -> Tensor[ArrayT_co]:
-        """Return the tensor with a new axis of extent 1."""
-        return stack([self], axis)
+        return Tensor(self.dtype, _drop(self.shape, axis), fragments)
 
     def with_replicas(self, *others: Tensor[ArrayT_co]) -> Tensor[ArrayT_co]:
         """Return the tensor with the fragments of equal tensors as replicas of its own."""
         tensors = (self, *others)
-        return replace(self, fragments=lambda: [*chain.from_iterable(_fragments_of(tensors))])
-
-    def pad_rows(self, n_rows: int) -> Tensor[ArrayT_co]:
-        """Return the tensor with rows of zeros after its own, ``n_rows`` in all."""
-        if n_rows == self.shape[0]:
-            return self
-        shape = (n_rows, *self.shape[1:])
-        offset = (self.shape[0], *(0,) * (len(shape) - 1))
-        zeros = Box(offset, (n_rows - self.shape[0], *self.shape[1:]))
-        return self._made_of(shape, lambda: [*self.fragments(), Fragment(zeros, None, ())])
+        return replace(
+            self,
+            fragments=lambda: [fragment for tensor in tensors for fragment in tensor.fragments()],
+        )
 
     def with_fragments(
         self, change: Callable[[Fragment[ArrayT_co]], Fragment[ArrayT]]
@@ -174,11 +166,6 @@ class Tensor(Generic[ArrayT_co]):
 
         return self.with_fragments(changed)
 
-    def _made_of(
-        self, shape: Shape, fragments: Callable[[], Sequence[Fragment[ArrayT_co]]]
-    ) -> Tensor[ArrayT_co]:
-        return Tensor(self.dtype, shape, fragments)
-
 
 AnyTensor: TypeAlias = Tensor[AnyArray]
 """A tensor of a source or of a target."""
@@ -187,13 +174,22 @@ TargetTensor: TypeAlias = Tensor[PlannedArray]
 
 
 def without_fragments(tensor: AnyTensor) -> Tensor[Any]:
-    """Return what a tensor is, without where it lies."""
-    return Tensor(tensor.dtype, tensor.shape, flexible=tensor.flexible)
+    """Return what a tensor is, without where it lies; the result can be sent to other processes."""
+    return replace(tensor, fragments=_no_fragments)
+
+
+def bind_argument(function: Callable[[Any], ResultT], argument: object) -> Callable[[], ResultT]:
+    """Return a function that calls another one with its only argument.
+
+    A catalog may have 10⁵ tensors, each with such a function. A bound method takes a third of the
+    memory of ``functools.partial``.
+    """
+    return MethodType(function, argument)
 
 
 def whole_tensor(array: ArrayT) -> Tensor[ArrayT]:
     """Build the tensor that is exactly one array."""
-    return Tensor(array.dtype, array.shape, partial(_whole_fragments, array))
+    return Tensor(array.dtype, array.shape, bind_argument(_whole_fragments, array))
 
 
 def _whole_fragments(array: ArrayT) -> tuple[Fragment[ArrayT]]:
@@ -245,37 +241,6 @@ def stack(tensors: Sequence[Tensor[ArrayT]], axis: int = 0) -> Tensor[ArrayT]:
     return Tensor(tensors[0].dtype, _put(shape, place, len(tensors)), fragments)
 
 
-def interleave(parts: Sequence[Tensor[ArrayT]], n_groups: int) -> Tensor[ArrayT]:
-    """Return the rows of tensors by groups: the first of every tensor, the second of every …
-
-    Args:
-        parts: tensors whose numbers of rows are multiples of ``n_groups``.
-    """
-    return concat(
-        [
-            part.narrow(0, group * (part.shape[0] // n_groups), part.shape[0] // n_groups)
-            for group in range(n_groups)
-            for part in parts
-        ]
-    )
-
-
-def deinterleave(
-    tensor: Tensor[ArrayT], extents: Sequence[int], n_groups: int
-) -> list[Tensor[ArrayT]]:
-    """Return the tensors of which ``interleave`` would make this one.
-
-    Args:
-        extents: number of rows of each of them, multiples of ``n_groups``.
-    """
-    shares = [extent // n_groups for extent in extents]
-    starts = [0, *accumulate(shares)]
-    return [
-        concat([tensor.narrow(0, group * starts[-1] + start, share) for group in range(n_groups)])
-        for start, share in zip(starts, shares, strict=False)
-    ]
-
-
 def clip_fragment(
     fragment: Fragment[ArrayT], *, start: int, extent: int, axis: int = 0, to: int = 0
 ) -> Fragment[ArrayT] | None:
@@ -305,10 +270,6 @@ def clip_fragment(
     offset = (*box.offset[:axis], first - start + to, *box.offset[axis + 1 :])
     shape = (*box.shape[:axis], stop - first, *box.shape[axis + 1 :])
     return Fragment(Box(offset, shape), fragment.array, at)
-
-
-def _fragments_of(tensors: Iterable[Tensor[ArrayT]]) -> Iterator[Sequence[Fragment[ArrayT]]]:
-    return (tensor.fragments() for tensor in tensors)
 
 
 def _without_axis(fragment: Fragment[ArrayT], axis: int) -> Fragment[ArrayT]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -320,13 +320,6 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
             other.store.close()
 
 
-def _has_tokenizer(paths: Iterable[str]) -> bool:
-    """Return whether files of a tokenizer are among some files."""
-    from core.formats.huggingface.tokenizer import has_tokenizer
-
-    return has_tokenizer(paths)
-
-
 def _compare_copies(source: Checkpoint) -> Checkpoint:
     """Return a source with a note on copies of its weights: not carried, and equal or not."""
     copies = source.catalog.facet(WeightCopies)
@@ -489,8 +482,11 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
     small_files = (*form.catalog.documents, *carried_of(form.catalog), *carried_of(target))
-    if CONFIG in form.catalog.documents and job.merge is None and not _has_tokenizer(small_files):
-        notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
+    if CONFIG in form.catalog.documents and job.merge is None:
+        from core.formats.huggingface.tokenizer import has_tokenizer
+
+        if not has_tokenizer(small_files):
+            notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
     modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
         notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")

@@ -12,15 +12,11 @@ import stat
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException
 from core.files.source_store import SourceStore, open_store
 from core.files.store import leads_on, translate_os_errors
 from core.files.substitute import HEAD_BYTES
-
-if TYPE_CHECKING:
-    pass
 
 MAX_DEPTH = 64
 """Maximum number of directory levels; deeper ones are not listed."""

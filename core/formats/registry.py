@@ -22,7 +22,7 @@ _HEAD_BYTES = 16
 
 
 class Stores(Enum):
-    """What a format that is written can store of checkpoints that no layout describes."""
+    """What can be written in a format if nothing tells how the model is cut over ranks."""
 
     ANY = auto()
     """Tensors under any names that are paths, and plain values."""

@@ -98,7 +98,12 @@ class ModelTraits:
 
 
 class _MastersCondition(NamedTuple):
-    """Whether a format of float32 weights needs the optimizer left out, and all its conditions."""
+    """The condition under which a checkpoint can be written as float32 weights with their states.
+
+    Args:
+        leaves_optim_out: the optimizer has to be left out.
+        why: the options that are needed, for users; None if none is.
+    """
 
     leaves_optim_out: bool
     why: str | None

@@ -157,7 +157,7 @@ def measure_layers(
 
     # Divide the memory, and read in threads.
     n_threads, cache_bytes = _fit_to_memory(
-        tensors.values(), threads or len(allowed_cores()), memory_bytes
+        (tensor for _, _, tensor in sources), threads or len(allowed_cores()), memory_bytes
     )
     readers = {
         id(catalog): BoxReader(catalog, checkpoint.store, cache_bytes=cache_bytes)

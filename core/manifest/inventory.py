@@ -351,7 +351,7 @@ def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArr
     # An array is listed under the first tensor that it contains, if possible a canonical one.
     keys: dict[str, str] = {}
     for catalog in (form.catalog, opened.catalog):
-        for key, tensor in (*catalog.tensors.items(), *catalog.hidden.items()):
+        for key, tensor in catalog.all_tensors():
             for fragment in tensor.fragments():
                 if fragment.array is not None:
                     keys.setdefault(fragment.array.name, key)

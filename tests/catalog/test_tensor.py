@@ -14,8 +14,6 @@ from core.catalog.tensor import (
     Fragment,
     Tensor,
     concat,
-    deinterleave,
-    interleave,
     stack,
     whole_tensor,
 )
@@ -108,25 +106,6 @@ def test_stack_makes_an_axis_of_what_select_took(make, axis, place) -> None:
 def test_a_vector_is_stacked_along_its_last_axis_at_most() -> None:
     vectors = [whole().select(0, 0).select(0, row) for row in range(6)]
     assert np.array_equal(read(stack(vectors, 5)), NUMBERS[0].T)
-
-
-@pytest.mark.parametrize("make", [whole, tiled])
-def test_interleave_takes_a_group_of_every_part_in_turn_and_deinterleave_undoes_it(make) -> None:
-    parts = [make().select(0, 0), make().select(0, 1).narrow(0, 0, 2)]
-    joined = interleave(parts, 2)
-    expected = np.concatenate(
-        [NUMBERS[0][:3], NUMBERS[1][:1], NUMBERS[0][3:], NUMBERS[1][1:2]], axis=0
-    )
-    assert np.array_equal(read(joined), expected)
-    for part, original in zip(deinterleave(joined, [6, 2], 2), parts, strict=True):
-        assert np.array_equal(read(part), read(original))
-
-
-def test_rows_of_zeros_are_in_no_file() -> None:
-    padded = whole().pad_rows(6)
-    assert padded.shape == (6, *SHAPE[1:])
-    assert np.array_equal(read(padded), np.pad(NUMBERS, ((0, 2), (0, 0), (0, 0))))
-    assert whole().pad_rows(4).shape == SHAPE
 
 
 def test_replicas_are_fragments_of_one_tensor() -> None:

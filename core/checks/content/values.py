@@ -177,7 +177,7 @@ def _tensors_of(
     catalog: Catalog, facts: dict[str, ValueFacts], unassigned: dict[str, ValueFacts]
 ) -> Iterator[_Tensor]:
     """Yield the tensors of a catalog with facts, and remove their arrays from ``unassigned``."""
-    for key, meta in (*catalog.tensors.items(), *catalog.hidden.items()):
+    for key, meta in catalog.all_tensors():
         if meta.dtype not in KINDS:
             continue
         tensor = _Tensor(key, meta)

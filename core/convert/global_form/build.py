@@ -14,10 +14,9 @@ The job and the kind of source determine the path. Options that would have no ef
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, WeightDeltas
 from core.catalog.files_beside import ADAPTER_CONFIG, with_documents
 from core.convert.global_form.form import GlobalForm
@@ -38,7 +37,6 @@ from core.convert.report.dropped import unread_entries
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes
 from core.errors import UnsupportedError, UsageError
-from core.files.store import ReadStore
 from core.formats.format import Format
 from core.formats.torch.object_tensors import with_array_tensors
 from core.formats.torch.tree import load_object
@@ -111,6 +109,15 @@ def global_form(
         from core.hf.family import read_family
 
         family = read_family(job.family)
+    comes_from_hf = is_adapter = False
+    if config is not None:
+        from core.hf.names import is_hf
+
+        comes_from_hf = is_hf(catalog, config)
+    if source.store.exists(ADAPTER_CONFIG):
+        from core.hf.adapters.peft import is_peft
+
+        is_adapter = is_peft(catalog, source.store)
     request = FormRequest(
         job=job,
         format=format,
@@ -120,8 +127,8 @@ def global_form(
         config_document=config_document(catalog, source),
         family=family,
         is_described=is_described,
-        comes_from_hf=config is not None and _is_hf(catalog, config),
-        is_peft=source.store.exists(ADAPTER_CONFIG) and _is_peft(catalog, source.store),
+        comes_from_hf=comes_from_hf,
+        is_peft=is_adapter,
         is_restacked=format.is_mcore and job.stacking is not None,
         others=tuple(others),
     )
@@ -165,17 +172,3 @@ def global_form(
         form = replace(form, catalog=without_unused_wrapper(form.catalog, request.rules))
     files = (*without_state.dropped, *([unread_entries(unread)] if unread else []))
     return replace(form, notes=(*notes, *form.notes), dropped=(*files, *form.dropped))
-
-
-def _is_hf(catalog: Catalog, config: Mapping[str, object]) -> bool:
-    """Return whether the tensors have Hugging Face's names."""
-    from core.hf.names import is_hf
-
-    return is_hf(catalog, config)
-
-
-def _is_peft(catalog: Catalog, store: ReadStore) -> bool:
-    """Return whether the source is an adapter that peft wrote."""
-    from core.hf.adapters.peft import is_peft
-
-    return is_peft(catalog, store)

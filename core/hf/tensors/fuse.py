@@ -120,23 +120,10 @@ def take_apart(strips: Iterable[Strip], part: int, fused: Tensor, shape: Shape) 
         fused: the fused tensor.
         shape: shape of the part.
     """
-    of_part = [strip for strip in strips if strip.part == part]
-
-    def fragments() -> list[Fragment]:
-        stored = fused.fragments()
-        return [
-            moved
-            for strip in of_part
-            for fragment in stored
-            if (
-                moved := clip_fragment(
-                    fragment, start=strip.row, extent=strip.n_rows, to=strip.part_row
-                )
-            )
-            is not None
-        ]
-
-    return Tensor(fused.dtype, shape, fragments)
+    inverse = [
+        Strip(0, strip.row, strip.part_row, strip.n_rows) for strip in strips if strip.part == part
+    ]
+    return fuse_parts(inverse, [fused], shape)
 
 
 def swap_halves(tensor: Tensor) -> Tensor:

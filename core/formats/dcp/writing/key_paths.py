@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from core.catalog.catalog import (
     AnyCatalog,
 )
 from core.pickle.key_text import text_of
 from core.pickle.nesting import ListIndex, entries
-
-if TYPE_CHECKING:
-    pass
 
 
 def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:

@@ -103,7 +103,8 @@ def with_padding(target: TargetCatalog) -> TargetCatalog:
     for key, tensor in target.tensors.items():
         shape = facts.shapes[key]
         if shape != tensor.shape:
-            tensors[key] = whole_tensor(PlannedArray(key, tensor.dtype, shape))
+            padded = whole_tensor(PlannedArray(key, tensor.dtype, shape))
+            tensors[key] = replace(tensor, shape=shape, fragments=padded.fragments)
             n_rows, rest = tensor.shape[0], shape[1:]
             zeros[key] = [Box((n_rows, *(0 for _ in rest)), (shape[0] - n_rows, *rest))]
     return replace(target, tensors=tensors, zeros=zeros)
