@@ -59,12 +59,12 @@ def bind_nothing(store: ReadStore, array: StoredArray) -> StoredArray:
 
 
 def _sort_by_entry(
-    tensors: Mapping[str, Tensor[ArrayT_co]], key: str
+    tensors: Mapping[str, Tensor[ArrayT_co]], key: str, axis: int
 ) -> dict[int, list[Fragment[ArrayT_co]]]:
-    """Return the fragments of a tensor by the entries of its first axis that they overlap."""
+    """Return the fragments of a tensor by the entries of an axis that they overlap."""
     entries: dict[int, list[Fragment[ArrayT_co]]] = {}
     for fragment in tensors[key].fragments():
-        for number in range(fragment.box.offset[0], fragment.box.end[0]):
+        for number in range(fragment.box.offset[axis], fragment.box.end[axis]):
             entries.setdefault(number, []).append(fragment)
     return entries
 
@@ -128,7 +128,7 @@ class Catalog(Generic[ArrayT_co]):
     dropped: tuple[str, ...] = ()
     write: WriteOptions = field(default_factory=WriteOptions)
     facets: Mapping[type, object] = field(default_factory=dict)
-    _by_entry: Callable[[str], dict[int, list[Fragment[ArrayT_co]]]] = field(
+    _by_entry: Callable[[str, int], dict[int, list[Fragment[ArrayT_co]]]] = field(
         init=False, repr=False, compare=False
     )
 
@@ -142,28 +142,31 @@ class Catalog(Generic[ArrayT_co]):
                     for key, tensor in getattr(self, name).items()
                 }
                 object.__setattr__(self, name, tensors)
-        # A layer has a few stacks (weights and biases), whose entries are asked for in turn. The
-        # cache does not refer to the catalog: catalogs are freed while the collector is paused.
+        # A layer has some stacks (weights, biases and their optimizer states), whose entries are
+        # asked for in turn. The cache does not refer to the catalog: catalogs are freed while the
+        # collector is paused.
         sort = partial(_sort_by_entry, self.tensors)
-        object.__setattr__(self, "_by_entry", lru_cache(maxsize=8)(sort))
+        object.__setattr__(self, "_by_entry", lru_cache(maxsize=64)(sort))
 
     def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
         """Return the fragments of one tensor, replicas included, in a stable order."""
         return self.meta(key).fragments()
 
-    def entry_fragments(self, key: str, number: int) -> Sequence[Fragment[ArrayT_co]]:
-        """Return the fragments of a tensor that contain elements of one entry of its first axis.
+    def entry_fragments(
+        self, key: str, number: int, axis: int = 0
+    ) -> Sequence[Fragment[ArrayT_co]]:
+        """Return the fragments of a tensor that contain elements of one entry of an axis.
 
         For tensors that stack others, such as the experts of a layer, which are asked for entry by
         entry: the time is that of the entry's fragments, not of the tensor's.
         """
-        return self._by_entry(key).get(number, ())
+        return self._by_entry(key, axis).get(number, ())
 
-    def entry(self, key: str, number: int) -> Tensor[ArrayT_co]:
-        """Return one entry of a tensor's first axis, in the time of the entry's fragments."""
+    def entry(self, key: str, number: int, axis: int = 0) -> Tensor[ArrayT_co]:
+        """Return one entry of an axis of a tensor, in the time of the entry's fragments."""
         stack = self.tensors[key]
-        whole = Tensor(stack.dtype, stack.shape, lambda: self.entry_fragments(key, number))
-        return whole.select(0, number)
+        whole = Tensor(stack.dtype, stack.shape, lambda: self.entry_fragments(key, number, axis))
+        return whole.select(axis, number)
 
     def all_tensors(self) -> Iterator[tuple[str, Tensor[ArrayT_co]]]:
         """Yield the key of every tensor and hidden tensor, with the tensor."""

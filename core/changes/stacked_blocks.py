@@ -21,10 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from core.arrays.box import Box, Shape
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.tensor import Fragment
+from core.catalog.tensor import Tensor, concat
 from core.changes.blockwise_states import (
     BlockwiseState,
     blockwise,
@@ -75,38 +74,14 @@ class StateBlocks:
                 hint=_HINT,
             )
 
-    def stacked_shape(self, n_layers: int) -> Shape:
-        """Return the shape in a stack of layers."""
-        n_blocks = self.n_states // self.state.block
-        return (256,) if self.is_table else (n_layers * n_blocks,)
+    def stack(self, layers: Sequence[Tensor]) -> Tensor:
+        """Return the scales of all layers one after the other, or the table that they share."""
+        return layers[0].with_replicas(*layers[1:]) if self.is_table else concat(layers)
 
-    def layer_shape(self, n_layers: int) -> Shape:
-        """Return the shape in one of the layers of this stack."""
-        n_blocks = self.n_states // self.state.block
-        return (256,) if self.is_table else (n_blocks // n_layers,)
-
-    def in_stack(self, fragment: Fragment, number: int) -> Fragment:
-        """Move a fragment of a layer to its place in a stack."""
-        if self.is_table:
-            return fragment
-        start = number * (self.n_states // self.state.block)
-        box = Box((start + fragment.box.offset[0],), fragment.box.shape)
-        return Fragment(box, fragment.array, fragment.at)
-
-    def of_layer(self, fragment: Fragment, number: int, n_layers: int) -> Fragment | None:
-        """Cut the part of a layer out of a fragment of this stack; None if it has none."""
-        if self.is_table:
-            return fragment
-        (extent,) = self.layer_shape(n_layers)
-        first, stop = fragment.box.offset[0], fragment.box.offset[0] + fragment.box.shape[0]
-        start, end = max(first, number * extent), min(stop, (number + 1) * extent)
-        if start >= end:
-            return None
-        at = fragment.at
-        if fragment.array is not None:
-            at = (*at[:-1], at[-1] + start - first)
-        box = Box((start - number * extent,), (end - start,))
-        return Fragment(box, fragment.array, at)
+    def unstack(self, stacked: Tensor, number: int, n_layers: int) -> Tensor:
+        """Return the scales of one layer of a stack, or the table that all layers share."""
+        n_blocks = self.n_states // self.state.block // n_layers
+        return stacked if self.is_table else stacked.narrow(0, number * n_blocks, n_blocks)
 
 
 def blocks_of_states(catalog: Catalog, *, option: str, axis: int) -> dict[str, StateBlocks]:

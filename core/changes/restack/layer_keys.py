@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import is_optimizer_key
@@ -50,16 +49,6 @@ def numbered_state_notes(catalog: Catalog) -> list[str]:
         "so it no longer matches the model"
     )
     return [note]
-
-
-def with_extent(extents: Shape, axis: int, extent: int) -> Shape:
-    """Return a shape or an offset with one more axis."""
-    return (*extents[:axis], extent, *extents[axis:])
-
-
-def without_axis(extents: Shape, axis: int) -> Shape:
-    """Return a shape or an offset without one axis."""
-    return (*extents[:axis], *extents[axis + 1 :])
 
 
 def without_replaced(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:

@@ -25,11 +25,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from core.arrays.box import Box
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import ranges, some_of
-from core.catalog.stored import with_axes
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Tensor, stack
 from core.changes.factor_states import check_factors
 from core.changes.rename import move_leaves, with_parameters
 from core.changes.restack.layer_keys import (
@@ -37,7 +35,6 @@ from core.changes.restack.layer_keys import (
     ONE_LAYER,
     RestackedCatalog,
     numbered_state_notes,
-    with_extent,
     without_replaced,
 )
 from core.changes.stacked_blocks import StateBlocks, blocks_of_states
@@ -133,31 +130,14 @@ def _replace_by_stacks(
     # A stacked tensor takes the position of its first layer.
     new_of = {key: new for new, keys in parts.items() for key in keys}
     tensors: dict[str, Tensor] = {}
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         new = new_of.get(key, key)
         if new == key:
-            tensors[key] = meta
+            tensors[key] = tensor
         elif new not in tensors:
-            n_layers = len(parts[new])
-            shape = with_extent(meta.shape, axis, n_layers)
-            if key in blocks:
-                shape = blocks[key].stacked_shape(n_layers)
-            tensors[new] = replace(meta, shape=shape)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in parts:
-            return catalog.fragments(key)
-        if parts[key][0] in blocks:
-            return [
-                blocks[layer].in_stack(fragment, number)
-                for number, layer in enumerate(parts[key])
-                for fragment in catalog.fragments(layer)
-            ]
-        return [
-            _place_layer(fragment, key, number, axis=axis)
-            for number, layer in enumerate(parts[key])
-            for fragment in catalog.fragments(layer)
-        ]
+            layers = [catalog.tensors[layer] for layer in parts[new]]
+            stacked = blocks[key].stack(layers) if key in blocks else stack(layers, axis)
+            tensors[new] = replace(tensor, shape=stacked.shape, fragments=stacked.fragments)
 
     new_keys = {key: (new,) for key, new in new_of.items()}
     renamed = with_parameters(catalog, new_keys)
@@ -165,22 +145,5 @@ def _replace_by_stacks(
     return replace(
         without_replaced(renamed, new_keys),
         tensors=tensors,
-        fragments_of=fragments_of,
         skeleton=None if skeleton is None else move_leaves(skeleton, new_of),
-    )
-
-
-def _place_layer(fragment: Fragment, key: str, number: int, *, axis: int) -> Fragment:
-    """Place a fragment of a layer in the stacked tensor."""
-    box, array, at = fragment.box, fragment.array, fragment.at
-    axis = min(axis, box.rank)
-    # Axes that an array lacks are those in front. So a new axis behind others needs a view, in
-    # which the array has it too.
-    n_before = len(at) - (box.rank - axis)
-    if array is not None and axis and n_before > 0:
-        n_axes = len(at)
-        array = with_axes(array, (*range(n_before), None, *range(n_before, n_axes)))
-        at = with_extent(at, n_before, 0)
-    return Fragment(
-        Box(with_extent(box.offset, axis, number), with_extent(box.shape, axis, 1)), array, at
     )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
-from core.arrays.box import Box
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher
-from core.catalog.stored import with_axes
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Tensor
 from core.changes.factor_states import check_factors
 from core.changes.rename import nest_again, with_parameters
 from core.changes.restack.layer_keys import (
@@ -21,7 +18,6 @@ from core.changes.restack.layer_keys import (
     USUAL_STACK,
     RestackedCatalog,
     numbered_state_notes,
-    without_axis,
     without_replaced,
 )
 from core.changes.stacked_blocks import StateBlocks, blocks_of_states, with_their_codes
@@ -181,78 +177,23 @@ def _replace_by_layers(
             siblings = [sibling for sibling in parts if head_of[sibling] == head_of[key]]
             for number in range(len(parts[key])):
                 for sibling in siblings:
-                    new, stacked = parts[sibling][number], catalog.tensors[sibling]
-                    shape = (
-                        blocks[sibling].layer_shape(len(parts[key]))
+                    stacked = catalog.tensors[sibling]
+                    layer = (
+                        blocks[sibling].unstack(stacked, number, len(parts[key]))
                         if sibling in blocks
-                        else without_axis(stacked.shape, _axis_of(stacked, axis))
+                        else catalog.entry(sibling, number, _axis_of(stacked, axis))
                     )
-                    tensors[new] = replace(stacked, shape=shape)
-
-    # Cut the fragments of a stack into layers. One pass serves all layers, hence the cache.
-    @lru_cache(maxsize=64)
-    def layers_of(key: str) -> Sequence[Sequence[Fragment]]:
-        if key in blocks:
-            n_layers = len(parts[key])
-            return [
-                [
-                    cut
-                    for fragment in catalog.fragments(key)
-                    if (cut := blocks[key].of_layer(fragment, number, n_layers)) is not None
-                ]
-                for number, new in enumerate(parts[key])
-            ]
-        layers: list[list[Fragment]] = [[] for _ in parts[key]]
-        of_layers = _axis_of(catalog.tensors[key], axis)
-        for fragment in catalog.fragments(key):
-            for number, layer in _cut_layers(fragment, parts[key], axis=of_layers):
-                layers[number].append(layer)
-        return layers
-
-    stack_of = {
-        new: (key, number) for key, new_keys in parts.items() for number, new in enumerate(new_keys)
-    }
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in stack_of:
-            return catalog.fragments(key)
-        stacked, number = stack_of[key]
-        return layers_of(stacked)[number]
+                    tensors[parts[sibling][number]] = replace(
+                        stacked, shape=layer.shape, fragments=layer.fragments
+                    )
 
     renamed = with_parameters(catalog, parts)
     skeleton = renamed.skeleton
     return replace(
         without_replaced(renamed, parts),
         tensors=tensors,
-        fragments_of=fragments_of,
         skeleton=None if skeleton is None else _split_leaves(skeleton, parts),
     )
-
-
-def _cut_layers(
-    fragment: Fragment, keys: Sequence[str], *, axis: int
-) -> Iterator[tuple[int, Fragment]]:
-    """Yield the number of each layer in a fragment of a stacked tensor, and the layer's fragment.
-
-    Args:
-        keys: keys of all layers in order.
-        axis: number of the tensor's axis of layers.
-    """
-    box, array, at = fragment.box, fragment.array, fragment.at
-    inside = Box(without_axis(box.offset, axis), without_axis(box.shape, axis))
-    # Axes of the array are counted from the last; it may lack the axis of layers.
-    position = len(at) - box.rank + axis
-    # Further axes of an array are those in front, so the axis of layers becomes the first.
-    if array is not None and axis and position > 0:
-        array = with_axes(array, (position, *without_axis(tuple(range(len(at))), position)))
-        at = (at[position], *without_axis(at, position))
-        position = 0
-    first = box.offset[axis]
-    for number in range(first, min(first + box.shape[axis], len(keys))):
-        start = at
-        if array is not None and position >= 0:
-            start = (*at[:position], at[position] + number - first, *at[position + 1 :])
-        yield number, Fragment(inside, array, start)
 
 
 def _split_leaves(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object:
