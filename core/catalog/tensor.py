@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from functools import cache
 from itertools import accumulate
 from math import prod
 from types import MethodType
@@ -194,6 +195,20 @@ def whole_tensor(array: ArrayT) -> Tensor[ArrayT]:
 
 def _whole_fragments(array: ArrayT) -> tuple[Fragment[ArrayT]]:
     return (whole_fragment(array),)
+
+
+def compute_whole(compute: Callable[[], ArrayT]) -> Callable[[], tuple[Fragment[ArrayT]]]:
+    """Return the ``fragments`` of a tensor that is exactly one array.
+
+    Args:
+        compute: builds the array; it is called once, when the fragments are first asked for.
+    """
+
+    @cache
+    def fragments() -> tuple[Fragment[ArrayT]]:
+        return (whole_fragment(compute()),)
+
+    return fragments
 
 
 def tensors_of(arrays: Mapping[str, ArrayT]) -> dict[str, Tensor[ArrayT]]:

@@ -17,16 +17,15 @@ every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from math import prod
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_fragment
+from core.catalog.tensor import Tensor, compute_whole
 from core.changes.blockwise_states import (
     BlockwiseState,
     blockwise,
@@ -43,7 +42,6 @@ from core.quantize.source import source_of
 OPTION = "--dequantize-optim"
 _MOMENTS = {"1": "exp_avg", "2": "exp_avg_sq"}
 """Number of a state of bitsandbytes' Adam → name of the state in torch.optim's."""
-_CACHED = 64
 _NO_OPTIM = "keep the states as they are, or drop the optimizer with --no-optim"
 
 
@@ -88,11 +86,8 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
     if clash is not None:
         raise CorruptError("the state is stored both in float32 and in 8 or 4 bits", key=clash)
 
-    @lru_cache(maxsize=_CACHED)
-    def computed(key: str) -> Sequence[Fragment]:
-        state = states[key]
-        if state.scales is None:
-            return catalog.fragments(state.codes)
+    def dequantize_state(key: str, state: BlockwiseState) -> StoredArray:
+        assert state.scales is not None
         codes = source_of(catalog, state.codes)
         encoding = DequantizedState(
             codes,
@@ -102,10 +97,7 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
             state.block,
         )
         extent = Extent(codes.file, 0, encoding=encoding)
-        return (whole_fragment(StoredArray(key, "float32", state.shape, extent)),)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return computed(key) if key in states else catalog.fragments(key)
+        return StoredArray(key, "float32", state.shape, extent)
 
     # A state takes the place of its codes; the other parts go.
     key_of = {state.codes: key for key, state in states.items()}
@@ -118,8 +110,14 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
     tensors: dict[str, Tensor] = {}
     for name, meta in catalog.tensors.items():
         if name in key_of:
-            key = key_of[name]
-            tensors[key] = Tensor("float32", states[key].shape)
+            state = states[key := key_of[name]]
+            tensors[key] = (
+                meta
+                if state.scales is None
+                else Tensor(
+                    "float32", state.shape, compute_whole(partial(dequantize_state, key, state))
+                )
+            )
         elif name not in gone:
             tensors[name] = meta
 
@@ -129,7 +127,6 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
     result = replace(
         catalog,
         tensors=tensors,
-        fragments_of=fragments_of,
         objects=objects,
         skeleton=None
         if catalog.skeleton is None

@@ -39,15 +39,15 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, partial
 
-from core.arrays.box import Box, Shape
+from core.arrays.box import Shape
 from core.arrays.dtypes import DType, dtype_called, dtype_of, is_float8, itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_fragment
+from core.catalog.tensor import Tensor, compute_whole, stack
 from core.changes.rename import nest_again
 from core.changes.tie import aliases_among
 from core.changes.torchao_weights import dequantize_torchao
@@ -85,7 +85,6 @@ _ACTIVATION_SCALE = re.compile(
 ``mlp.experts.gate_up_proj_activation_scale`` and ``experts.w13_input_scale`` (of
 ``experts.w13_weight``).
 """
-_CACHED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +187,7 @@ def dequantize(
         *(activations.keys() - kept),
     }
 
-    @lru_cache(maxsize=_CACHED)
-    def computed(key: str) -> Sequence[Fragment]:
+    def dequantize_weight(key: str) -> StoredArray:
         weight, scales = source_of(catalog, key), source_of(catalog, scales_of[key])
         if (integer := integers.get(key)) is None:
             shape = _block_of(catalog, key, scales_of[key], block)
@@ -201,10 +199,8 @@ def dequantize(
             factor = _OVER_127 if integer.scheme.dequantize == _BITSANDBYTES else None
             note = next((source_of(catalog, note) for note in _row_formats(integer)), None)
             encoding = Dequantized(weight, scales, shape, target.name, factor, note)
-        return _one_array(key, target.name, weight.shape, Extent(weight.file, 0, encoding=encoding))
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return computed(key) if key in scales_of else catalog.fragments(key)
+        extent = Extent(weight.file, 0, encoding=encoding)
+        return StoredArray(key, target.name, weight.shape, extent)
 
     # Remove the scales, and give the dequantized tensors the new dtype.
     skeleton = catalog.skeleton
@@ -213,14 +209,21 @@ def dequantize(
             skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
         )
     tensors = {
-        key: replace(meta, dtype=target.name) if key in scales_of else meta
-        for key, meta in catalog.tensors.items()
+        key: (
+            replace(
+                tensor,
+                dtype=target.name,
+                fragments=compute_whole(partial(dequantize_weight, key)),
+            )
+            if key in scales_of
+            else tensor
+        )
+        for key, tensor in catalog.tensors.items()
         if key not in removed
     }
     result = replace(
         catalog,
         tensors=tensors,
-        fragments_of=fragments_of,
         skeleton=skeleton,
         aliases=_aliases_with_equal_scales(catalog, scales_of, tensors),
     )
@@ -268,27 +271,11 @@ def _dequantize_mxfp4(
             hint="dequantize the published safetensors files",
         )
 
-    @lru_cache(maxsize=_CACHED)
-    def computed(key: str) -> Sequence[Fragment]:
+    def dequantize_expert(key: str, expert: int, shape: Shape) -> StoredArray:
         blocks, scales = source_of(catalog, key + BLOCKS), source_of(catalog, key + SCALES)
-        shape = tensors[key].shape
-        return [
-            Fragment(
-                Box((expert, 0, 0), (1, *shape[1:])),
-                StoredArray(
-                    f"{key}[{expert}]",
-                    dtype,
-                    shape[1:],
-                    Extent(
-                        blocks.file,
-                        0,
-                        encoding=DequantizedMxfp4(blocks, scales, expert, dtype),
-                    ),
-                ),
-                (0, 0),
-            )
-            for expert in range(shape[0])
-        ]
+        encoding = DequantizedMxfp4(blocks, scales, expert, dtype)
+        extent = Extent(blocks.file, 0, encoding=encoding)
+        return StoredArray(f"{key}[{expert}]", dtype, shape, extent)
 
     # The wide tensor takes the place of its numbers; the scales go.
     key_of = {numbers: key for key, numbers in numbers_of.items()}
@@ -297,15 +284,19 @@ def _dequantize_mxfp4(
     for name, meta in catalog.tensors.items():
         if name in key_of:
             n_experts, n_columns, n_groups, _ = meta.shape
-            wide = key_of[name]
-            tensors[wide] = Tensor(dtype, (n_experts, n_groups * GROUP, n_columns))
+            key, shape = key_of[name], (n_groups * GROUP, n_columns)
+            tensors[key] = stack(
+                [
+                    Tensor(
+                        dtype, shape, compute_whole(partial(dequantize_expert, key, expert, shape))
+                    )
+                    for expert in range(n_experts)
+                ]
+            )
         elif name not in gone:
             tensors[name] = meta
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return computed(key) if key in numbers_of else catalog.fragments(key)
-
-    result = replace(catalog, tensors=tensors, fragments_of=fragments_of)
+    result = replace(catalog, tensors=tensors)
     note = f"{len(numbers_of)} MXFP4 tensors become {dtype}"
     return QuantizedCatalog(result, tuple(numbers_of), (), (note,))
 
@@ -468,43 +459,42 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     if taken is not None:
         raise UsageError("--quantize: scales exist already", key=taken)
 
-    # Add the scales, each right after its tensor.
-    tensors: dict[str, Tensor] = {}
-    for key, meta in catalog.tensors.items():
-        tensors[key] = replace(meta, dtype="float8_e4m3fn") if key in kinds else meta
-        if key in kinds:
-            new = scales_of[key]
-            shape = meta.shape
-            blocks = (
-                (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:]))
-                if kinds[key] == "block"
-                else ()
-            )
-            tensors[new] = Tensor("float32", blocks)
-
     # Compute the numbers and their scales while they are copied. Both read the same Weight, so that
     # the scales are computed once for both.
-    weight_of_scales = {new: key for key, new in scales_of.items()}
-
-    @lru_cache(maxsize=2 * _CACHED)
-    def weight_of(key: str) -> Weight:
+    @cache
+    def read_weight(key: str) -> Weight:
         return Weight(source_of(catalog, key), catalog.tensors[key].dtype, kinds[key] == "block")
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key in kinds:
-            weight = weight_of(key)
-            extent = Extent(weight.source.file, 0, encoding=Quantized(weight))
-        elif key in weight_of_scales:
-            weight = weight_of(weight_of_scales[key])
-            extent = Extent(weight.source.file, 0, encoding=Scales(weight))
-        else:
-            return catalog.fragments(key)
-        return _one_array(key, tensors[key].dtype, tensors[key].shape, extent)
+    def quantize_weight(key: str) -> StoredArray:
+        weight = read_weight(key)
+        extent = Extent(weight.source.file, 0, encoding=Quantized(weight))
+        return StoredArray(key, "float8_e4m3fn", catalog.tensors[key].shape, extent)
+
+    def compute_scales(key: str, shape: Shape) -> StoredArray:
+        weight = read_weight(key)
+        extent = Extent(weight.source.file, 0, encoding=Scales(weight))
+        return StoredArray(scales_of[key], "float32", shape, extent)
+
+    # Add the scales, each right after its tensor.
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in catalog.tensors.items():
+        if key not in kinds:
+            tensors[key] = tensor
+            continue
+        shape = tensor.shape
+        blocks = (
+            (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:])) if kinds[key] == "block" else ()
+        )
+        tensors[key] = replace(
+            tensor, dtype="float8_e4m3fn", fragments=compute_whole(partial(quantize_weight, key))
+        )
+        tensors[scales_of[key]] = Tensor(
+            "float32", blocks, compute_whole(partial(compute_scales, key, blocks))
+        )
 
     result = replace(
         catalog,
         tensors=tensors,
-        fragments_of=fragments_of,
         skeleton=None if catalog.skeleton is None else _with_scales(catalog.skeleton, scales_of),
     )
     remaining = [key for key in matrices if key not in kinds and not is_optimizer_key(key)]
@@ -544,11 +534,6 @@ def _is_default(key: str, meta: Tensor) -> bool:
     """Return whether a matrix is a linear weight that DeepSeek-V3 has in float8."""
     is_linear = key.endswith(".weight") and not is_optimizer_key(key) and _KEPT.search(key) is None
     return is_linear and (len(meta.shape) == 2 or _STACKED.search(key) is not None)
-
-
-def _one_array(key: str, dtype: str, shape: Shape, extent: Extent) -> Sequence[Fragment]:
-    """Return the single fragment of a tensor that is computed."""
-    return (whole_fragment(StoredArray(key, dtype, shape, extent)),)
 
 
 def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:

@@ -16,23 +16,21 @@ Source: torchao 0.18.0 ``quantization/quantize_/workflows``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from math import prod
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_fragment
+from core.catalog.tensor import Tensor, compute_whole
 from core.changes.blockwise_states import without_parts
 from core.errors import CorruptError, UnsupportedError
 from core.quantize.from_torchao import DequantizedTorchao
 from core.quantize.source import source_of
 
 CLASSES = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
-_CACHED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,7 @@ def dequantize_torchao(catalog: Catalog, dtype: str) -> DequantizedWeights:
     if not block_of:
         return DequantizedWeights(catalog, ())
 
-    @lru_cache(maxsize=_CACHED)
-    def computed(key: str) -> Sequence[Fragment]:
+    def dequantize_weight(key: str) -> StoredArray:
         codes, zeros = source_of(catalog, f"{key}.qdata"), f"{key}.zero_point"
         encoding = DequantizedTorchao(
             codes,
@@ -74,10 +71,7 @@ def dequantize_torchao(catalog: Catalog, dtype: str) -> DequantizedWeights:
             dtype,
         )
         extent = Extent(codes.file, 0, encoding=encoding)
-        return (whole_fragment(StoredArray(key, dtype, codes.shape, extent)),)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return computed(key) if key in block_of else catalog.fragments(key)
+        return StoredArray(key, dtype, codes.shape, extent)
 
     # A weight takes the place of its codes; the other parts and the settings go.
     parts = tuple(f"{key}." for key in block_of)
@@ -85,7 +79,7 @@ def dequantize_torchao(catalog: Catalog, dtype: str) -> DequantizedWeights:
     for name, meta in catalog.tensors.items():
         key = name.removesuffix(".qdata")
         if key in block_of and key != name:
-            tensors[key] = Tensor(dtype, meta.shape)
+            tensors[key] = Tensor(dtype, meta.shape, compute_whole(partial(dequantize_weight, key)))
         elif not name.startswith(parts):
             tensors[name] = meta
     key_of = {f"{key}.qdata": key for key in block_of}
@@ -93,7 +87,6 @@ def dequantize_torchao(catalog: Catalog, dtype: str) -> DequantizedWeights:
     result = replace(
         catalog,
         tensors=tensors,
-        fragments_of=fragments_of,
         objects={key: item for key, item in catalog.objects.items() if not key.startswith(parts)},
         skeleton=None if skeleton is None else without_parts(skeleton, key_of, set(), parts),
         aliases={

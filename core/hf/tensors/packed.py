@@ -20,8 +20,9 @@ Not supported: units smaller than the matrix of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from core.arrays.box import Box, Shape, full_box
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_fragment
+from core.catalog.tensor import Tensor, compute_whole, stack
 from core.quantize.source import SourceTensor, source_of
 
 if TYPE_CHECKING:
@@ -135,16 +136,14 @@ def unpack_expert(catalog: Catalog, name: str, expert: PackedExpert, shape: Shap
     entry = expert.entry_shape(shape)
     box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
 
-    def fragments() -> tuple[Fragment]:
+    def compute() -> StoredArray:
         stored = catalog.entry_fragments(expert.key, expert.number)
         source = source_of(catalog, expert.key, part=(box, stored))
         encoding = Rearranged(source, box, expert.n_parts, is_packed=False)
         extent = Extent(source.file, 0, encoding=encoding)
-        return (
-            whole_fragment(StoredArray(f"{name} of {source.origin}", source.dtype, shape, extent)),
-        )
+        return StoredArray(f"{name} of {source.origin}", source.dtype, shape, extent)
 
-    return Tensor(catalog.tensors[expert.key].dtype, shape, fragments)
+    return Tensor(catalog.tensors[expert.key].dtype, shape, compute_whole(compute))
 
 
 def pack_experts(
@@ -158,23 +157,25 @@ def pack_experts(
         shape: shape of Megatron's tensors.
     """
 
-    def fragments() -> Iterator[Fragment]:
-        for name, expert in experts:
-            source = source_of(catalog, name)
-            entry = expert.entry_shape(shape)
-            encoding = Rearranged(source, full_box(shape), expert.n_parts, is_packed=True)
-            array = StoredArray(
-                f"{expert.key}[{expert.number}] of {source.origin}",
-                source.dtype,
-                entry,
-                Extent(source.file, 0, encoding=encoding),
-            )
-            box = Box((expert.number, *(0,) * len(entry)), (1, *entry))
-            yield Fragment(box, array, (0,) * len(entry))
+    def compute(name: str, expert: PackedExpert) -> StoredArray:
+        source = source_of(catalog, name)
+        encoding = Rearranged(source, full_box(shape), expert.n_parts, is_packed=True)
+        return StoredArray(
+            f"{expert.key}[{expert.number}] of {source.origin}",
+            source.dtype,
+            expert.entry_shape(shape),
+            Extent(source.file, 0, encoding=encoding),
+        )
 
-    first, expert = experts[0]
-    return Tensor(
-        catalog.tensors[first].dtype, expert.tensor_shape(shape), lambda: list(fragments())
+    return stack(
+        [
+            Tensor(
+                catalog.tensors[name].dtype,
+                expert.entry_shape(shape),
+                compute_whole(partial(compute, name, expert)),
+            )
+            for name, expert in sorted(experts, key=lambda pair: pair[1].number)
+        ]
     )
 
 
@@ -202,12 +203,10 @@ def transpose_tensor(catalog: Catalog, key: str, name: str) -> Tensor:
     matrix = catalog.tensors[key]
     shape = matrix.shape[::-1]
 
-    def fragments() -> tuple[Fragment]:
+    def compute() -> StoredArray:
         source = source_of(catalog, key)
         encoding = Rearranged(source, full_box(source.shape), 1, is_packed=True)
         extent = Extent(source.file, 0, encoding=encoding)
-        return (
-            whole_fragment(StoredArray(f"{name} of {source.origin}", source.dtype, shape, extent)),
-        )
+        return StoredArray(f"{name} of {source.origin}", source.dtype, shape, extent)
 
-    return Tensor(matrix.dtype, shape, fragments)
+    return Tensor(matrix.dtype, shape, compute_whole(compute))

@@ -29,7 +29,7 @@ from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize, numpy_dtype
 from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_fragment
+from core.catalog.tensor import Tensor, compute_whole
 from core.quantize.source import SourceTensor, source_of
 
 if TYPE_CHECKING:
@@ -108,10 +108,9 @@ def shifted(catalog: Catalog, key: str, name: str, shift: int) -> Tensor:
         shift: the number.
     """
 
-    def fragments() -> tuple[Fragment]:
+    def compute() -> StoredArray:
         source = source_of(catalog, key)
         extent = Extent(source.file, 0, encoding=Shifted(source, shift))
-        array = StoredArray(f"{name} of {source.origin}", source.dtype, source.shape, extent)
-        return (whole_fragment(array),)
+        return StoredArray(f"{name} of {source.origin}", source.dtype, source.shape, extent)
 
-    return replace(catalog.tensors[key], fragments=fragments)
+    return replace(catalog.tensors[key], fragments=compute_whole(compute))

@@ -16,13 +16,12 @@ Source: Transformer Engine 2 ``pytorch/tensor/float8_tensor.py`` (``__reduce_ex_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_fragment
+from core.catalog.tensor import tensors_of
 from core.megatron.extras.common_state import is_chunk
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import LeafEntry, map_leaves
@@ -82,17 +81,10 @@ def dequantize_rank_weights(catalog: Catalog, dtype: str) -> DequantizedRanks:
     if not arrays:
         return DequantizedRanks(catalog, 0)
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return (whole_fragment(arrays[key]),) if key in arrays else catalog.fragments(key)
-
     result = replace(
         catalog,
-        tensors={
-            **catalog.tensors,
-            **{key: Tensor(dtype, array.shape) for key, array in arrays.items()},
-        },
+        tensors={**catalog.tensors, **tensors_of(arrays)},
         objects={key: item for key, item in catalog.objects.items() if key not in arrays},
-        fragments_of=fragments_of,
     )
     facts = replace(facts, ranks=ranks, arrays={**(facts.arrays or {}), **arrays})
     return DequantizedRanks(result.with_facet(facts), len(arrays))
