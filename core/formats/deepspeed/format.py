@@ -48,6 +48,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.catalog.tensor import whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.facets import ZeroFacts
@@ -62,7 +63,6 @@ from core.formats.deepspeed.model_parallel.grid import recorded_size
 from core.formats.deepspeed.model_parallel.read import read_model_files, read_model_parallel
 from core.formats.deepspeed.model_states import iteration_of, parse_model_states, version_of
 from core.formats.deepspeed.partitioned import read_data_parallel
-from core.formats.deepspeed.runs import tensor_of_array
 from core.formats.deepspeed.state_file import read_state_file
 from core.formats.deepspeed.tree import (
     EXTRAS,
@@ -200,7 +200,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
         raise missing_model_parallel_rank(1)
     model = with_experts(model, [read_state_file(store, name) for name in files.experts])
     # The wrapped optimizer's own state dict is stored in the model file.
-    weights = {key: tensor_of_array(array) for key, array in model.module.items()}
+    weights = {key: whole_tensor(array) for key, array in model.module.items()}
     weights, aliases = with_shared(model, weights)
     tree = tree_of(
         weights=weights, states={}, groups=[], optimizer={}, other_entries=model.other_entries

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import whole_tensor
 from core.errors import ReplicaMismatchError
-from core.formats.deepspeed.runs import tensor_in_groups, tensor_of_array
+from core.formats.deepspeed.runs import tensor_in_groups
 from core.formats.deepspeed.state_file import MIXED_STEPS_HINT
 from core.formats.deepspeed.tree import WholeObject
 from core.pickle.inert import TensorLeaf, walk
@@ -35,7 +36,7 @@ class StatesByParameter:
     """The optimizer's states by parameter.
 
     Args:
-        states: parameter → state name → ``UnkeyedTensor`` or ``WholeObject``; only parameters that
+        states: parameter → state name → ``Tensor`` or ``WholeObject``; only parameters that
             have a state.
         dropped: states that cannot be divided among parameters, with the reason.
     """
@@ -143,7 +144,7 @@ def _state_kind(store: ReadStore, optim: Sequence[OptimStates], group: int, stat
     scalar_shapes = {(), (1,)} if state == STEP else {()}
     if scalar_shapes.issuperset(array.shape for array in arrays):
         _check_equal(store, arrays, state)
-        return tensor_of_array(arrays[0])
+        return whole_tensor(arrays[0])
     if any(len(array.shape) != 1 or array.extent.strides is not None for array in arrays):
         return None
     # Longer states are padded, as the weights may be; the padding is never read.

@@ -29,12 +29,12 @@ from core.megatron.optimizer.proof import are_masters
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
+    from core.catalog.tensor import Tensor
     from core.files.store import ReadStore
     from core.formats.deepspeed.files import ZeroRankFiles
     from core.formats.deepspeed.model_states import ModelStates
     from core.formats.deepspeed.optim_states import OptimStates
     from core.formats.deepspeed.partition import CutParameters, Shapes
-    from core.formats.deepspeed.runs import UnkeyedTensor
     from core.formats.deepspeed.state_file import StateFile
 
 
@@ -48,7 +48,7 @@ class PartitionedStates:
         facts: stage and number of ranks.
         weights: weights by name.
         aliases: shared name → name of the owner.
-        states: parameter → state name → ``UnkeyedTensor`` or ``WholeObject``.
+        states: parameter → state name → ``Tensor`` or ``WholeObject``.
         param_groups: the settings of the optimizer's groups, as stored.
         names_of: number of a flat group → names of its parameters; {} if unknown.
         other_entries: all other entries of the optimizer's state.
@@ -65,7 +65,7 @@ class PartitionedStates:
     model: ModelStates
     state: StateFile
     facts: ZeroFacts
-    weights: Mapping[str, UnkeyedTensor]
+    weights: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     states: Mapping[str, Mapping[str, object]]
     param_groups: Sequence[Mapping[object, object]]
@@ -224,7 +224,7 @@ def read_partitioned(
     )
 
 
-def _frozen_notes(model: ModelStates, weights: Mapping[str, UnkeyedTensor]) -> list[str]:
+def _frozen_notes(model: ModelStates, weights: Mapping[str, Tensor]) -> list[str]:
     """Return a note on frozen parameters, which have no master weights in float32."""
     narrow = [name for name in model.frozen if weights[name].dtype in ("bfloat16", "float16")]
     if not narrow:

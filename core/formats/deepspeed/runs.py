@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.arrays.box import Shape, boxes_of_flat_range, full_box
+from core.arrays.box import Shape, boxes_of_flat_range
 from core.arrays.dtypes import itemsize
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment
+from core.catalog.tensor import Fragment, Tensor
 
 if TYPE_CHECKING:
     from core.formats.deepspeed.partition import Partition
@@ -38,48 +38,22 @@ class StoredRun:
     n: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnkeyedTensor:
-    """A tensor of the catalog, before it has a key.
-
-    Args:
-        dtype: canonical dtype name.
-        shape: shape of the tensor, in elements.
-        fragments: returns the fragments, given the key.
-    """
-
-    dtype: str
-    shape: Shape
-    fragments: Callable[[str], Sequence[Fragment]]
-
-
-def tensor_of_array(array: StoredArray) -> UnkeyedTensor:
-    """Return a tensor that consists of one stored array."""
-
-    def fragments(key: str) -> Sequence[Fragment]:
-        return (Fragment(full_box(array.shape), array, (0,) * len(array.shape)),)
-
-    return UnkeyedTensor(array.dtype, array.shape, fragments)
-
-
-def tensor_of_runs(
-    dtype: str, shape: Shape, runs: Callable[[], Iterable[StoredRun]]
-) -> UnkeyedTensor:
+def tensor_of_runs(dtype: str, shape: Shape, runs: Callable[[], Iterable[StoredRun]]) -> Tensor:
     """Return a tensor whose elements are stored in several flat arrays.
 
     Args:
         runs: returns the runs that together are the tensor; called when fragments are requested.
     """
 
-    def fragments(key: str) -> Sequence[Fragment]:
-        return tuple(fragment for run in runs() for fragment in fragments_of_run(key, shape, run))
+    def fragments() -> Sequence[Fragment]:
+        return tuple(fragment for run in runs() for fragment in list_run_fragments(shape, run))
 
-    return UnkeyedTensor(dtype, shape, fragments)
+    return Tensor(dtype, shape, fragments)
 
 
 def tensor_in_groups(
     partition: Partition, name: str, shape: Shape, flat: Sequence[Sequence[StoredArray]]
-) -> UnkeyedTensor:
+) -> Tensor:
     """Return a parameter, or one of its states, that is stored in the flat groups of all ranks.
 
     Args:
@@ -107,7 +81,7 @@ def list_runs_in_groups(
     ]
 
 
-def fragments_of_run(key: str, shape: Shape, run: StoredRun) -> list[Fragment]:
+def list_run_fragments(shape: Shape, run: StoredRun) -> list[Fragment]:
     """Return the fragments of one run, one per box, in C order."""
     position = run.at
     fragments = []

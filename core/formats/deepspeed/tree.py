@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Tensor, tensors_of, whole_tensor
 from core.errors import CorruptError
-from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class WholeObject:
 class _KeyedEntries:
     """The tensors and objects of a tree by key."""
 
-    tensors: dict[str, UnkeyedTensor]
+    tensors: dict[str, Tensor]
     objects: dict[str, StoredObject]
 
     def add(self, node: object, path: tuple[str, ...]) -> object:
@@ -62,7 +61,7 @@ class _KeyedEntries:
         key = ".".join(path)
         if key in self.tensors or key in self.objects:
             raise CorruptError("two entries have the same name", key=key)
-        if isinstance(node, UnkeyedTensor):
+        if isinstance(node, Tensor):
             self.tensors[key] = node
             return TensorLeaf(key)
         assert isinstance(node, WholeObject)
@@ -80,7 +79,7 @@ def assemble_catalog(
     """Return the catalog of a tree.
 
     Args:
-        tree: nested dicts and lists with ``UnkeyedTensor`` and ``WholeObject`` as leaves.
+        tree: nested dicts and lists with ``Tensor`` and ``WholeObject`` as leaves.
         files: the files that contain the tensors inside objects.
 
     Raises:
@@ -97,19 +96,12 @@ def assemble_catalog(
         if isinstance(node, TensorLeaf)
     }
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        tensor = entries.tensors.get(key) or tensor_of_array(hidden[key])
-        return tensor.fragments(key)
-
     return Catalog(
         format=format,
         version=version,
-        tensors={
-            key: Tensor(tensor.dtype, tensor.shape) for key, tensor in entries.tensors.items()
-        },
-        fragments_of=fragments_of,
+        tensors=entries.tensors,
         objects=entries.objects,
-        hidden={key: Tensor(array.dtype, array.shape) for key, array in hidden.items()},
+        hidden=tensors_of(hidden),
         skeleton=skeleton,
     )
 
@@ -125,7 +117,7 @@ def spread(value: object, file: StateFile) -> object:
     if isinstance(value, (list, tuple)) and any(_is_container(item) for item in value):
         return [spread(item, file) for item in value]
     if isinstance(value, TensorLeaf):
-        return tensor_of_array(file.arrays[value.key])
+        return whole_tensor(file.arrays[value.key])
     return WholeObject(value)
 
 
@@ -161,7 +153,7 @@ def group_trees(
 
 def tree_of(
     *,
-    weights: Mapping[str, UnkeyedTensor],
+    weights: Mapping[str, Tensor],
     states: Mapping[str, Mapping[str, object]],
     groups: Sequence[Mapping[str, object]],
     optimizer: Mapping[str, object],
@@ -171,7 +163,7 @@ def tree_of(
 
     Args:
         weights: weights by name.
-        states: parameter name → state name → ``UnkeyedTensor`` or ``WholeObject``.
+        states: parameter name → state name → ``Tensor`` or ``WholeObject``.
         groups: result of ``group_trees``.
         optimizer: other values of the optimizer by name; those that are None are skipped.
         other_entries: all other values by name; those that are None are skipped.

@@ -11,14 +11,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.catalog.key_patterns import some_of
+from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CheckpointingException, MissingShardError, UnsafeError
-from core.formats.deepspeed.runs import (
-    StoredRun,
-    UnkeyedTensor,
-    reshaped,
-    tensor_of_array,
-    tensor_of_runs,
-)
+from core.formats.deepspeed.runs import StoredRun, reshaped, tensor_of_runs
 from core.formats.deepspeed.widened import as_float32
 
 if TYPE_CHECKING:
@@ -29,23 +24,23 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.model_states import ModelStates
 
 
-def buffers(model: ModelStates) -> dict[str, UnkeyedTensor]:
+def buffers(model: ModelStates) -> dict[str, Tensor]:
     """Return the buffers of the module, those of 16 bits as float32."""
     return {
-        name: tensor_of_array(as_float32(model.module[name]))
+        name: whole_tensor(as_float32(model.module[name]))
         for name in model.buffers
         if name in model.module
     }
 
 
-def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, UnkeyedTensor]:
+def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, Tensor]:
     """Return the frozen parameters: complete in ZeRO-2, a part on every rank in ZeRO-3.
 
     Raises:
         MissingShardError: a model file lacks its part of a frozen parameter.
         CorruptError: a part has another size than the shape requires.
     """
-    tensors: dict[str, UnkeyedTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shape in models[0].frozen.items():
         # Every model file lists all frozen parameters, and has its own part of them.
         arrays = []
@@ -68,13 +63,13 @@ def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, UnkeyedTensor
                     f"the frozen parameter has shape {array.shape}, not {shape}", key=name
                 )
             array = reshaped(array, shape)
-        tensors[name] = tensor_of_array(array)
+        tensors[name] = whole_tensor(array)
     return tensors
 
 
 def _frozen_3(
     models: Sequence[ModelStates], name: str, shape: Shape, arrays: Sequence[StoredArray]
-) -> UnkeyedTensor:
+) -> Tensor:
     """Return a frozen parameter of ZeRO-3, of which every rank has a part.
 
     Args:
@@ -114,13 +109,13 @@ class UnlistedWeights:
         dropped: parameters whose data is not stored, with the reason.
     """
 
-    tensors: dict[str, UnkeyedTensor]
+    tensors: dict[str, Tensor]
     notes: list[str]
     dropped: list[str]
 
 
 def unlisted_weights(
-    model: ModelStates, listed: Mapping[str, UnkeyedTensor], stage: int
+    model: ModelStates, listed: Mapping[str, Tensor], stage: int
 ) -> UnlistedWeights:
     """Return the parameters that only the module contains.
 
@@ -138,15 +133,15 @@ def unlisted_weights(
             f"parameters in no optimizer group, read from the model file in its precision: "
             f"{some_of(names)} (zero_to_fp32 omits them)"
         )
-    tensors = {name: tensor_of_array(model.module[name]) for name in names}
+    tensors = {name: whole_tensor(model.module[name]) for name in names}
     return UnlistedWeights(
         tensors, notes, [f"{name} (ZeRO-3 does not store its parts)" for name in lost]
     )
 
 
 def with_shared(
-    model: ModelStates, weights: Mapping[str, UnkeyedTensor]
-) -> tuple[dict[str, UnkeyedTensor], dict[str, str]]:
+    model: ModelStates, weights: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the weights with shared parameters added, and shared name → name of the owner."""
     tensors = dict(weights)
     aliases = {}

@@ -8,8 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
-from core.catalog.tensor import Fragment
-from core.formats.deepspeed.runs import UnkeyedTensor
+from core.catalog.tensor import Fragment, Tensor
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -30,9 +29,7 @@ class TensorParallelPiece:
     to: Shape
 
 
-def joined(
-    shards: Sequence[UnkeyedTensor], shape: Shape, pieces: Sequence[TensorParallelPiece]
-) -> UnkeyedTensor:
+def joined(shards: Sequence[Tensor], shape: Shape, pieces: Sequence[TensorParallelPiece]) -> Tensor:
     """Return the tensor that consists of pieces of shards.
 
     Args:
@@ -41,11 +38,11 @@ def joined(
         pieces: disjoint in the result, which they cover.
     """
 
-    def fragments(key: str) -> Sequence[Fragment]:
+    def fragments() -> Sequence[Fragment]:
         parts = []
         for piece in pieces:
             delta = [to - start for to, start in zip(piece.to, piece.box.offset, strict=True)]
-            for fragment in shards[piece.tp_rank].fragments(key):
+            for fragment in shards[piece.tp_rank].fragments():
                 box = fragment.box.intersect(piece.box)
                 if box is None or box.is_empty:
                     continue
@@ -58,22 +55,10 @@ def joined(
                 parts.append(Fragment(box.shift(delta), fragment.array, at))
         return parts
 
-    return UnkeyedTensor(shards[0].dtype, shape, fragments)
+    return Tensor(shards[0].dtype, shape, fragments)
 
 
-def with_replicas(tensors: Sequence[UnkeyedTensor]) -> UnkeyedTensor:
-    """Return the first of equal tensors, with the fragments of the others as its replicas.
-
-    Conversions and ``validate --deep`` compare replicas completely.
-    """
-
-    def fragments(key: str) -> Sequence[Fragment]:
-        return [fragment for tensor in tensors for fragment in tensor.fragments(key)]
-
-    return UnkeyedTensor(tensors[0].dtype, tensors[0].shape, fragments)
-
-
-def are_equal(store: ReadStore, tensors: Sequence[UnkeyedTensor], most_bytes: int) -> bool:
+def are_equal(store: ReadStore, tensors: Sequence[Tensor], most_bytes: int) -> bool:
     """Return whether tensors have the same first bytes, as they are stored.
 
     It tells ranks of different checkpoints apart while one is opened, at little cost.
@@ -88,10 +73,10 @@ def are_equal(store: ReadStore, tensors: Sequence[UnkeyedTensor], most_bytes: in
     return all(_first_bytes(store, other, most_bytes) == first for other in tensors[1:])
 
 
-def _first_bytes(store: ReadStore, tensor: UnkeyedTensor, most_bytes: int) -> bytes:
+def _first_bytes(store: ReadStore, tensor: Tensor, most_bytes: int) -> bytes:
     """Read the first bytes of a tensor whose fragments are dense and in order, replicas last."""
     data, n_elements = b"", 0
-    for fragment in tensor.fragments("replica"):
+    for fragment in tensor.fragments():
         array = fragment.array
         if array is None or len(data) >= most_bytes or n_elements >= prod(tensor.shape):
             break

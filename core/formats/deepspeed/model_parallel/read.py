@@ -28,17 +28,18 @@ from typing import TYPE_CHECKING
 
 from core.catalog.facets import WeightCopies
 from core.catalog.key_patterns import some_of
+from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, rank_files
 from core.formats.deepspeed.model_parallel.grid import grid_of
-from core.formats.deepspeed.model_parallel.join import are_equal, joined, with_replicas
+from core.formats.deepspeed.model_parallel.join import are_equal, joined
 from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, plan_whole, rules_of
 from core.formats.deepspeed.model_parallel.whole import is_whole, read_hidden_size
 from core.formats.deepspeed.model_states import parse_model_states
 from core.formats.deepspeed.partitioned import PartitionedStates, read_data_parallel
-from core.formats.deepspeed.runs import UnkeyedTensor, pair_with_copy, tensor_of_array
+from core.formats.deepspeed.runs import pair_with_copy
 from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, mapping_or_empty, read_state_file
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS, spread
 from core.formats.deepspeed.weights import with_shared
@@ -87,7 +88,7 @@ def read_model_parallel(
         stage_plans = _plan_stage(store, shards, rules)
         stages.append(_joined_stage(store, shards, stage_plans) if stage_plans else shards[0])
         plans |= stage_plans
-    weights: dict[str, UnkeyedTensor] = {}
+    weights: dict[str, Tensor] = {}
     states: dict[str, Mapping[str, object]] = {}
     for stage in stages:
         for name, tensor in stage.weights.items():
@@ -98,7 +99,7 @@ def read_model_parallel(
                     key=name,
                     hint=MIXED_STEPS_HINT,
                 )
-            weights[name] = with_replicas([weights[name], tensor]) if name in weights else tensor
+            weights[name] = weights[name].with_replicas(tensor) if name in weights else tensor
         states = {**stage.states, **states}
     # What only the files of layers contain: frozen parameters and buffers.
     untrained, plans = _untrained(store, layers, weights, rules, plans, head.model)
@@ -228,7 +229,7 @@ def read_model_files(
 
 def _join_modules(
     store: ReadStore, models: Sequence[ModelStates], rules: TensorParallelRules
-) -> tuple[dict[str, UnkeyedTensor], dict[str, JoinPlan]]:
+) -> tuple[dict[str, Tensor], dict[str, JoinPlan]]:
     """Return the weights in the model files of tensor-parallel ranks, joined, and their plans.
 
     Raises:
@@ -236,7 +237,7 @@ def _join_modules(
         ReplicaMismatchError: ranks that should have the same values have others.
     """
     head = models[0]
-    weights: dict[str, UnkeyedTensor] = {}
+    weights: dict[str, Tensor] = {}
     plans: dict[str, JoinPlan] = {}
     hidden_size = read_hidden_size(head, store)
     for name in sorted(head.module, key=lambda name: name.endswith(".bias")):
@@ -244,7 +245,7 @@ def _join_modules(
         for model in models:
             if name not in model.module:
                 raise model.state.mismatch("other ranks have the parameter", key=name)
-            shards.append(tensor_of_array(model.module[name]))
+            shards.append(whole_tensor(model.module[name]))
         if len(models) == 1:
             weights[name] = shards[0]
             continue
@@ -257,7 +258,7 @@ def _join_modules(
 def _check_complete(
     models: Sequence[ModelStates],
     optimizers: Sequence[object],
-    weights: Mapping[str, UnkeyedTensor],
+    weights: Mapping[str, Tensor],
     grid: StageGrid,
 ) -> None:
     """Raise if the model's files lack a parameter that ZeRO names, or that an optimizer counts.
@@ -402,7 +403,7 @@ def _plan_stage(
 def _plan_parameter(
     store: ReadStore,
     name: str,
-    shards: Sequence[UnkeyedTensor],
+    shards: Sequence[Tensor],
     rules: TensorParallelRules,
     plans: Mapping[str, JoinPlan],
     hidden_size: int | None,
@@ -445,7 +446,7 @@ def _joined_stage(
         )
         for state, value in head.states.get(name, {}).items():
             values = [shard.states.get(name, {}).get(state) for shard in shards]
-            tensors = [item for item in values if isinstance(item, UnkeyedTensor)]
+            tensors = [item for item in values if isinstance(item, Tensor)]
             if not tensors:
                 states.setdefault(name, {})[state] = value
                 continue
@@ -479,12 +480,12 @@ def _joined_stage(
 def _joined_tensor(
     store: ReadStore,
     name: str,
-    tensors: Sequence[UnkeyedTensor],
+    tensors: Sequence[Tensor],
     plan: JoinPlan | None,
     model: ModelStates,
     *,
     is_weight: bool,
-) -> UnkeyedTensor:
+) -> Tensor:
     """Return a tensor, joined from its shards.
 
     Args:
@@ -504,22 +505,21 @@ def _joined_tensor(
             hint=MIXED_STEPS_HINT,
         )
     if plan is None:
-        return with_replicas(tensors)
+        return tensors[0].with_replicas(*tensors[1:])
     if plan.is_replicated:
-        return with_replicas(
-            [joined([tensor] * len(tensors), plan.shape, plan.pieces) for tensor in tensors]
-        )
+        whole = [joined([tensor] * len(tensors), plan.shape, plan.pieces) for tensor in tensors]
+        return whole[0].with_replicas(*whole[1:])
     return joined(tensors, plan.shape, plan.pieces)
 
 
 def _untrained(
     store: ReadStore,
     layers: Mapping[int, Mapping[int, str]],
-    weights: Mapping[str, UnkeyedTensor],
+    weights: Mapping[str, Tensor],
     rules: TensorParallelRules,
     plans: Mapping[str, JoinPlan],
     model: ModelStates,
-) -> tuple[dict[str, UnkeyedTensor], dict[str, JoinPlan]]:
+) -> tuple[dict[str, Tensor], dict[str, JoinPlan]]:
     """Return what the files of layers contain and the optimizer files do not, and its plans.
 
     Args:
@@ -546,7 +546,7 @@ def _untrained(
             if not isinstance(value, TensorLeaf):
                 continue
             short = files[0].name(key, "the file")
-            shards = [tensor_of_array(file.tensor(file.root.get(key), short)) for file in files]
+            shards = [whole_tensor(file.tensor(file.root.get(key), short)) for file in files]
             name = f"{layer}.{short}"
             shape, plan = shards[0].shape, plans.get(name)
             if len(shards) > 1 or rules.is_recorded:

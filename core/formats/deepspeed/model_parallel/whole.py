@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException
 from core.files.source_store import open_store
 from core.formats.deepspeed.model_parallel.join import are_equal
-from core.formats.deepspeed.runs import UnkeyedTensor
 from core.formats.deepspeed.state_file import mapping_or_empty
 from core.formats.huggingface.files import config_of
 from core.pickle.inert import attributes
@@ -69,7 +69,7 @@ def _stated_size(store: ReadStore) -> int | None:
 def is_whole(
     store: ReadStore,
     name: str,
-    shards: Sequence[UnkeyedTensor],
+    shards: Sequence[Tensor],
     rules: TensorParallelRules,
     *,
     plans: Mapping[str, JoinPlan],

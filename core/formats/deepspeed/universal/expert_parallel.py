@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import full_box
 from core.catalog.stored import PlannedArray
-from core.catalog.tensor import Fragment, TargetTensor, clip_fragment
+from core.catalog.tensor import Fragment, TargetTensor, Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.formats.deepspeed.experts import expert_of, numbered
-from core.formats.deepspeed.runs import UnkeyedTensor
 from core.formats.deepspeed.universal.names import CAT_DIM, STEP, state_of
 from core.formats.deepspeed.universal.parameter import UniversalParameter
 
@@ -303,20 +302,12 @@ def part_of_stack(
 
     def part(tensor: object) -> object:
         # Steps and other values are the same for all ranks.
-        if not isinstance(tensor, UnkeyedTensor) or tensor.shape != shape:
+        if not isinstance(tensor, Tensor) or tensor.shape != shape:
             return tensor
         extent = shape[0] // ep
-
-        def fragments(key: str) -> Sequence[Fragment]:
-            clipped = (
-                clip_fragment(fragment, start=ep_rank * extent, extent=extent)
-                for fragment in tensor.fragments(key)
-            )
-            return tuple(fragment for fragment in clipped if fragment is not None)
-
-        return UnkeyedTensor(tensor.dtype, (extent, *shape[1:]), fragments)
+        return tensor.narrow(0, ep_rank * extent, extent)
 
     weight = part(parameter.weight)
-    assert isinstance(weight, UnkeyedTensor)
+    assert isinstance(weight, Tensor)
     states = {name: part(state) for name, state in parameter.states.items()}
     return UniversalParameter(weight, states, {} if extras in ({}, {CAT_DIM: 0}) else extras)

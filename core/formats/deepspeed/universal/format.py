@@ -47,6 +47,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import check_name
 from core.formats.deepspeed.experts import expert_of
@@ -58,7 +59,6 @@ from core.formats.deepspeed.model_states import (
     version_of,
 )
 from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
-from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
 from core.formats.deepspeed.state_file import StateFile, mapping_or_empty, read_state_file
 from core.formats.deepspeed.tree import (
     EXTRAS,
@@ -266,7 +266,7 @@ def _check_complete(folder: str, parameters: Mapping[str, UniversalParameter]) -
 
 def _weights(
     models: Sequence[ModelStates], parameters: Mapping[str, UniversalParameter]
-) -> tuple[dict[str, UnkeyedTensor], dict[str, str]]:
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return all weights, including buffers and frozen parameters, and shared name → owner."""
     weights = buffers(models[0]) if models else {}
     weights |= {name: parameter.weight for name, parameter in parameters.items()}
@@ -356,7 +356,7 @@ def _states(
         if step is None:
             continue
         entry = (
-            tensor_of_array(optim.arrays[step.key])
+            whole_tensor(optim.arrays[step.key])
             if isinstance(step, TensorLeaf)
             else WholeObject(step)
         )

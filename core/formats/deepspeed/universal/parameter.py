@@ -15,8 +15,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CheckpointingException, CorruptError, MissingShardError
-from core.formats.deepspeed.runs import UnkeyedTensor, reshaped, tensor_of_array
+from core.formats.deepspeed.runs import reshaped
 from core.formats.deepspeed.state_file import read_value, type_of
 from core.formats.deepspeed.tree import WholeObject
 from core.formats.deepspeed.universal.names import CAT_DIM, FP32, PARAM, STEP, plain_extras
@@ -33,11 +34,11 @@ class UniversalParameter:
 
     Args:
         weight: the master weights.
-        states: state name → ``UnkeyedTensor`` or ``WholeObject``.
+        states: state name → ``Tensor`` or ``WholeObject``.
         extras: how tensor parallelism shards the parameter; {} if along axis 0.
     """
 
-    weight: UnkeyedTensor
+    weight: Tensor
     states: dict[str, object]
     extras: Mapping[str, object]
 
@@ -116,9 +117,9 @@ def read_parameter(
         problem = _state_problem(stem, value, state_extras, weight=weight, extras=extras)
         if problem is not None:
             raise CorruptError(problem, file=f"{folder}/{stem}.pt", key=name)
-        states[stem] = tensor_of_array(value)
+        states[stem] = whole_tensor(value)
     is_usual = dict(extras) in ({}, {CAT_DIM: 0})
-    return UniversalParameter(tensor_of_array(weight), states, {} if is_usual else extras)
+    return UniversalParameter(whole_tensor(weight), states, {} if is_usual else extras)
 
 
 def _state_problem(
