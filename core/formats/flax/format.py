@@ -27,6 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from core.arrays.box import boxes_of_flat_range, full_box
@@ -118,8 +119,10 @@ def read(store: ReadStore) -> Catalog:
     catalog: Catalog = Catalog(
         format="flax",
         version=None,
-        tensors={key: Tensor(array.dtype, array.shape) for key, array in arrays.items()},
-        fragments_of=lambda key: _fragments(key, arrays[key]),
+        tensors={
+            key: Tensor(array.dtype, array.shape, partial(_fragments, key, array))
+            for key, array in arrays.items()
+        },
         objects=objects,
         skeleton=nest_leaves(marked) if marked else {},
     )

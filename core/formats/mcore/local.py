@@ -41,7 +41,7 @@ from core.arrays.box import Box, Shape
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.key_patterns import some_of
 from core.catalog.stored import StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format
 from core.formats.mcore.common_state import with_common_state
@@ -307,7 +307,8 @@ def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = 
             if is_single and box.shape != meta.shape:
                 key, meta = array_name(key, box), replace(meta, shape=box.shape)
                 box = replace(box, offset=(0,) * box.rank)
-            first = tensors.setdefault(key, meta)
+            parts = fragments.setdefault(key, [])
+            first = tensors.setdefault(key, replace(meta, fragments=bind_argument(tuple, parts)))
             if first != meta:
                 raise CorruptError(
                     f"the tensor is {first.dtype} of shape {first.shape} in one file, and "
@@ -316,7 +317,7 @@ def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = 
                     key=key,
                 )
             at = (0,) * len(shard.array.shape)
-            fragments.setdefault(key, []).append(Fragment(box, shard.array, at))
+            parts.append(Fragment(box, shard.array, at))
 
     # Replicas of an object are those of its key; the first rank's are used.
     objects: dict[str, StoredObject] = {}
@@ -334,7 +335,6 @@ def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = 
         format="mcore_local",
         version=None,
         tensors=tensors,
-        fragments_of=fragments.__getitem__,
         objects=objects,
     )
     return with_common_state(catalog.with_hidden(arrays), contents[0].common, file=label)

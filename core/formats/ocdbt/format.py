@@ -51,7 +51,7 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.attributes import ROOT, Attributes, with_attributes
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import ZarrFacts
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format, imported_on_call
 from core.formats.missing_entries import report_missing
@@ -122,16 +122,18 @@ def read(store: ReadStore) -> Catalog:
 
     # Building the fragments of an array may read the indexes of its shards.
     @lru_cache(maxsize=64)
-    def fragments_of(key: str) -> Sequence[Fragment]:
+    def read_fragments(key: str) -> Sequence[Fragment]:
         return tuple(arrays[key].fragments(key))
 
     catalog = Catalog(
         format="orbax",
         version=None,
         tensors={
-            key: Tensor(array.array.dtype, array.array.grid.shape) for key, array in arrays.items()
+            key: Tensor(
+                array.array.dtype, array.array.grid.shape, bind_argument(read_fragments, key)
+            )
+            for key, array in arrays.items()
         },
-        fragments_of=fragments_of,
         objects=objects,
         skeleton=_skeleton(store, parts),
     )

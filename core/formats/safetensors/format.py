@@ -44,7 +44,7 @@ from core.catalog.attributes import (
 from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
-from core.catalog.tensor import Fragment
+from core.catalog.tensor import tensors_of
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -300,22 +300,12 @@ def _with_further_models(catalog: Catalog, store: ReadStore) -> Catalog:
         taken = next((key for key in arrays if key in catalog.tensors), None)
         if taken is not None:
             raise CorruptError("a tensor of the first model has this key", file=stem, key=taken)
-        part = catalog_of_arrays(format=catalog.format, arrays=arrays)
-        catalog = _joined(catalog, part)
+        catalog = replace(catalog, tensors={**catalog.tensors, **tensors_of(arrays)})
         own = {name: text for name, text in header.metadata.items() if name not in DEFAULT_METADATA}
         by_path |= {stem: own} if own else {}
     facts = catalog.facet(WeightFileFacts) or WeightFileFacts()
     catalog = with_attributes(catalog, by_path)
     return catalog.with_facet(replace(facts, further_models=stems)) if stems else catalog
-
-
-def _joined(first: Catalog, second: Catalog) -> Catalog:
-    """Return a catalog with the tensors of both."""
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return second.fragments(key) if key in second.tensors else first.fragments(key)
-
-    return replace(first, tensors={**first.tensors, **second.tensors}, fragments_of=fragments_of)
 
 
 def _catalog_of_pieces(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:

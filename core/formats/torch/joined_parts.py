@@ -27,7 +27,7 @@ from math import prod
 from core.arrays.box import Box, Shape
 from core.catalog.catalog import StoredObject
 from core.catalog.stored import StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.formats.torch.tree import TorchTree
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping
 
@@ -43,12 +43,11 @@ class JoinedParts:
     """The parts of a tensor.
 
     Args:
-        tensors, fragments, objects: its parts and settings, by key.
+        tensors, objects: its parts and settings, by key.
         skeleton: the mapping of the parts, with a leaf for each.
     """
 
     tensors: Mapping[str, Tensor]
-    fragments: Mapping[str, Sequence[Fragment]]
     objects: Mapping[str, StoredObject]
     skeleton: Mapping[object, object]
 
@@ -84,7 +83,7 @@ def joined_parts(
 
     n_of_row = prod(shape[1:])
     tensors: dict[str, Tensor] = {}
-    fragments: dict[str, list[Fragment]] = {}
+    fragments_of: dict[str, list[Fragment]] = {}
     for box, tree in chunks:
         for part, array in tree.arrays.items():
             name = part.rpartition(".")[2]
@@ -97,18 +96,19 @@ def joined_parts(
                 begin = array.shape[0] * box.offset[0] * n_of_row // n_chunk
                 extents = (n_all // n_chunk, *array.shape[1:])
                 offset = (begin, *offset[1:])
-            elif part in fragments:
+            elif part in fragments_of:
                 # Readers of DCP take either copy, so that the table of one chunk serves.
-                first = fragments[part][0].array
+                first = fragments_of[part][0].array
                 if first is None or not _is_copy(array, first):
                     return f"{settings.get('class')} of torchao whose chunks have different {name}"
                 continue
-            meta = Tensor(array.dtype, extents)
+            fragments = fragments_of.setdefault(part, [])
+            meta = Tensor(array.dtype, extents, bind_argument(tuple, fragments))
             if tensors.setdefault(part, meta) != meta:
                 return f"{settings.get('class')} of torchao whose chunks do not fit each other"
             named = replace(array, name=array_name(part, box))
             at = (0,) * len(array.shape)
-            fragments.setdefault(part, []).append(Fragment(Box(offset, array.shape), named, at))
+            fragments.append(Fragment(Box(offset, array.shape), named, at))
     # The shape that is recorded is that of a chunk.
     objects = dict(first_tree.objects)
     leaves: dict[object, object] = {}
@@ -121,7 +121,7 @@ def joined_parts(
             if part not in objects or setting in _SHAPES:
                 objects[part] = StoredObject(part, value=value)
             leaves[setting] = ObjectLeaf(part)
-    return JoinedParts(tensors, fragments, objects, leaves)
+    return JoinedParts(tensors, objects, leaves)
 
 
 def _settings(tree: TorchTree) -> dict[object, object]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_fragment
+from core.catalog.tensor import tensors_of
 from core.files.store import list_files_below
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, attributes
 from core.pickle.key_text import element_type, is_scalar_call
@@ -176,23 +175,17 @@ def with_array_tensors(catalog: Catalog, store: ReadStore) -> Catalog:
         for key, array in arrays.items()
     }
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        array = arrays.get(key)
-        return catalog.fragments(key) if array is None else (whole_fragment(array),)
-
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = map_leaves(
             skeleton,
             lambda entry: TensorLeaf(entry.key) if entry.key in arrays else entry.leaf,
         )
-    tensors = {key: Tensor(array.dtype, array.shape) for key, array in arrays.items()}
     return replace(
         catalog,
-        tensors={**catalog.tensors, **tensors},
+        tensors={**catalog.tensors, **tensors_of(arrays)},
         objects={key: item for key, item in catalog.objects.items() if key not in arrays},
         skeleton=skeleton,
-        fragments_of=fragments_of,
     ).noted([f"numpy arrays become tensors: {listed_keys(arrays)}"])
 
 

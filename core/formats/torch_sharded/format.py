@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import TorchShardedFacts
-from core.catalog.tensor import Fragment, tensors_of, whole_fragment
+from core.catalog.tensor import tensors_of
 from core.errors import CorruptError, UnsupportedError
 from core.formats.format import Format, no_folders
 from core.formats.torch_sharded.names import (
@@ -182,7 +182,6 @@ def _ranks(contents: Sequence[tuple[FileFamily, Sequence[TensorFile]]]) -> list[
 def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
     """Build the catalog of one or more families of files."""
     tensors = {key: meta for family in merged for key, meta in family.tensors.items()}
-    fragments = {key: parts for family in merged for key, parts in family.fragments.items()}
     hidden = {key: array for family in merged for key, array in family.hidden.items()}
     skeleton: object = merged[0].skeleton
     if len(merged) > 1:
@@ -192,15 +191,10 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
             for name, item in (as_mapping(family.skeleton) or {}).items()
         }
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        array = hidden.get(key)
-        return fragments[key] if array is None else (whole_fragment(array),)
-
     return Catalog(
         format="torch_sharded",
         version=None,
         tensors=tensors,
-        fragments_of=fragments_of,
         objects={key: item for family in merged for key, item in family.objects.items()},
         hidden=tensors_of(hidden),
         skeleton=skeleton,

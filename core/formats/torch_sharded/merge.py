@@ -20,7 +20,7 @@ from core.arrays.box import Box, full_box
 from core.catalog.catalog import StoredObject
 from core.catalog.key_patterns import some_of
 from core.catalog.stored import StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CorruptError
 from core.formats.torch.joined_parts import JoinedParts
 from core.formats.torch_sharded.flat_parameters import (
@@ -48,7 +48,6 @@ class MergedFiles:
 
     Args:
         tensors: global tensors by key.
-        fragments: key → what the ranks hold of it.
         objects: everything else by key.
         hidden: the tensors inside objects.
         skeleton: the tree of the first rank, completed by the entries that only others have.
@@ -58,7 +57,6 @@ class MergedFiles:
     """
 
     tensors: Mapping[str, Tensor]
-    fragments: Mapping[str, Sequence[Fragment]]
     objects: Mapping[str, StoredObject]
     hidden: Mapping[str, StoredArray]
     skeleton: object
@@ -124,12 +122,11 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
         )
     return MergedFiles(
         tensors=tensors,
-        fragments=merger.fragments,
         objects={key: objects[key] for key in order if key in objects},
         hidden=merger.hidden,
         skeleton=skeleton,
         unsupported=merger.unsupported,
-        aliases=_aliases(tensors, merger.fragments),
+        aliases=_aliases(tensors),
         notes=tuple(notes),
         dropped=merger.dropped(),
     )
@@ -144,7 +141,7 @@ class _Merger:
     """
 
     def __init__(self, ranges: Mapping[str, FlatRange], incomplete: Mapping[str, str]) -> None:
-        self.fragments: dict[str, list[Fragment]] = {}
+        self._fragments: dict[str, list[Fragment]] = {}
         self.hidden: dict[str, StoredArray] = {}
         self.unsupported = dict(incomplete)
         self._ranges = ranges
@@ -172,7 +169,7 @@ class _Merger:
                 is_one = len(part.arrays) == 1
                 name = key if is_one else array_name(key, stored.boxes[0].box)
                 array = _named(stored.array, file, name)
-                self.fragments[key] += [Fragment(box.box, array, box.at) for box in stored.boxes]
+                self._fragments[key] += [Fragment(box.box, array, box.at) for box in stored.boxes]
 
     def add_plain_tensors(self, file: TensorFile) -> None:
         """Add plain tensors and views of flat parameters; raises CorruptError if files disagree."""
@@ -185,7 +182,7 @@ class _Merger:
                 # On a rank that holds nothing of the parameter, the view is empty.
                 if key in views:
                     box = Box((views[key].start - in_flat.start,), array.shape)
-                    self.fragments[key].append(Fragment(box, _named(array, file, key), (0,)))
+                    self._fragments[key].append(Fragment(box, _named(array, file, key), (0,)))
                 continue
             meta = Tensor(array.dtype, array.shape)
             if self._tensors.get(key, meta) != meta:
@@ -194,7 +191,7 @@ class _Merger:
             self._add_meta(key, meta, file)
             at = (0,) * len(array.shape)
             fragment = Fragment(full_box(array.shape), _named(array, file, key), at)
-            self.fragments[key].append(fragment)
+            self._fragments[key].append(fragment)
 
     def add_values(self, file: TensorFile) -> None:
         """Add the entries that are not tensors; raises CorruptError if one was a tensor before."""
@@ -217,14 +214,13 @@ class _Merger:
         joined: dict[str, JoinedParts] = {}
         for key, parts in self._quantized.items():
             result: JoinedParts | str = "tensor that is of torchao's classes on some ranks only"
-            if not self.fragments[key]:
+            if not self._fragments[key]:
                 result = join_quantized(key, self._tensors[key].shape, parts)
             if isinstance(result, str):
                 self.unsupported.setdefault(key, result)
             elif key not in self.unsupported:
                 joined[key] = result
-                del self._tensors[key], self.fragments[key]
-                self.fragments |= {name: list(of) for name, of in result.fragments.items()}
+                del self._tensors[key], self._fragments[key]
         return joined
 
     def entries(self) -> tuple[dict[str, Tensor], dict[str, StoredObject]]:
@@ -254,8 +250,8 @@ class _Merger:
 
     def _add_meta(self, key: str, meta: Tensor, file: TensorFile) -> None:
         """Record dtype and shape of a tensor; raise CorruptError if the files disagree."""
-        first = self._tensors.setdefault(key, meta)
-        self.fragments.setdefault(key, [])
+        parts = self._fragments.setdefault(key, [])
+        first = self._tensors.setdefault(key, replace(meta, fragments=bind_argument(tuple, parts)))
         if first != meta:
             raise CorruptError(
                 f"the tensor is {first.dtype} of shape {first.shape} in "
@@ -290,16 +286,14 @@ def _completed(tree: object, other: object) -> object:
     return rebuild(tree, parts)
 
 
-def _aliases(
-    tensors: Mapping[str, Tensor], fragments: Mapping[str, Sequence[Fragment]]
-) -> dict[str, str]:
+def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return key → first key that consists of the same bytes on every rank."""
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
     for key, meta in tensors.items():
         places = tuple(
             (part.array.extent, part.array.shape, part.box, part.at)
-            for part in fragments[key]
+            for part in meta.fragments()
             if part.array is not None
         )
         # Tensors without elements share no bytes.

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from core.arrays.box import Shape
 from core.catalog.stored import StoredArray, array_name
-from core.catalog.tensor import Fragment
+from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.formats.torch.joined_parts import JoinedParts, joined_parts
 from core.formats.torch.tree import TorchTree
 from core.formats.torch_sharded.local_part import QuantizedPart, unwrapped
@@ -61,14 +61,15 @@ def join_quantized(key: str, shape: Shape, parts: Sequence[QuantizedPart]) -> Jo
         return joined
 
     # A replica has the boxes of the first rank with the same rows.
-    fragments: dict[str, list[Fragment]] = {}
-    for name, firsts in joined.fragments.items():
-        fragments[name] = []
-        for fragment in firsts:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in joined.tensors.items():
+        fragments: list[Fragment] = []
+        for fragment in tensor.fragments():
             for array in _replicas(name, fragment, parts):
                 named = replace(array, name=f"{array.extent.file}:{array_name(name, fragment.box)}")
-                fragments[name].append(replace(fragment, array=named))
-    return replace(joined, fragments=fragments)
+                fragments.append(replace(fragment, array=named))
+        tensors[name] = replace(tensor, fragments=bind_argument(tuple, fragments))
+    return replace(joined, tensors=tensors)
 
 
 def _tree(key: str, part: QuantizedPart) -> TorchTree:

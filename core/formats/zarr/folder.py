@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import ZarrFacts
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.tensor import Tensor
+from core.catalog.tensor import Tensor, bind_argument
 from core.errors import UnsafeError, UnsupportedError
 from core.formats.zarr.array import PICKLED
 from core.formats.zarr.chunks import Chunks, fragments_of_chunks
@@ -62,7 +62,7 @@ def catalog_of_folders(
     """
 
     @lru_cache(maxsize=4)
-    def fragments_of(key: str) -> Sequence[Fragment]:
+    def read_fragments(key: str) -> Sequence[Fragment]:
         zarr_folder = folders[key]
         return fragments_of_chunks(
             store, key, zarr_folder.array, zarr_folder.chunks, file=zarr_folder.file
@@ -83,11 +83,11 @@ def catalog_of_folders(
             key: Tensor(
                 zarr_folder.array.dtype,
                 zarr_folder.array.grid.shape,
+                bind_argument(read_fragments, key),
                 attributes=zarr_folder.array.attributes or None,
             )
             for key, zarr_folder in folders.items()
         },
-        fragments_of=fragments_of,
         objects=objects or {},
         attributes={path: values for path, values in (attributes or {}).items() if values},
     )

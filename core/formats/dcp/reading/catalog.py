@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import DcpFacts, TorchDistFacts
 from core.catalog.stored import Extent, StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor, tensors_of, whole_fragment
+from core.catalog.tensor import Fragment, Tensor, bind_argument, tensors_of, whole_fragment
 from core.errors import (
     CorruptError,
     UnsupportedError,
@@ -44,13 +45,23 @@ def catalog_of(
     Raises:
         UnsupportedError, CorruptError, UnsafeError: such an object cannot be read.
     """
-    tensors = {key: Tensor(tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()}
+    list_chunks = partial(_chunks, metadata)
+    tensors = {
+        key: Tensor(tensor.dtype, tensor.shape, bind_argument(list_chunks, key))
+        for key, tensor in metadata.tensors.items()
+    }
     # Read the objects inside zstd frames. The tensors inside them are hidden.
     objects, packed_arrays = _read_packed_objects(metadata, without, store)
     hidden: dict[str, Tensor] = {}
 
     # All other objects become hidden streams, to be read when they are needed.
     stream_items: dict[str, DcpItem] = {}
+
+    def find_stream(raw_key: str) -> tuple[Fragment]:
+        item = stream_items[raw_key]
+        extent = Extent(item.file, item.offset)
+        return (whole_fragment(StoredArray(raw_key, "uint8", (item.n_bytes,), extent)),)
+
     for key, item in metadata.objects.items():
         if key in without or key in objects:
             continue
@@ -58,25 +69,15 @@ def catalog_of(
         while raw_key in tensors:
             raw_key = f"raw:{raw_key}"
         stream_items[raw_key] = item
-        hidden[raw_key] = Tensor("uint8", (item.n_bytes,))
+        hidden[raw_key] = Tensor("uint8", (item.n_bytes,), bind_argument(find_stream, raw_key))
         objects[key] = StoredObject(key, raw_key=raw_key)
     hidden |= tensors_of(packed_arrays)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key in tensors:
-            return _chunks(metadata, key)
-        array = packed_arrays.get(key)
-        if array is None:
-            item = stream_items[key]
-            array = StoredArray(key, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
-        return (whole_fragment(array),)
 
     # Entries keep the order of the file.
     catalog = Catalog(
         format=format,
         version=metadata.version,
         tensors=tensors,
-        fragments_of=fragments_of,
         objects={key: objects[key] for key in metadata.objects if key in objects},
         hidden=hidden,
         skeleton=_skeleton(metadata, objects),

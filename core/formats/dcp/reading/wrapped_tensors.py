@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Tensor
 from core.formats.dcp.columns import DcpTensor
 from core.formats.dcp.metadata import DcpMetadata
 from core.formats.torch.tree import parse
@@ -45,16 +44,12 @@ def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Cat
         return catalog
 
     # The parts take the place of their tensors; a tensor that cannot be read is an object.
-    fragments = {key: part for item in parts_of.values() for key, part in item.fragments.items()}
     tensors: dict[str, Tensor] = {}
     for key, meta in catalog.tensors.items():
         if key in parts_of:
             tensors |= parts_of[key].tensors
         elif key not in unsupported:
             tensors[key] = meta
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return fragments[key] if key in fragments else catalog.fragments(key)
 
     def leaf_of(entry: LeafEntry) -> object:
         if entry.key in parts_of and isinstance(entry.leaf, TensorLeaf):
@@ -71,7 +66,6 @@ def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Cat
     result = replace(
         catalog,
         tensors=tensors,
-        fragments_of=fragments_of,
         objects={**catalog.objects, **objects},
         unsupported={**catalog.unsupported, **unsupported},
         skeleton=None if catalog.skeleton is None else map_leaves(catalog.skeleton, leaf_of),
