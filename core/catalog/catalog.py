@@ -9,7 +9,7 @@ and with which strides. ``Catalog.bind`` reads that at copy time, with one small
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
@@ -17,7 +17,7 @@ from core.arrays.box import Box
 from core.arrays.fast_value import value
 from core.catalog.facets import RankFacts, WriteOptions
 from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray, StoredArray
-from core.catalog.tensor import Fragment, TargetFragment, Tensor, bind_argument, tensors_of
+from core.catalog.tensor import Fragment, TargetTensor, Tensor, tensors_of
 from core.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ class Catalog(Generic[ArrayT_co]):
         tensors: every global tensor by key, in a stable order. In a *rank catalog*
             (``is_rank_local``) the keys are ``<rank directory>:<name>`` and the shapes those of one
             rank; ``core.megatron.reshard.reshard.unshard`` converts them to global ones.
-        fragments_of: fragments by key, which replace those of all tensors and hidden tensors.
         objects: non-tensor entries by key.
         hidden: tensors that belong to objects (``StoredObject``), by key.
         skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, if the
@@ -109,7 +108,6 @@ class Catalog(Generic[ArrayT_co]):
     format: str
     version: str | None
     tensors: Mapping[str, Tensor[ArrayT_co]]
-    fragments_of: InitVar[Callable[[str], Sequence[Fragment[ArrayT_co]]] | None] = None
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     hidden: Mapping[str, Tensor[ArrayT_co]] = field(default_factory=dict)
     skeleton: object = None
@@ -132,16 +130,7 @@ class Catalog(Generic[ArrayT_co]):
         init=False, repr=False, compare=False
     )
 
-    def __post_init__(
-        self, fragments_of: Callable[[str], Sequence[Fragment[ArrayT_co]]] | None
-    ) -> None:
-        if fragments_of is not None:
-            for name in ("tensors", "hidden"):
-                tensors = {
-                    key: replace(tensor, fragments=bind_argument(fragments_of, key))
-                    for key, tensor in getattr(self, name).items()
-                }
-                object.__setattr__(self, name, tensors)
+    def __post_init__(self) -> None:
         # A layer has some stacks (weights, biases and their optimizer states), whose entries are
         # asked for in turn. The cache does not refer to the catalog: catalogs are freed while the
         # collector is paused.
@@ -231,19 +220,24 @@ class Catalog(Generic[ArrayT_co]):
         )
 
     def as_target(
-        self, format: str, fragments_of: Callable[[str], Sequence[TargetFragment]]
+        self, format: str, place: Callable[[str, Tensor[ArrayT_co]], TargetTensor]
     ) -> TargetCatalog:
         """Build the target catalog of a format for the same entries.
 
         Args:
             format: name of the target format.
-            fragments_of: returns the fragments of a tensor or hidden tensor, in arrays without a
+            place: returns a tensor or hidden tensor, given with its key, in arrays without a
                 position yet.
         """
         # For the type checker: replace() cannot change the type parameter.
         entries: Any = self
         target: TargetCatalog = replace(
-            entries, format=format, version=None, fragments_of=fragments_of, bind=bind_nothing
+            entries,
+            format=format,
+            version=None,
+            tensors={key: place(key, tensor) for key, tensor in self.tensors.items()},
+            hidden={key: place(key, tensor) for key, tensor in self.hidden.items()},
+            bind=bind_nothing,
         )
         return target
 

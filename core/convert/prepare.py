@@ -15,6 +15,7 @@ from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, carried_of, without_carried
 from core.catalog.key_patterns import folded, matcher
+from core.catalog.tensor import without_fragments
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
 from core.convert.global_form.build import global_form
@@ -710,7 +711,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
 
     # The plan has no tensors: it only writes the new metadata.
     dst = _choose_dst(job, source, format)
-    target = linked.catalog.as_target(format=format.name, fragments_of=lambda key: ())
+    target = linked.catalog.as_target(format.name, lambda _, tensor: without_fragments(tensor))
     empty = replace(linked.catalog, tensors={}, hidden={}, objects={})
     unread = unread_files(source, linked=linked.files)
     return Prepared(
@@ -721,7 +722,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         images=images,
         plan=make_plan(
             empty,
-            empty.as_target(format=empty.format, fragments_of=lambda key: ()),
+            empty.as_target(empty.format, lambda _, tensor: without_fragments(tensor)),
             images,
             threads=job.threads,
             memory_bytes=job.memory_bytes,

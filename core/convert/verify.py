@@ -125,9 +125,7 @@ def plan_comparison(
         bound = _bind_arrays(catalog, plan.target, store)
 
         # Use its arrays as the target, in its files as they are.
-        target = bound.as_target(
-            bound.format, lambda key: bound.tensors[key].with_arrays(_plan_array).fragments()
-        )
+        target = bound.as_target(bound.format, lambda _, tensor: tensor.with_arrays(_plan_array))
         yield (
             make_plan(
                 plan.source,

@@ -18,7 +18,7 @@ several processes have parts of it; ``whole``: every tensor is an array.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from core.arrays.box import Box, Shape, full_box
@@ -27,7 +27,13 @@ from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray, array_name
-from core.catalog.tensor import AnyTensor, Fragment, TargetFragment, TargetTensor, Tensor
+from core.catalog.tensor import (
+    AnyTensor,
+    Fragment,
+    TargetFragment,
+    Tensor,
+    bind_argument,
+)
 from core.errors import UsageError
 from core.formats.format import Format
 from core.formats.zarr.grid import ChunkGrid
@@ -175,25 +181,25 @@ def target_of(
     _refuse_duplicates(contributions)
     # The arrays to write: those of tensors, and one hidden array of bytes for each object.
     boxes = _boxes_by_key(contributions, metas, format.partition)
-    streams: dict[str, TargetTensor] = {}
+    streams: dict[str, int] = {}
     objects: dict[str, StoredObject] = {}
     has_files = format.partition == "as_stored"
     for number, contribution in enumerate(contributions):
         for key, n_bytes in contribution.streams:
             hidden = stream_key(key)
-            streams[hidden] = Tensor("uint8", (n_bytes,))
+            streams[hidden] = n_bytes
             boxes[hidden] = {full_box((n_bytes,)): number}
             coords = ((HOLDER, number),) if has_files else ()
             objects[key] = StoredObject(key, raw_key=hidden, coords=coords)
 
-    def fragments_of(key: str) -> Sequence[TargetFragment]:
-        meta = streams.get(key) or metas[key]
+    def plan_fragments(key: str) -> Sequence[TargetFragment]:
+        dtype = "uint8" if key in streams else metas[key].dtype
         fragments = []
         for box, number in boxes[key].items():
             # Where every process has files of its own, the coordinate chooses the file.
             array = PlannedArray(
                 key if key in streams else array_name(key, box),
-                meta.dtype,
+                dtype,
                 box.shape,
                 coords=((HOLDER, number),) if has_files else (),
             )
@@ -203,10 +209,15 @@ def target_of(
     return Catalog(
         format=format.name,
         version=None,
-        tensors=metas,
-        fragments_of=fragments_of,
+        tensors={
+            key: replace(tensor, fragments=bind_argument(plan_fragments, key))
+            for key, tensor in metas.items()
+        },
         objects=objects,
-        hidden=streams,
+        hidden={
+            key: Tensor("uint8", (n_bytes,), bind_argument(plan_fragments, key))
+            for key, n_bytes in streams.items()
+        },
         write=options,
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from core.arrays.box import Box
 from core.catalog.catalog import TargetCatalog
 from core.catalog.file_image import FileImage, no_literals
-from core.catalog.tensor import Fragment, TargetFragment
+from core.catalog.tensor import Fragment, TargetFragment, TargetTensor, bind_argument
 
 HOLDER = "file"
 """Coordinate of an array that names the only process that fills it.
@@ -48,11 +48,16 @@ def find_share(
     """
     # Reduce the catalog to the process's boxes, and to the tensors that have any.
     fragments = {key: clip_fragments(target, key, boxes) for key, boxes in boxes_of.items()}
+
+    def share_of(tensors: Mapping[str, TargetTensor]) -> dict[str, TargetTensor]:
+        return {
+            key: replace(tensor, fragments=bind_argument(tuple, fragments[key]))
+            for key, tensor in tensors.items()
+            if fragments.get(key)
+        }
+
     process_target = replace(
-        target,
-        tensors={key: meta for key, meta in target.tensors.items() if fragments.get(key)},
-        hidden={key: meta for key, meta in target.hidden.items() if fragments.get(key)},
-        fragments_of=lambda key: fragments.get(key, ()),
+        target, tensors=share_of(target.tensors), hidden=share_of(target.hidden)
     )
     # Reduce the files to the arrays that the process fills. The literals of a shared file are
     # written at the end, because its checksums cover bytes of other processes.

@@ -14,7 +14,7 @@ is a memoryview.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
@@ -22,7 +22,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, PlannedArray, StoredArray
-from core.catalog.tensor import Fragment, TargetFragment, Tensor
+from core.catalog.tensor import Fragment, TargetFragment, Tensor, bind_argument, whole_tensor
 from core.errors import UsageError
 from core.files.store import MemoryStore
 
@@ -124,14 +124,15 @@ def live_source(
     hidden = {}
     for key, data in streams:
         files[f"stream {key}"] = memoryview(data)
-        hidden[key] = Tensor("uint8", (len(data),))
         array = StoredArray(f"stream {key}", "uint8", (len(data),), Extent(f"stream {key}", 0))
-        fragments[key] = [Fragment(Box((0,), (len(data),)), array, (0,))]
+        hidden[key] = whole_tensor(array)
     catalog = Catalog(
         format="live",
         version=None,
-        tensors=metas_of_chunks(tensor.chunk for tensor in tensors),
-        fragments_of=lambda key: fragments.get(key, ()),
+        tensors={
+            key: replace(tensor, fragments=bind_argument(tuple, fragments.get(key, ())))
+            for key, tensor in metas_of_chunks(tensor.chunk for tensor in tensors).items()
+        },
         hidden=hidden,
     )
     return catalog, MemoryStore(files)
@@ -162,9 +163,13 @@ def live_target(
             placed.append(PlacedArray(before * itemsize(chunk.dtype), array))
             fragments.setdefault(chunk.key, []).append(Fragment(box, array, (0,) * box.rank))
         images.append(FileImage(file, chunk.n_bytes, placed))
-    metas = metas_of_chunks(tensor.chunk for tensor in tensors)
     catalog: TargetCatalog = Catalog(
-        format="live", version=None, tensors=metas, fragments_of=lambda key: fragments.get(key, ())
+        format="live",
+        version=None,
+        tensors={
+            key: replace(tensor, fragments=bind_argument(tuple, fragments.get(key, ())))
+            for key, tensor in metas_of_chunks(tensor.chunk for tensor in tensors).items()
+        },
     )
     return catalog, images, MemoryStore(files)
 

@@ -208,7 +208,8 @@ def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
 
     return replace(
         catalog,
-        fragments_of=lambda key: tuple(placed(fragment) for fragment in catalog.fragments(key)),
+        tensors={key: tensor.with_fragments(placed) for key, tensor in catalog.tensors.items()},
+        hidden={key: tensor.with_fragments(placed) for key, tensor in catalog.hidden.items()},
     )
 
 

@@ -16,7 +16,15 @@ from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, catalog_of_
 from core.catalog.files_beside import carried_of, without_carried
 from core.catalog.mapping_attributes import without_attributes
 from core.catalog.stored import PlannedArray, StoredArray, array_name
-from core.catalog.tensor import AnyFragment, AnyTensor, Fragment, TargetFragment, Tensor
+from core.catalog.tensor import (
+    AnyFragment,
+    AnyTensor,
+    Fragment,
+    TargetFragment,
+    TargetTensor,
+    Tensor,
+    bind_argument,
+)
 from core.formats.format import Format
 from core.opening.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
 
@@ -109,7 +117,7 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
     file_number = _file_numbers(catalog) if by == "as_stored" else {}
 
     @lru_cache(maxsize=64)
-    def fragments_of(key: str) -> Sequence[TargetFragment]:
+    def plan_fragments(key: str) -> Sequence[TargetFragment]:
         # Divide the tensor into the boxes of its stored fragments, if the partition asks for it.
         meta = catalog.meta(key)
         origin = (0,) * len(meta.shape)
@@ -135,7 +143,16 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
             for box in boxes
         )
 
-    return catalog.as_target(format, fragments_of)
+    def place(key: str, tensor: AnyTensor) -> TargetTensor:
+        return Tensor(
+            tensor.dtype,
+            tensor.shape,
+            bind_argument(plan_fragments, key),
+            flexible=tensor.flexible,
+            attributes=tensor.attributes,
+        )
+
+    return catalog.as_target(format, place)
 
 
 def _is_grid(boxes: Collection[Box]) -> bool:

@@ -25,6 +25,7 @@ from core.files.store import MemoryStore, ReadStore
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.plan.plan import MIB, make_plan
 from core.stage.files import StageStore
+from tests.support.fragments import replace_fragments, with_fragments
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,9 @@ def split(n_columns: int) -> tuple[Catalog, MemoryStore]:
         Fragment(Box((0, i * n_columns), half.shape), made[i][0], (0, 0))
         for i, half in enumerate(halves)
     ]
-    catalog = Catalog("fake", None, {"w": Tensor("int32", VALUES.shape)}, lambda key: fragments)
+    catalog = Catalog(
+        "fake", None, with_fragments({"w": Tensor("int32", VALUES.shape)}, lambda key: fragments)
+    )
     return catalog, MemoryStore({f"w{i}.z": data for i, (_, data, _) in enumerate(made)})
 
 
@@ -207,8 +210,10 @@ def merged() -> tuple[TargetCatalog, list[FileImage]]:
     target = Catalog(
         "fake",
         None,
-        {"w": Tensor("int32", VALUES.shape)},
-        lambda key: (Fragment(full_box(VALUES.shape), array, (0, 0)),),
+        with_fragments(
+            {"w": Tensor("int32", VALUES.shape)},
+            lambda key: (Fragment(full_box(VALUES.shape), array, (0, 0)),),
+        ),
     )
     return target, [FileImage("out", array.n_bytes, (PlacedArray(0, array),))]
 
@@ -239,18 +244,18 @@ def test_decoding_counts_towards_the_memory_and_takes_threads_away_before_it_is_
 
     target, images = merged()
     roomy = make_plan(
-        replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=512 * MIB
+        replace_fragments(source, heavy), target, images, threads=2, memory_bytes=512 * MIB
     )
     assert roomy.threads == 2
     assert roomy.memory_bytes <= 512 * MIB
     tight = make_plan(
-        replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=360 * MIB
+        replace_fragments(source, heavy), target, images, threads=2, memory_bytes=360 * MIB
     )
     assert tight.threads == 1
     assert tight.memory_bytes <= 360 * MIB
     with pytest.raises(CapacityError, match="the largest encoded chunk"):
         make_plan(
-            replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=300 * MIB
+            replace_fragments(source, heavy), target, images, threads=2, memory_bytes=300 * MIB
         )
 
 

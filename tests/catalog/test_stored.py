@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from core.catalog.catalog import catalog_of_arrays
 from core.catalog.stored import Extent, PlannedArray, StoredArray
-from core.catalog.tensor import whole_fragment
+from core.catalog.tensor import whole_tensor
 
 
 def test_a_planned_array_keeps_all_but_its_place_when_it_is_placed() -> None:
@@ -17,6 +17,6 @@ def test_a_target_has_the_sources_entries_and_arrays_of_its_own() -> None:
         format="x", arrays={"w": StoredArray("w", "int8", (4,), Extent("f", 0))}, version="2"
     )
     array = PlannedArray("new", "int8", (4,))
-    target = source.as_target("y", lambda key: (whole_fragment(array),))
+    target = source.as_target("y", lambda *_: whole_tensor(array))
     assert (target.format, target.version, target.tensors) == ("y", None, source.tensors)
     assert target.stored_arrays() == {"new": array}

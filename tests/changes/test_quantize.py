@@ -28,6 +28,7 @@ from core.errors import (
 from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf
 from core.quantize.source import source_of
+from tests.support.fragments import with_fragments
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(1, 1), (128, 128), (129, 127), (5, 300), (300, 5), (257, 384), (128, 1000)]
@@ -537,8 +538,9 @@ def cut(
     catalog = Catalog(
         "test",
         None,
-        {key: Tensor(name_of(tensor.dtype), tuple(tensor.shape))},
-        lambda _: fragments,
+        with_fragments(
+            {key: Tensor(name_of(tensor.dtype), tuple(tensor.shape))}, lambda _: fragments
+        ),
         bind=lambda store, array: late.get(array.name, array),
     )
     return catalog, MemoryStore(files)
@@ -601,7 +603,9 @@ def test_zeros_by_rule_and_layers_of_a_stack_are_read() -> None:
         Fragment(Box((0, 0), (4, 5)), array, (1, 0, 0)),
         Fragment(Box((4, 0), (2, 5)), None, ()),
     ]
-    catalog = Catalog("test", None, {"w": Tensor("bfloat16", (6, 5))}, lambda _: fragments)
+    catalog = Catalog(
+        "test", None, with_fragments({"w": Tensor("bfloat16", (6, 5))}, lambda _: fragments)
+    )
     source = source_of(catalog, "w")
     found = source.read(MemoryStore({"s": raw(stack)}), Box((2, 1), (3, 4)))
     assert bytes(found) == raw(
@@ -622,7 +626,9 @@ def test_pieces_that_lie_outside_are_corrupt(
     box: Box, at: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
     fragment = Fragment(box, StoredArray("w", "bfloat16", shape, Extent("f", 0)), at)
-    catalog = Catalog("test", None, {"w": Tensor("bfloat16", (2, 2))}, lambda _: [fragment])
+    catalog = Catalog(
+        "test", None, with_fragments({"w": Tensor("bfloat16", (2, 2))}, lambda _: [fragment])
+    )
     with pytest.raises(CorruptError, match="does not fit"):
         source_of(catalog, "w")
 
@@ -634,7 +640,7 @@ def test_several_dtypes_and_short_files_are_errors() -> None:
     ]
     meta = Tensor("bfloat16", (2, 2))
     with pytest.raises(CorruptError, match="stored partly as"):
-        source_of(Catalog("test", None, {"w": meta}, lambda _: fragments), "w")
+        source_of(Catalog("test", None, with_fragments({"w": meta}, lambda _: fragments)), "w")
     catalog, store = stored({"a.weight": weights("w", (200, 200))})
     short = MemoryStore({"f/a.weight": store.read("f/a.weight", 0, 50_000)})
     with pytest.raises(TruncatedError):

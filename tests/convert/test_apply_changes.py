@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from core.arrays.box import Box, full_box
+from core.arrays.box import Box
 from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Fragment, whole_tensor
 from core.convert.apply_changes import apply_changes
 from core.convert.job import Job
 from core.errors import CorruptError, UsageError
 from core.files.store import MemoryStore
+from tests.support.fragments import with_fragments
 from tests.support.moved import moved
 
 E4M3 = torch.float8_e4m3fn
@@ -60,12 +61,9 @@ def stored(
         data = json.dumps(config).encode()
         files["config.json"] = data
         array = StoredArray("file:config.json", "uint8", (len(data),), Extent("config.json", 0))
-        beside = Fragment(full_box(array.shape), array, (0,))
-        plain = catalog
         catalog = replace(
             catalog,
-            hidden={array.name: Tensor("uint8", array.shape)},
-            fragments_of=lambda key: (beside,) if key == array.name else plain.fragments(key),
+            hidden={array.name: whole_tensor(array)},
             carried={"config.json": array.name},
         )
     return catalog, MemoryStore(files)
@@ -169,11 +167,13 @@ def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
     cut = Catalog(
         "test",
         None,
-        catalog.tensors,
-        lambda key: [
-            Fragment(Box((0, 0), (700, 300)), left, (0, 0)),
-            Fragment(Box((0, 300), (700, 300)), right, (0, 0)),
-        ],
+        with_fragments(
+            catalog.tensors,
+            lambda key: [
+                Fragment(Box((0, 0), (700, 300)), left, (0, 0)),
+                Fragment(Box((0, 300), (700, 300)), right, (0, 0)),
+            ],
+        ),
     )
     halves = MemoryStore({"c0": raw(weight[:, :300]), "c1": raw(weight[:, 300:])})
     first = moved(plain, store, threads=1)

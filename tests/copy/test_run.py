@@ -25,6 +25,7 @@ from core.errors import CapacityError, CorruptError, ReplicaMismatchError, Trunc
 from core.files.store import MemoryStore
 from core.plan.plan import make_plan
 from tests.support.boxes import DTYPE, Cut, Model, expected, one, pieces, values, written
+from tests.support.fragments import replace_fragments, with_fragments
 
 SHAPE = (24, 36)
 
@@ -266,8 +267,9 @@ def test_an_expanded_source_with_stride_zero_is_repeated() -> None:
     source = Catalog(
         "fake",
         None,
-        {"w": Tensor(DTYPE, (3, 5))},
-        lambda key: [Fragment(full_box((3, 5)), array, (0, 0))],
+        with_fragments(
+            {"w": Tensor(DTYPE, (3, 5))}, lambda key: [Fragment(full_box((3, 5)), array, (0, 0))]
+        ),
     )
     target, images = Model({"w": (3, 5)}, {"w": one("w", (3, 5))}).target()
     found, _ = moved(source, store, target, images)
@@ -314,7 +316,9 @@ def test_late_bound_arrays_are_bound_when_they_are_copied() -> None:
 
     target_model = Model({"w": SHAPE}, {"w": one("w", SHAPE)})
     target, images = target_model.target()
-    found, _ = moved(replace(source, fragments_of=late, bind=bind), model.store, target, images)
+    found, _ = moved(
+        replace(replace_fragments(source, late), bind=bind), model.store, target, images
+    )
     assert np.array_equal(found["w/all"], expected(target_model)["w/all"])
     assert set(bound) == set(real)
 
@@ -346,7 +350,7 @@ def with_crcs(source: Catalog, store: MemoryStore, *, damage: int = 0) -> Catalo
             extent = replace(array.extent, crc=zlib.crc32(data) ^ damage)
             yield replace(fragment, array=replace(array, extent=extent))
 
-    return replace(source, fragments_of=lambda key: list(fragments_of(key)))
+    return replace_fragments(source, lambda key: list(fragments_of(key)))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from core.files.store import MemoryStore
 from core.fingerprint.kernel import fastest_products, products_in_numpy
 from core.opening.target import dense_target
 from core.plan.plan import make_plan
+from tests.support.fragments import with_fragments
 
 T = TypeVar("T")
 WORKS = (VALUES, FINGERPRINT, COMPARE, QUANTIZE, DEQUANTIZE)
@@ -199,7 +200,7 @@ def planned(
             array = StoredArray(name, dtype, shape, Extent(name, 0))
             found.setdefault(key, []).append(Fragment(full_box(shape), array, (0,) * len(shape)))
     metas = {key: Tensor(dtype, shape) for key, (dtype, _, shape) in tensors.items()}
-    source = Catalog("test", None, metas, found.__getitem__)
+    source = Catalog("test", None, with_fragments(metas, found.__getitem__))
     wanted = {key: Tensor(target, shape) for key, (_, target, shape) in tensors.items()}
     return source, MemoryStore(files), *laid_out(wanted)
 

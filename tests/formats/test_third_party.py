@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from core.convert.contract import CHECKS, Sample
 from core.formats.format import Format
+from tests.support.fragments import replace_fragments
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "example_format" / "npy_folder.py"
 
@@ -70,7 +71,7 @@ def test_the_contract_finds_lost_and_shifted_bytes(tmp_path: Path) -> None:
                 found.append(replace(fragment, array=replace(fragment.array, extent=extent)))
             return found  # type: ignore[return-value]
 
-        return replace(catalog, fragments_of=fragments_of)
+        return replace_fragments(catalog, fragments_of)
 
     with pytest.raises(AssertionError, match="the bytes of .* differ"):
         CHECKS[2](replace(right, read=shifted), tmp_path, Sample({"w": ("float32", (8,))}, {}))  # type: ignore[arg-type]

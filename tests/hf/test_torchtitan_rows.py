@@ -12,7 +12,7 @@ import pytest
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Fragment, Tensor, whole_tensor
 from core.files.store import LocalStore
 from core.hf.torchtitan.to_hf import from_torchtitan
 from tests.support.materialize import tensor_bytes
@@ -35,15 +35,13 @@ def shards(cuts: Sequence[int], folder: Path, *, column: int) -> tuple[Catalog, 
         box = Box((first, 0), (stop - first, COLUMNS))
         fragments.append(Fragment(box, array, (1, column)))
     embedding = StoredArray("e", "float32", (1, 1), Extent("0", 0))
-    others = [Fragment(Box((0, 0), (1, 1)), embedding, (0, 0))]
     catalog = Catalog(
         format="memory",
         version=None,
         tensors={
-            "tok_embeddings.weight": Tensor("float32", (1, 1)),
-            KEY: Tensor("float32", weight.shape),
+            "tok_embeddings.weight": whole_tensor(embedding),
+            KEY: Tensor("float32", weight.shape, lambda: fragments),
         },
-        fragments_of=lambda key: fragments if key == KEY else others,
     )
     return catalog, weight
 

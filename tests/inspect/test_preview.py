@@ -16,6 +16,7 @@ from core.changes.quantize import dequantize
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore, ReadStore
 from core.inspect.preview import first_values, places_of
+from tests.support.fragments import with_fragments
 
 
 def catalog_of(meta: Tensor, fragments: Sequence[Fragment]) -> Catalog:
@@ -73,8 +74,7 @@ def test_late_bound_arrays_are_bound_first() -> None:
     catalog = Catalog(
         "test",
         None,
-        {"w": meta},
-        lambda key: [Fragment(Box((0,), (2,)), late, (0,))],
+        with_fragments({"w": meta}, lambda key: [Fragment(Box((0,), (2,)), late, (0,))]),
         bind=lambda store, found: StoredArray("w", "int32", (2,), Extent("f", 8)),
     )
     assert first_values(MemoryStore({"f": bytes(8) + ints(7, 8)}), catalog, "w", 2) == [7, 8]

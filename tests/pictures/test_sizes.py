@@ -16,7 +16,7 @@ from core.pictures.sizes import SizeNode, fold_sizes, sizes_of
 
 def catalog_of(**shapes: tuple[int, ...]) -> Catalog:
     tensors = {key: Tensor("uint8", shape) for key, shape in shapes.items()}
-    return Catalog("torch", None, tensors, lambda key: ())
+    return Catalog("torch", None, tensors)
 
 
 def lines(node: SizeNode, depth: int = 0) -> Iterator[tuple[int, str, int, int]]:

@@ -24,6 +24,7 @@ from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from core.plan.box_reader import BoxReader, bands
 from tests.support.boxes import Model, one, pieces, values
+from tests.support.fragments import with_fragments
 from tests.support.materialize import tensor_bytes
 
 RULES = load_rules()
@@ -99,7 +100,9 @@ def test_what_no_file_stores_is_zero() -> None:
         Fragment(Box((2, 0), (1, 2)), None, ()),
     ]
     store = MemoryStore({"f": np.arange(1, 5, dtype="<i4").tobytes()})
-    reader = BoxReader(Catalog("test", None, {"w": meta}, lambda key: fragments), store)
+    reader = BoxReader(
+        Catalog("test", None, with_fragments({"w": meta}, lambda key: fragments)), store
+    )
     assert np.frombuffer(read(reader, "w", Box((1, 0), (2, 2))), "<i4").tolist() == [3, 4, 0, 0]
 
 
@@ -107,7 +110,9 @@ def test_a_missing_piece_is_an_error_before_anything_is_read() -> None:
     meta = Tensor("int32", (3, 2))
     array = StoredArray("a", "int32", (2, 2), Extent("f", 0))
     fragments = [Fragment(Box((0, 0), (2, 2)), array, (0, 0))]
-    reader = BoxReader(Catalog("test", None, {"w": meta}, lambda key: fragments), MemoryStore())
+    reader = BoxReader(
+        Catalog("test", None, with_fragments({"w": meta}, lambda key: fragments)), MemoryStore()
+    )
     with pytest.raises(MissingShardError, match="is missing"):
         reader.tensor("w")
 

@@ -23,6 +23,7 @@ from core.errors import (
 )
 from core.plan.plan import make_plan
 from tests.support.boxes import Cut, Model, one, pieces
+from tests.support.fragments import replace_fragments, with_fragments
 
 SHAPE = (12, 8)
 MIB = 1 << 20
@@ -36,11 +37,8 @@ def catalogs(source_cut: Cut, target_cut: Cut) -> tuple[Catalog, TargetCatalog, 
 
 def without(catalog: Catalog[ArrayT], *numbers: int) -> Catalog[ArrayT]:
     """The catalog with some fragments of every tensor missing."""
-    return replace(
-        catalog,
-        fragments_of=lambda key: [
-            f for n, f in enumerate(catalog.fragments(key)) if n not in numbers
-        ],
+    return replace_fragments(
+        catalog, lambda key: [f for n, f in enumerate(catalog.fragments(key)) if n not in numbers]
     )
 
 
@@ -48,9 +46,8 @@ def with_fragment(
     catalog: Catalog[ArrayT], change: Callable[[Fragment[ArrayT]], Fragment[ArrayT]]
 ) -> Catalog[ArrayT]:
     """The catalog with the last fragment of every tensor changed."""
-    return replace(
-        catalog,
-        fragments_of=lambda key: [*catalog.fragments(key)[:-1], change(catalog.fragments(key)[-1])],
+    return replace_fragments(
+        catalog, lambda key: [*catalog.fragments(key)[:-1], change(catalog.fragments(key)[-1])]
     )
 
 
@@ -242,9 +239,11 @@ def test_the_memory_of_many_small_pieces_is_counted() -> None:
         Fragment(Box((i,), (1,)), replace(array, name=f"w@{i}"), (0,)) for i in range(n_pieces)
     ]
     tensors = {"w": Tensor("int32", (n_pieces,))}
-    source = Catalog("fake", None, tensors, lambda key: pieces)
+    source = Catalog("fake", None, with_fragments(tensors, lambda key: pieces))
     one_array = PlannedArray("w", "int32", (n_pieces,))
-    target = Catalog("fake", None, tensors, lambda key: (whole_fragment(one_array),))
+    target = Catalog(
+        "fake", None, with_fragments(tensors, lambda key: (whole_fragment(one_array),))
+    )
     images = [FileImage("out", one_array.n_bytes, (PlacedArray(0, one_array),))]
     few = make_plan(*catalogs(one("w", SHAPE), one("w", SHAPE)), threads=1)
     tracemalloc.start()

@@ -17,6 +17,7 @@ from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import ArrayT, Extent, PlannedArray, StoredArray
 from core.catalog.tensor import Fragment, Tensor
 from core.files.store import MemoryStore
+from tests.support.fragments import with_fragments
 
 DTYPE = "int32"
 
@@ -156,7 +157,7 @@ class Model:
             ]
 
         tensors = {key: Tensor(dtype, shape) for key, shape in self.tensors.items()}
-        return Catalog("fake", None, tensors, fragments_of)
+        return Catalog("fake", None, with_fragments(tensors, fragments_of))
 
 
 def written(stage: MemoryStore, images: Sequence[FileImage]) -> dict[str, np.ndarray]:

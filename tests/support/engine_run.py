@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.fragments import with_fragments
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from core.arrays.box import Box, full_box
@@ -57,7 +59,7 @@ def source_catalog() -> Catalog:
         ]
 
     tensors = {f"t{n}": Tensor("bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
-    return Catalog("fake", None, tensors, fragments_of)
+    return Catalog("fake", None, with_fragments(tensors, fragments_of))
 
 
 def target_catalog(*, is_file: bool) -> tuple[TargetCatalog, list[FileImage]]:
@@ -90,7 +92,7 @@ def target_catalog(*, is_file: bool) -> tuple[TargetCatalog, list[FileImage]]:
 def target_catalog_like(fragments_of: object) -> TargetCatalog:
     """A catalog of the same tensors with other fragments."""
     tensors = {f"t{n}": Tensor("bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
-    return Catalog("fake", None, tensors, fragments_of)  # type: ignore[arg-type]
+    return Catalog("fake", None, with_fragments(tensors, fragments_of))  # type: ignore[arg-type]
 
 
 def run(source_dir: Path, dst: Path, options: dict[str, int]) -> dict[str, object]:

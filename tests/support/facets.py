@@ -52,4 +52,4 @@ def with_facts_of(catalog: Catalog, other: Catalog) -> Catalog:
 
 def without_facts(catalog: Catalog) -> Catalog:
     """Return the catalog with its tensors and objects alone."""
-    return with_facts_of(catalog, Catalog("", None, {}, lambda key: ()))
+    return with_facts_of(catalog, Catalog("", None, {}))

@@ -26,6 +26,7 @@ from core.opening.objects import loaded
 from core.opening.target import source_and_target
 from core.plan.plan import make_plan
 from core.stage.files import StageStore
+from tests.support.fragments import with_fragments
 
 
 def element_bytes(
@@ -75,8 +76,10 @@ def source_of(
     catalog = Catalog(
         "memory",
         None,
-        {key: Tensor(dtype, shape) for key, (dtype, shape) in tensors.items()},
-        fragments.__getitem__,
+        with_fragments(
+            {key: Tensor(dtype, shape) for key, (dtype, shape) in tensors.items()},
+            fragments.__getitem__,
+        ),
         objects={key: StoredObject(key, value=value) for key, value in (objects or {}).items()},
         iteration=iteration,
     )

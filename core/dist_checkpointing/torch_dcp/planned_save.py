@@ -32,6 +32,7 @@ from core.catalog.tensor import (
     TargetFragment,
     TargetTensor,
     Tensor,
+    bind_argument,
     without_fragments,
 )
 from core.convert.prepare import is_file_of
@@ -83,7 +84,7 @@ class PlannedSave:
         """
 
         # A fragment's file is named after the rank that has it in memory; it is never opened.
-        def fragments_of(key: str) -> Sequence[Fragment]:
+        def list_pieces(key: str) -> Sequence[Fragment]:
             dtype = self.tensors[key].dtype
             return tuple(
                 Fragment(
@@ -97,8 +98,10 @@ class PlannedSave:
         catalog = Catalog(
             "live",
             None,
-            self.tensors,
-            fragments_of,
+            {
+                key: replace(tensor, fragments=bind_argument(list_pieces, key))
+                for key, tensor in self.tensors.items()
+            },
             objects=objects,
             skeleton=self._skeleton(objects),
         )
@@ -277,11 +280,8 @@ def lay_out(
 
 def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
     """Return the target with an array for every region, in a file of the rank that writes it."""
-    target_fragments_of = target.fragments
 
-    def fragments_of(key: str) -> Sequence[TargetFragment]:
-        if key not in save.pieces:
-            return target_fragments_of(key)
+    def list_pieces(key: str) -> Sequence[TargetFragment]:
         dtype = save.tensors[key].dtype
         return tuple(
             Fragment(
@@ -292,7 +292,15 @@ def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
             for box, rank in save.pieces[key].items()
         )
 
-    return replace(target, fragments_of=fragments_of)
+    tensors = {
+        key: (
+            replace(tensor, fragments=bind_argument(list_pieces, key))
+            if key in save.pieces
+            else tensor
+        )
+        for key, tensor in target.tensors.items()
+    }
+    return replace(target, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ from core.formats.safetensors.pieces import (
     VERSION,
     check_sizes,
     has_pieces,
-    pieces_of,
+    join_pieces,
 )
 from core.formats.safetensors.pipelines import component_folders, is_pipeline, read_pipeline
 from core.formats.torch.side_file import OBJECTS_FILE, read_objects, with_objects
@@ -309,12 +309,10 @@ def _with_further_models(catalog: Catalog, store: ReadStore) -> Catalog:
 
 
 def _catalog_of_pieces(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
-    """Build the catalog of files with pieces of tensors; raises the errors of ``pieces_of``."""
-    pieces = pieces_of(headers)
+    """Build the catalog of files with pieces of tensors; raises the errors of ``join_pieces``."""
+    tensors = join_pieces(headers)
     by_path, notes = _merge_metadata(headers, {})
-    catalog = Catalog(
-        "safetensors", None, pieces.tensors, pieces.fragments.__getitem__, notes=notes
-    )
+    catalog: Catalog = Catalog("safetensors", None, tensors, notes=notes)
     return with_attributes(catalog.with_facet(WeightFileFacts(stem)), by_path)
 
 

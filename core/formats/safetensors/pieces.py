@@ -25,13 +25,14 @@ it, pinned in tests/golden (``torch_dcp/hf_storage_dp2``, ``hf_storage_consolida
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
 
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import first_hole, first_overlap
 from core.arrays.dtypes import DTYPES
 from core.catalog.stored import StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.huggingface.files import config_number
 from core.formats.safetensors.header import Header
@@ -42,26 +43,13 @@ VERSION = "DCP_VERSION"
 _KNOWN_VERSION = "1.0"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPieces:
-    """Global tensors and the pieces that tile them.
-
-    Args:
-        tensors: by key, in the order of the files.
-        fragments: the pieces of each key.
-    """
-
-    tensors: dict[str, Tensor]
-    fragments: dict[str, tuple[Fragment, ...]]
-
-
 def has_pieces(header: Header) -> bool:
     """Return whether the metadata of a file marks its tensors as pieces."""
     return SHARDING_INFO in header.metadata
 
 
-def pieces_of(headers: Iterable[Header]) -> TensorPieces:
-    """Assemble the global tensors of some files.
+def join_pieces(headers: Iterable[Header]) -> dict[str, Tensor]:
+    """Assemble the global tensors of some files, by key in the order of the files.
 
     Files without sharding information contain complete tensors.
 
@@ -100,9 +88,10 @@ def pieces_of(headers: Iterable[Header]) -> TensorPieces:
                     key=key,
                 )
         ends = zip(*(box.end for box, _ in pieces), strict=True)
-        tensors[key] = Tensor(first.dtype, tuple(map(max, ends)))
-    fragments = {key: _tiling_fragments(key, tensors[key], pieces_of_key[key]) for key in tensors}
-    return TensorPieces(tensors, fragments)
+        shape = tuple(map(max, ends))
+        fragments = _tiling_fragments(key, shape, pieces)
+        tensors[key] = Tensor(first.dtype, shape, bind_argument(tuple, fragments))
+    return tensors
 
 
 def _piece_offsets(header: Header) -> dict[str, Shape]:
@@ -152,7 +141,7 @@ def _piece_offsets(header: Header) -> dict[str, Shape]:
 
 
 def _tiling_fragments(
-    key: str, meta: Tensor, pieces: list[tuple[Box, StoredArray]]
+    key: str, shape: Shape, pieces: list[tuple[Box, StoredArray]]
 ) -> tuple[Fragment, ...]:
     """Return the pieces of a tensor as fragments, after checking that they tile it.
 
@@ -160,8 +149,9 @@ def _tiling_fragments(
         CorruptError: two different pieces overlap.
         MissingShardError: a region of the tensor is in no piece.
     """
+    n_elements = prod(shape)
     # An empty piece covers nothing, so it is only kept as the one fragment of an empty tensor.
-    if meta.n_elements:
+    if n_elements:
         pieces = [(box, array) for box, array in pieces if not box.is_empty]
     else:
         pieces = pieces[:1]
@@ -170,7 +160,7 @@ def _tiling_fragments(
     # overlap nor leave a hole.
     array_of = dict(reversed(pieces))
     boxes = list(array_of)
-    overlap = first_overlap(boxes) if meta.n_elements else None
+    overlap = first_overlap(boxes) if n_elements else None
     if overlap is not None:
         first, other = boxes[overlap[0]], boxes[overlap[1]]
         raise CorruptError(
@@ -180,12 +170,12 @@ def _tiling_fragments(
             file=array_of[other].extent.file,
             key=key,
         )
-    if sum(box.n_elements for box in boxes) != meta.n_elements:
-        hole = first_hole(full_box(meta.shape), boxes)
+    if sum(box.n_elements for box in boxes) != n_elements:
+        hole = first_hole(full_box(shape), boxes)
         assert hole is not None
         raise MissingShardError(
             f"no piece contains offset {list(hole.offset)} shape {list(hole.shape)} of the tensor, "
-            f"which has shape {list(meta.shape)}",
+            f"which has shape {list(shape)}",
             key=key,
             hint="copy the checkpoint again, with the files of all ranks",
         )

@@ -127,7 +127,7 @@ def _raise_or_report(error: CheckpointingException, report: Report | None) -> No
 
 
 def _empty() -> Catalog:
-    return Catalog("safetensors", None, {}, lambda key: ())
+    return Catalog("safetensors", None, {})
 
 
 @contextmanager

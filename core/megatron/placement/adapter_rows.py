@@ -25,7 +25,7 @@ from dataclasses import replace
 from core.arrays.box import Box
 from core.catalog.catalog import AnyCatalog, Catalog
 from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.tensor import Fragment
+from core.catalog.tensor import Fragment, bind_argument
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.model.checks import ADAPTER
@@ -80,11 +80,10 @@ def _reordered(catalog: Catalog, *, first: int, second: int) -> Catalog:
                 f"{first * second // 2} does not cut into halves for each rank",
                 key=key,
             )
-    fragments_of = catalog.fragments
 
-    def moved(key: str) -> Iterator[Fragment]:
+    def list_moved(key: str) -> Iterator[Fragment]:
         n_in_block = catalog.tensors[key].shape[0] // (first * second)
-        for fragment in fragments_of(key):
+        for fragment in catalog.fragments(key):
             offset, shape = fragment.box.offset, fragment.box.shape
             for block in range(offset[0] // n_in_block, -(-fragment.box.end[0] // n_in_block)):
                 start = max(block * n_in_block, offset[0])
@@ -99,7 +98,11 @@ def _reordered(catalog: Catalog, *, first: int, second: int) -> Catalog:
                 box = Box((row, *offset[1:]), (stop - start, *shape[1:]))
                 yield replace(fragment, box=box, at=at)
 
-    def reordered(key: str) -> Sequence[Fragment]:
-        return tuple(moved(key)) if key in keys else fragments_of(key)
+    def moved(key: str) -> Sequence[Fragment]:
+        return tuple(list_moved(key))
 
-    return replace(catalog, fragments_of=reordered)
+    tensors = {
+        key: replace(tensor, fragments=bind_argument(moved, key)) if key in keys else tensor
+        for key, tensor in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors)

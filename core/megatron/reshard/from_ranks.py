@@ -34,7 +34,12 @@ from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
-from core.catalog.tensor import Fragment, Tensor, tensors_of, whole_fragment
+from core.catalog.tensor import (
+    Fragment,
+    Tensor,
+    bind_argument,
+    whole_tensor,
+)
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (
@@ -193,7 +198,9 @@ def unshard_ranks(
     hidden = {
         leaf.key: catalog.meta(leaf.key) for leaf in walk(trees) if isinstance(leaf, TensorLeaf)
     }
-    hidden |= tensors_of({key: arrays[0] for key, arrays in optimizer.copies.items()})
+    for key, arrays in optimizer.copies.items():
+        first, *others = map(whole_tensor, arrays)
+        hidden[key] = first.with_replicas(*others)
 
     unused = []
     if facts.has_unused_head(facts.topology):
@@ -208,16 +215,19 @@ def unshard_ranks(
         rng_states=extras.rng_states,
         order=tuple(sorted(model.order, key=model.order.__getitem__)),
     )
-    fragments = _RankFragments(catalog, tensors, shapes, optimizer.copies, true_shapes.facts)
+    fragments = _RankFragments(tensors, shapes, true_shapes.facts)
     return replace(
         catalog,
         tensors={
-            name: Tensor(tensors[name].parts[0].array.dtype, shape)
+            name: Tensor(
+                tensors[name].parts[0].array.dtype,
+                shape,
+                bind_argument(fragments.list_fragments, name),
+            )
             for name, shape in shapes.items()
         },
         objects=objects,
         hidden=hidden,
-        fragments_of=fragments.fragments_of,
         skeleton=None,
         iteration=iteration_of(common),
         args=args,
@@ -513,32 +523,24 @@ class _RankFragments:
     """A finder of the fragments of global tensors in the arrays of the ranks.
 
     Args:
-        catalog: the rank catalog.
         tensors: global key → the shards of the tensor.
         shapes: global key → shape, without dropped padding rows.
-        copies: key of a hidden tensor → the equal arrays that hold it.
         facts: facts about the source.
     """
 
-    catalog: Catalog
     tensors: Mapping[str, RankTensor]
     shapes: Mapping[str, Shape]
-    copies: Mapping[str, Sequence[StoredArray]]
     facts: ModelFacts
     _pieces: dict[object, list[ShardPiece]] = field(default_factory=dict, init=False)
     """Cache of the pieces of a shard, by rule, shapes and rank: equal ones are cut alike."""
 
-    def fragments_of(self, key: str) -> Sequence[Fragment]:
+    def list_fragments(self, key: str) -> Sequence[Fragment]:
         """Return the fragments of a tensor, at least one for each shard, in the order of the ranks.
 
         Raises:
             CorruptError: the sizes of the tensor's parts do not add up to its extent.
         """
-        if key in self.copies:
-            return tuple(whole_fragment(array) for array in self.copies[key])
-        tensor = self.tensors.get(key)
-        if tensor is None:
-            return self.catalog.fragments(key)
+        tensor = self.tensors[key]
         fragments: list[Fragment] = []
         for part in tensor.parts:
             for piece in self._pieces_of(key, tensor.rule, part):

@@ -16,13 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, TargetCatalog, bind_nothing
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of, state_of
 from core.catalog.stored import Coords, PlannedArray
-from core.catalog.tensor import Fragment, TargetFragment, Tensor, without_fragments
+from core.catalog.tensor import (
+    TargetFragment,
+    Tensor,
+    bind_argument,
+    whole_tensor,
+)
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import (
     CONTENT,
@@ -184,12 +188,20 @@ def _target_catalog(
         format="megatron",
         version=None,
         tensors={
-            key: replace(without_fragments(tensor), shape=cuts[key].target_shape)
+            key: Tensor(
+                tensor.dtype,
+                cuts[key].target_shape,
+                bind_argument(files.list_fragments, key),
+                tensor.flexible,
+                tensor.attributes,
+            )
             for key, tensor in tensors.items()
         },
-        fragments_of=files.fragments_of,
         objects={key: item for key, item in model.objects.items() if item.raw_key is None},
-        hidden={key: without_fragments(model.meta(key)) for key in extras},
+        hidden={
+            key: whole_tensor(copies[0]).with_replicas(*map(whole_tensor, copies[1:]))
+            for key, copies in extras.items()
+        },
         iteration=model.iteration,
         zeros={key: boxes for key, boxes in zeros.items() if boxes},
         write=model.write,
@@ -479,15 +491,10 @@ class _PlannedFiles:
     extras: dict[str, list[PlannedArray]] = field(default_factory=dict)
     holders: dict[tuple[int, int | None], list[tuple[Rank, str]]] = field(default_factory=dict)
 
-    def fragments_of(self, key: str) -> Sequence[TargetFragment]:
-        """Return the fragments of all copies of a tensor: the model's, a state or another one."""
+    def list_fragments(self, key: str) -> Sequence[TargetFragment]:
+        """Return the fragments of all copies of a tensor of the model, or of a state."""
         if key not in self.homes:
-            if key in self.plan.cuts:
-                return () if self.optimizer is None else self.optimizer.fragments(key)
-            return tuple(
-                Fragment(full_box(array.shape), array, (0,) * len(array.shape))
-                for array in self.extras.get(key, ())
-            )
+            return () if self.optimizer is None else self.optimizer.fragments(key)
 
         # A tensor of the model may be one of several in an array.
         fragments: list[TargetFragment] = []

@@ -31,12 +31,19 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from core.arrays.box import Box, full_box
+from core.arrays.box import Box
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray, array_name
-from core.catalog.tensor import Fragment, TargetFragment, Tensor, without_fragments
+from core.catalog.tensor import (
+    Fragment,
+    TargetFragment,
+    TargetTensor,
+    Tensor,
+    bind_argument,
+    tensors_of,
+)
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
 from core.megatron.extras.engine_states import requested_states
@@ -206,8 +213,7 @@ def stack(
 
     source_catalog = replace(
         catalog,
-        tensors=model.metas(is_target=False),
-        fragments_of=model.source_fragments,
+        tensors=model.source_tensors(),
         objects=objects,
         hidden=hidden,
         notes=tuple(notes),
@@ -215,10 +221,11 @@ def stack(
     target_catalog: TargetCatalog = Catalog(
         format="torch_dist",
         version=None,
-        tensors=model.metas(is_target=True),
-        fragments_of=model.target_fragments,
+        tensors=model.target_tensors(),
         objects=objects,
-        hidden={key: without_fragments(tensor) for key, tensor in hidden.items()},
+        hidden=tensors_of(
+            {key: PlannedArray(key, tensor.dtype, tensor.shape) for key, tensor in hidden.items()}
+        ),
         args=common["args"],
         common=common,
         iteration=catalog.iteration,
@@ -368,38 +375,35 @@ class _StackedModel:
     cuts: Mapping[str, Cut]
     groups: Mapping[str, Sequence[_StackedTensor]]
 
-    def metas(self, *, is_target: bool) -> dict[str, Tensor[Any]]:
-        """Return the metadata of every key, with the shapes of the destination or of the source.
-
-        They differ in the padding of the vocabulary.
-        """
-        metas: dict[str, Tensor[Any]] = {}
+    def source_tensors(self) -> dict[str, Tensor]:
+        """Return the tensor of every key in the source."""
+        tensors: dict[str, Tensor] = {}
         for key, group in self.groups.items():
             first = self.catalog.tensors[group[0].key]
-            shape = self.cuts[group[0].key].shape if is_target else first.shape
-            metas[key] = replace(first, shape=(*group[0].shape, *shape))
-        return metas
+            shape, fragments = (*group[0].shape, *first.shape), self._source_fragments
+            tensors[key] = replace(first, shape=shape, fragments=bind_argument(fragments, key))
+        return tensors
 
-    def source_fragments(self, key: str) -> Sequence[Fragment]:
+    def target_tensors(self) -> dict[str, TargetTensor]:
+        """Return the tensor of every key in the destination, which pads the vocabulary."""
+        tensors: dict[str, TargetTensor] = {}
+        for key, group in self.groups.items():
+            first: Any = self.catalog.tensors[group[0].key]
+            shape = (*group[0].shape, *self.cuts[group[0].key].shape)
+            fragments = bind_argument(self._target_fragments, key)
+            tensors[key] = replace(first, shape=shape, fragments=fragments)
+        return tensors
+
+    def _source_fragments(self, key: str) -> Sequence[Fragment]:
         """Return the source's fragments of the tensors that a key stacks."""
-        if key not in self.groups:
-            return self.catalog.fragments(key)
         return tuple(
             replace(piece, box=tensor.box(piece.box))
             for tensor in self.groups[key]
             for piece in self.catalog.fragments(tensor.key)
         )
 
-    def target_fragments(self, key: str) -> Sequence[TargetFragment]:
-        """Return the chunks of a key, each from the first rank that holds it, in rank order.
-
-        A key outside of the model, such as a hidden tensor, has one chunk.
-        """
-        if key not in self.groups:
-            meta = self.catalog.meta(key)
-            array = PlannedArray(key, meta.dtype, meta.shape)
-            return (Fragment(full_box(meta.shape), array, (0,) * len(meta.shape)),)
-
+    def _target_fragments(self, key: str) -> Sequence[TargetFragment]:
+        """Return the chunks of a key, each from the first rank that holds it, in rank order."""
         # A rank writes the tensors of its stage, and of its experts; of equal boxes, which are
         # replicas, only the first.
         by_holder: dict[tuple[int, int | None], list[_StackedTensor]] = {}

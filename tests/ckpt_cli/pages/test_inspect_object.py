@@ -17,7 +17,7 @@ from core.pickle.inert import (
     make_ordered_dict,
 )
 
-CATALOG = Catalog("test", None, {}, lambda key: ())
+CATALOG = Catalog("test", None, {})
 CHECKPOINT = Checkpoint(
     Path(),
     LocalStore(Path()),

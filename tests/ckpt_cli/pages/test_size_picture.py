@@ -14,7 +14,7 @@ from core.pictures.sizes import SizeNode, sizes_of
 
 def sizes(**shapes: int) -> tuple[SizeNode, SizeNode]:
     tensors = {key: Tensor("uint8", (n,)) for key, n in shapes.items()}
-    return sizes_of(Catalog("torch", None, tensors, lambda key: ()))
+    return sizes_of(Catalog("torch", None, tensors))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from tests.formats.dcp.test_format import (
     torch_objects,
     torch_tensors,
 )
+from tests.support.fragments import replace_fragments
 from tests.support.materialize import tensor_bytes
 
 
@@ -64,7 +65,7 @@ def placed(catalog: Catalog, store: DecodedStore) -> Catalog:
             found.append(replace(fragment, array=store.placed(fragment.array)))
         return found
 
-    return replace(catalog, fragments_of=fragments_of)  # type: ignore[arg-type]
+    return replace_fragments(catalog, fragments_of)  # type: ignore[arg-type]
 
 
 def changed(source_dir: Path, folder: Path, change: Callable[[object], None]) -> Path:

@@ -40,6 +40,7 @@ from core.formats.torch.format import load_object
 from core.opening.objects import loaded
 from core.opening.target import partitioned
 from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, make_namespace
+from tests.support.fragments import with_fragments
 from tests.support.materialize import materialized, tensor_bytes, write_files
 
 GOLD = ("fsdp2_dp2", "fsdp2_dp4", "tp2_only", "tp2_fsdp2_dp2", "bf16_fsdp2_dp2_modelonly")
@@ -438,7 +439,7 @@ def made_catalog(
         return made
 
     tensors = {key: Tensor(parts[0].dtype, shape) for key, parts in arrays.items()}
-    return Catalog("dcp", None, tensors, fragments_of, objects=objects or {})
+    return Catalog("dcp", None, with_fragments(tensors, fragments_of), objects=objects or {})
 
 
 def literal_bytes(image: FileImage) -> bytes:
@@ -563,10 +564,12 @@ def test_an_array_with_fewer_axes_becomes_a_chunk_of_the_stacked_tensor() -> Non
     target = Catalog(
         "dcp",
         None,
-        {"w": Tensor("float32", (4, 2, 3))},
-        lambda key: [
-            Fragment(Box((n, 0, 0), (1, 2, 3)), array, (0, 0)) for n, array in enumerate(arrays)
-        ],
+        with_fragments(
+            {"w": Tensor("float32", (4, 2, 3))},
+            lambda key: [
+                Fragment(Box((n, 0, 0), (1, 2, 3)), array, (0, 0)) for n, array in enumerate(arrays)
+            ],
+        ),
     )
     images = laid_out(target)
     assert [placed.array.name for placed in images[0].arrays] == [
@@ -585,14 +588,16 @@ def test_an_array_in_several_fragments_is_one_chunk() -> None:
     array = PlannedArray("whole", "float32", (4, 3))
     rows = [Fragment(Box((2 + n, 0), (1, 3)), array, (n, 0)) for n in range(4)]
     other = Fragment(Box((0, 0), (2, 3)), PlannedArray("first", "float32", (2, 3)), (0, 0))
-    target = Catalog("dcp", None, {"w": Tensor("float32", (6, 3))}, lambda key: [*rows, other])
+    target = Catalog(
+        "dcp", None, with_fragments({"w": Tensor("float32", (6, 3))}, lambda key: [*rows, other])
+    )
     metadata = read_metadata(literal_bytes(laid_out(target)[-1]), label="made")
     assert [chunk.box for chunk in metadata.chunks("w")] == [
         Box((2, 0), (4, 3)),
         Box((0, 0), (2, 3)),
     ]
     shifted = replace(rows[1], at=(2, 0))
-    broken = Catalog("dcp", None, target.tensors, lambda key: [rows[0], shifted])
+    broken = Catalog("dcp", None, with_fragments(target.tensors, lambda key: [rows[0], shifted]))
     with pytest.raises(UnsupportedError, match="not a chunk"):
         laid_out(broken)
 
@@ -602,8 +607,10 @@ def test_two_chunks_at_one_element_are_refused() -> None:
     target = Catalog(
         "dcp",
         None,
-        {"w": Tensor("float32", (2, 3))},
-        lambda key: [Fragment(Box((0, 0), (2, 3)), array, (0, 0)) for array in arrays],
+        with_fragments(
+            {"w": Tensor("float32", (2, 3))},
+            lambda key: [Fragment(Box((0, 0), (2, 3)), array, (0, 0)) for array in arrays],
+        ),
     )
     with pytest.raises(UnsupportedError, match="two chunks begin"):
         laid_out(target)

@@ -96,7 +96,7 @@ LEFT = (
 
 
 def empty() -> Catalog:
-    return Catalog("fake", None, {}, lambda key: ())
+    return Catalog("fake", None, {})
 
 
 def test_what_transformers_needs_is_carried_and_weights_are_not() -> None:
@@ -120,7 +120,6 @@ def test_a_carried_file_gets_a_key_that_no_tensor_has() -> None:
         "fake",
         None,
         {"file:config.json": Tensor("uint8", (1,))},
-        lambda key: (),
     )
     made = with_carried(taken, MemoryStore({"config.json": b"{}"}))
     assert carried_of(made) == {"config.json": "file:file:config.json"}
@@ -209,7 +208,7 @@ class LockedFolder(MemoryStore):
 def test_a_folder_that_is_not_carried_says_why() -> None:
     contents = {"config.json": b"{}", "code/a.py": b"1", "extra/a.py": b"1", "extra/locked/b": b""}
     contents |= {f"large/{number}.json": b"" for number in range(10_001)}
-    empty = Catalog("fake", None, {}, lambda key: ())
+    empty = Catalog("fake", None, {})
     catalog = with_carried(empty, LockedFolder(contents))
     assert set(carried_of(catalog)) == {"config.json", "code/a.py"}
     assert catalog.notes == (

@@ -48,6 +48,7 @@ from core.formats.ocdbt.nodes import (
 )
 from core.pickle.nesting import entries
 from core.validate.run import validate
+from tests.support.fragments import replace_fragments
 from tests.support.materialize import tensor_bytes
 
 CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
@@ -164,7 +165,7 @@ def opened(folder: Path) -> tuple[Catalog, DecodedStore]:
             for piece in catalog.fragments(key)
         ]
 
-    return replace(catalog, fragments_of=fragments_of), store
+    return replace_fragments(catalog, fragments_of), store
 
 
 def assert_holds(folder: Path, values: Values) -> None:

@@ -545,7 +545,7 @@ def test_shards_hold_at_most_what_was_asked_or_one_tensor(tmp_path: Path) -> Non
 
 
 def test_files_without_tensors_are_written_and_read(tmp_path: Path) -> None:
-    out = written(Catalog("fake", None, {}, lambda key: ()), MemoryStore(), tmp_path / "out")
+    out = written(Catalog("fake", None, {}), MemoryStore(), tmp_path / "out")
     assert load_file(out / "model.safetensors") == {} and read(LocalStore(out)).tensors == {}
 
 

@@ -13,7 +13,7 @@ import torch
 from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import Fragment, Tensor, whole_tensor
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.torch.format import FORMAT as TORCH
@@ -35,6 +35,7 @@ from core.pickle.inert import (
     TensorLeaf,
     make_namespace,
 )
+from tests.support.fragments import with_fragments
 from tests.support.materialize import materialized, tensor_bytes
 
 
@@ -64,8 +65,7 @@ def flat_catalog(tensors: tuple[str, ...] = (), **objects: object) -> Catalog:
     return Catalog(
         "fake",
         None,
-        {key: Tensor("uint8", (2,)) for key in tensors},
-        fragments_of,
+        with_fragments({key: Tensor("uint8", (2,)) for key in tensors}, fragments_of),
         objects={key: StoredObject(key, value=value) for key, value in objects.items()},
     )
 
@@ -140,25 +140,19 @@ def test_tensors_inside_objects_are_hidden_and_keep_their_bytes(tmp_path: Path) 
     hidden = Inert("reduce", Global("mine", "Box"), (TensorLeaf("inside"),))
     array = source.fragments("rng.0")[0].array
     assert array is not None
-
-    def fragments_of(key: str) -> list[Fragment]:
-        assert key == "inside"
-        return [Fragment(full_box((40,)), array, (0,))]
-
     catalog = Catalog(
         "fake",
         None,
         {},
-        fragments_of,
         objects={"rng": StoredObject("rng", value=hidden)},
-        hidden={"inside": Tensor("uint8", (40,))},
+        hidden={"inside": whole_tensor(array)},
     )
     made = written(catalog, store)
     found = read_back(made)
     (leaf_key,) = found.hidden
     box = found.objects["rng"].value
     assert isinstance(box, Inert) and box.args == (TensorLeaf(leaf_key),) and box.state is NO_STATE
-    back = with_objects(Catalog("fake", None, {}, lambda key: ()), found)
+    back = with_objects(Catalog("fake", None, {}), found)
     assert tensor_bytes(back, made, leaf_key).ravel().tolist() == list(range(40))
 
 

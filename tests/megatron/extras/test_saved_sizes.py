@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -40,8 +41,10 @@ def stored(topology: Topology, *, has_groups: bool = True) -> Catalog:
     return Catalog(
         "torch_dist",
         None,
-        {key: Tensor("bfloat16", shape) for key, shape in shapes.items()},
-        fragments_of=fragments_of,
+        {
+            key: Tensor("bfloat16", shape, partial(fragments_of, key))
+            for key, shape in shapes.items()
+        },
     )
 
 

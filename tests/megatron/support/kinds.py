@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.arrays.box import full_box
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import tensors_of
 from core.files.store import MemoryStore
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.topology import Topology, rank_dir
@@ -266,9 +265,4 @@ def _stored(
 
 
 def _catalog(name: str, arrays: Mapping[str, StoredArray]) -> Catalog:
-    def fragments_of(key: str) -> list[Fragment]:
-        array = arrays[key]
-        return [Fragment(full_box(array.shape), array, (0,) * len(array.shape))]
-
-    metas = {key: Tensor(array.dtype, array.shape) for key, array in arrays.items()}
-    return Catalog(format=name, version=None, tensors=metas, fragments_of=fragments_of)
+    return Catalog(format=name, version=None, tensors=tensors_of(arrays))

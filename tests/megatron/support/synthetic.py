@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.arrays.box import full_box
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.catalog.tensor import tensors_of
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pickle.inert import TensorLeaf, make_namespace, make_ordered_dict
@@ -330,15 +329,10 @@ class Model:
             }
             ranks[coords] = (folder, root)
 
-        def fragments_of(key: str) -> list[Fragment]:
-            array = arrays[key]
-            return [Fragment(full_box(array.shape), array, (0,) * len(array.shape))]
-
         catalog = Catalog(
             format="megatron",
             version="3.0",
-            tensors={key: Tensor(array.dtype, array.shape) for key, array in arrays.items()},
-            fragments_of=fragments_of,
+            tensors=tensors_of(arrays),
             iteration=7,
             args=args,
             facets={RankFacts: RankFacts(ranks), Topology: topology},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import lcm
 from pathlib import Path
@@ -149,17 +150,15 @@ def bucketed(
     )
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        if key not in chunks:
-            return plain.fragments(key)
         return [Fragment(Box((a,), array.shape), array, (0,)) for a, array in reversed(chunks[key])]
 
     tensors = {
-        key: Tensor("float32", (sum(array.shape[0] for _, array in found),))
+        key: Tensor(
+            "float32", (sum(array.shape[0] for _, array in found),), partial(fragments_of, key)
+        )
         for key, found in chunks.items()
     }
-    catalog = replace(
-        plain, tensors={**plain.tensors, **tensors}, objects=objects, fragments_of=fragments_of
-    )
+    catalog = replace(plain, tensors={**plain.tensors, **tensors}, objects=objects)
     catalog = catalog.with_hidden(scales)
     return MemoryStore(contents), catalog, unshard(plain, rules=RULES)
 
