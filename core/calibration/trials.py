@@ -10,7 +10,6 @@ from typing import Any
 from core.arrays.box import Shape, full_box
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import dtype_of, itemsize
-from core.catalog.catalog import bind_nothing
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Fragment
@@ -230,7 +229,6 @@ def _tensor(name: str, dtype: str, shape: Shape) -> SourceTensor:
         dtype,
         shape,
         (Fragment(full_box(shape), array, (0,) * len(shape)),),
-        bind_nothing,
     )
 
 

@@ -3,7 +3,7 @@
 Its tensors (``core.catalog.tensor``) hang under keys; what they are made of is theirs.
 
 Late-bound extents: a DCP item is a complete torch zip, which itself records where its data begin
-and with which strides. ``Catalog.bind`` reads that at copy time, with one small read.
+and with which strides. ``StoredArray.locate`` reads that at copy time, with one small read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 from core.arrays.box import Box
 from core.arrays.fast_value import value
 from core.catalog.facets import RankFacts, WriteOptions
-from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray, StoredArray
+from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray
 from core.catalog.tensor import Fragment, TargetTensor, Tensor, tensors_of
 from core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from core.catalog.optimizer_keys import Optimizer
-    from core.files.store import ReadStore
 
 
 FacetT = TypeVar("FacetT")
@@ -50,14 +49,6 @@ class StoredObject:
     coords: Coords = ()
 
 
-def bind_nothing(store: ReadStore, array: StoredArray) -> StoredArray:
-    """Return the array unchanged.
-
-    This is the ``bind`` of formats whose metadata contain all byte addresses.
-    """
-    return array
-
-
 def _sort_by_entry(
     tensors: Mapping[str, Tensor[ArrayT_co]], key: str, axis: int
 ) -> dict[int, list[Fragment[ArrayT_co]]]:
@@ -83,7 +74,6 @@ class Catalog(Generic[ArrayT_co]):
         hidden: tensors that belong to objects (``StoredObject``), by key.
         skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, if the
             format keeps nesting; None means flat.
-        bind: finds the byte address and strides of a late-bound array.
         iteration: the training step at which the checkpoint was saved; None if it is not recorded.
         args: the training arguments as an inert namespace (``core.pickle.inert``), or None.
         common: entries other than tensors and objects that all ranks share, by name, if the format
@@ -111,7 +101,6 @@ class Catalog(Generic[ArrayT_co]):
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     hidden: Mapping[str, Tensor[ArrayT_co]] = field(default_factory=dict)
     skeleton: object = None
-    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing
     iteration: int | None = None
     args: object = None
     common: Mapping[object, object] | None = None
@@ -237,7 +226,6 @@ class Catalog(Generic[ArrayT_co]):
             version=None,
             tensors={key: place(key, tensor) for key, tensor in self.tensors.items()},
             hidden={key: place(key, tensor) for key, tensor in self.hidden.items()},
-            bind=bind_nothing,
         )
         return target
 

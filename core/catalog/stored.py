@@ -87,17 +87,32 @@ def has_checksum(encoding: Encoding) -> bool:
     return bool(getattr(encoding, "has_checksum", False))
 
 
+class ContainerItem(Protocol):
+    """A part of a file that holds an array, and records itself where its elements begin."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Length of the item."""
+
+    def locate(self, store: ReadStore, array: StoredArray) -> StoredArray:
+        """Return the array with its byte address and strides, which one small read finds.
+
+        Raises:
+            CorruptError: the item is damaged, or its tensor differs from ``array``.
+            TruncatedError, UnsupportedError, UnsafeError: as the format defines.
+        """
+
+
 @value(frozen=True, slots=True)
 class Extent:
     """The position and encoding of a stored array's elements.
 
     Args:
         file: path relative to the store, ``/`` between components.
-        offset: byte address of element 0 or, if ``item_bytes`` is not None, of the container item
-            that holds the array.
+        offset: byte address of element 0 or, if ``item`` is not None, of the container item that
+            holds the array.
         strides: in elements per axis; None means C order without gaps.
-        item_bytes: length of that container item; the extent is then late-bound and ``strides`` is
-            None.
+        item: that container item; the extent is then late-bound and ``strides`` is None.
         encoding: the codec of the bytes, or None for plain little-endian elements in the file.
         crc: CRC-32 of the record that begins at element 0 and is exactly this array, if the
             container records one.
@@ -112,7 +127,7 @@ class Extent:
     file: str
     offset: int
     strides: Shape | None = None
-    item_bytes: int | None = None
+    item: ContainerItem | None = None
     encoding: Encoding | None = None
     crc: int | None = None
     part_of: tuple[Shape, int] | None = None
@@ -120,8 +135,8 @@ class Extent:
 
     @property
     def is_late(self) -> bool:
-        """True if ``Catalog.bind`` must still find the byte address."""
-        return self.item_bytes is not None
+        """True if ``StoredArray.locate`` must still find the byte address."""
+        return self.item is not None
 
 
 Coords = tuple[tuple[str, int], ...]
@@ -155,6 +170,15 @@ class StoredArray:
     def n_bytes(self) -> int:
         """Size of the dense array, in bytes."""
         return prod(self.shape) * itemsize(self.dtype)
+
+    def locate(self, store: ReadStore) -> StoredArray:
+        """Return the array with its byte address; a late-bound one reads it from its item.
+
+        Raises:
+            CorruptError, TruncatedError, UnsupportedError, UnsafeError: see ``ContainerItem``.
+        """
+        item = self.extent.item
+        return self if item is None else item.locate(store, self)
 
 
 @value(frozen=True, slots=True)
@@ -204,8 +228,8 @@ def n_stored_bytes(array: StoredArray) -> int:
         0 for an encoded array, whose span only its encoding knows.
     """
     extent = array.extent
-    if extent.item_bytes is not None:
-        return extent.item_bytes
+    if extent.item is not None:
+        return extent.item.n_bytes
     if extent.encoding is not None:
         return 0
     if extent.strides is None or 0 in array.shape:

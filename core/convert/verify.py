@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
-from core.catalog.catalog import Catalog, TargetCatalog, bind_nothing
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import PlannedArray, StoredArray
@@ -122,7 +122,7 @@ def plan_comparison(
             assert topology is not None and ranks is not None, "a target of rank files has both"
             catalog = unshard(catalog, rules=rules, target_tp=topology.tp, store=store)
             catalog = to_stored_order(transposed(catalog, ranks.transposed), topology.tp)
-        bound = _bind_arrays(catalog, plan.target, store)
+        bound = _locate_arrays(catalog, plan.target, store)
 
         # Use its arrays as the target, in its files as they are.
         target = bound.as_target(bound.format, lambda _, tensor: tensor.with_arrays(_plan_array))
@@ -151,7 +151,7 @@ def forget_cached(path: Path) -> None:
         os.close(fd)
 
 
-def _bind_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) -> Catalog:
+def _locate_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) -> Catalog:
     """Check the destination's tensors, and determine the file positions of all their arrays.
 
     Args:
@@ -180,7 +180,7 @@ def _bind_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) ->
     def bind(array: StoredArray) -> StoredArray:
         bound = arrays.get(array.name)
         if bound is None:
-            bound = arrays[array.name] = catalog.bind(store, array)
+            bound = arrays[array.name] = array.locate(store)
             extent = bound.extent
             if extent.encoding or extent.strides not in (None, c_strides(bound.shape)):
                 raise UnsupportedError(
@@ -199,7 +199,6 @@ def _bind_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) ->
         catalog,
         tensors=tensors,
         hidden={},
-        bind=bind_nothing,
         aliases={},
         zeros={},
     )

@@ -57,9 +57,6 @@ class Work(Protocol):
     def portions(self) -> Iterator[Portion]:
         """Yield the work, tensor by tensor."""
 
-    def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
-        """Determine the position of a late-bound array in its file (``Catalog.bind``)."""
-
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
@@ -221,7 +218,7 @@ class CopyRun:
         return numbered
 
     def _bind(self, array: StoredArray) -> StoredArray:
-        return self._source_store.placed(self._plan.bind(self._source_store, array))
+        return self._source_store.placed(array.locate(self._source_store))
 
     def run_threads(self) -> None:
         """Copy all items in threads; the calling thread waits and stays open to signals."""

@@ -123,7 +123,6 @@ def to_hf(
         version=None,
         tensors={key: tensors[key] for key in sorted(tensors, key=natural_order)},
         objects=objects,
-        bind=catalog.bind,
         iteration=None if catalog.optimizer is None else catalog.iteration,
         documents=documents,
         notes=tuple(notes),

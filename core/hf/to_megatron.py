@@ -236,7 +236,6 @@ def to_megatron(
         version=None,
         tensors={name: item.tensor for name, item in tensors.items()},
         objects=objects,
-        bind=catalog.bind,
         iteration=iteration,
         args=args,
         common=common,

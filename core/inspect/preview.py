@@ -99,7 +99,7 @@ def _locate(fragment: Fragment, itemsize: int) -> BoxLocation:
         at=fragment.at,
         array_shape=array.shape,
         offset=extent.offset,
-        item_bytes=extent.item_bytes,
+        item_bytes=None if extent.item is None else extent.item.n_bytes,
         strides=extent.strides,
         n_bytes=n_bytes,
         encoding=encoding.name if encoding else None,
@@ -162,7 +162,7 @@ def _read_rows(
         return
     # Get the exact position of the array's bytes, decoding them if necessary.
     if array.extent.is_late:
-        array = catalog.bind(store, array)
+        array = array.locate(store)
     array = store.placed(array)
     extent = array.extent
     strides = c_strides(array.shape) if extent.strides is None else extent.strides

@@ -73,7 +73,7 @@ class CopyFingerprints:
         store = PlannedStore(plan.images, prefix=prefix, entry=entry)
         try:
             planned = sniffed(store).read(store)
-            self._planned = _bind_arrays(canonical_of(planned, store, rules=rules).catalog, store)
+            self._planned = _locate_arrays(canonical_of(planned, store, rules=rules).catalog, store)
         except CheckpointingException:
             return
         # Arrays have numbers in the copy; keep (name, bytes of an element) of those to feed.
@@ -127,7 +127,7 @@ class CopyFingerprints:
         opened = open_checkpoint(written)
         try:
             real = canonical(opened, rules=self._rules).catalog
-            bound = _bind_arrays(real, opened.store)
+            bound = _locate_arrays(real, opened.store)
             confirmed = {key: computed[key] for key in computed if self._is_as_planned(bound, key)}
             remaining = [key for key in real.tensors if key not in confirmed]
             fingerprints = confirmed
@@ -191,10 +191,10 @@ def _planned_arrays(plan: Plan, prefix: str) -> dict[str, StoredArray]:
     return arrays
 
 
-def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
+def _locate_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
     """Bind the late-bound arrays of a catalog to their positions, as far as these can be found."""
     bind: Callable[[StoredArray], StoredArray] = lru_cache(maxsize=1024)(
-        lambda array: catalog.bind(store, array)
+        lambda array: array.locate(store)
     )
 
     def placed(fragment: Fragment) -> Fragment:

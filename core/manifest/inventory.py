@@ -357,7 +357,7 @@ def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArr
                     keys.setdefault(fragment.array.name, key)
     for array in source.stored:
         with suppress(CheckpointingException):  # the scan has read it, or reported why not
-            placed = opened.catalog.bind(opened.store, array)
+            placed = array.locate(opened.store)
             sums, extent = scanned.arrays.get(array.name), placed.extent
             if sums is None or extent.encoding is not None or not is_dense_in_file(placed):
                 continue

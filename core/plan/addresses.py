@@ -19,7 +19,7 @@ from core.plan.match import Match
 from core.plan.positions import Places
 
 Bind = Callable[[StoredArray], StoredArray]
-"""A function that finds the position of a late-bound array, as ``Catalog.bind`` does."""
+"""A function that finds the position of a late-bound or encoded array."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,7 @@ class BoxReader:
         """Return the addresses of a part of a fragment."""
         if fragment.array is None:
             return Source(None, 0, (0,) * box.rank)
-        return source_in(
-            key, self._store.placed(self._catalog.bind(self._store, fragment.array)), fragment, box
-        )
+        return source_in(key, self._store.placed(fragment.array.locate(self._store)), fragment, box)
 
 
 @dataclass(frozen=True, slots=True)

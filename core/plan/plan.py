@@ -26,14 +26,13 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.file_image import FileImage
-from core.catalog.stored import StoredArray
 from core.errors import CapacityError
 from core.plan.items import Portion
 from core.plan.match import Match, match
 from core.plan.positions import ArrayCoverage, Places
 
 if TYPE_CHECKING:
-    from core.files.store import ReadStore
+    pass
 
 MIB = 1 << 20
 DEFAULT_THREADS = 2
@@ -116,10 +115,6 @@ class Plan:
     def portions(self) -> Iterator[Portion]:
         """Yield the work of all keys, each as one portion, as ``core.copy.run.Work`` defines."""
         return (Portion(number, self.match(key)) for number, key in enumerate(self.keys()))
-
-    def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
-        """Return an array with its position in a file, as ``Catalog.bind`` does."""
-        return self.source.bind(store, array)
 
     def match(self, key: str) -> Match:
         """Derive the match of one key again."""

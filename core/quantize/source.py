@@ -6,7 +6,7 @@ arrays, cover the tensor and have one dtype, and replicas are compared when they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from core.arrays.dtypes import itemsize
 from core.arrays.gather import StridedLayout, copy_box, dense_layout, is_dense, read_box
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore, decoding_bytes
-from core.catalog.stored import StoredArray
 from core.catalog.tensor import Fragment
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError
 
@@ -34,14 +33,12 @@ class SourceTensor:
     Args:
         key, dtype, shape: name, element type and shape of the stored tensor.
         fragments: distinct fragments that are not empty.
-        bind: ``Catalog.bind`` of the source.
     """
 
     key: str
     dtype: str
     shape: Shape
     fragments: tuple[Fragment, ...]
-    bind: Callable[[ReadStore, StoredArray], StoredArray]
 
     @property
     def file(self) -> str:
@@ -155,14 +152,10 @@ class SourceTensor:
         if fragment.array is None:
             return
         # Find the array's position in its file, which some formats only know after opening it.
-        array = fragment.array
-        if array.extent.is_late:
-            array = self.bind(store, array)
+        array = fragment.array.locate(store)
         decoded_store = store if isinstance(store, DecodedStore) else DecodedStore(store)
         array = decoded_store.placed(array)
         extent = array.extent
-        if extent.is_late:
-            raise CorruptError("the position of the array in its file was not found", key=self.key)
         # Find the address of the box's first element, and the step of each axis in bytes.
         size = itemsize(array.dtype)
         steps = tuple(n * size for n in (extent.strides or c_strides(array.shape)))
@@ -229,9 +222,7 @@ def source_of(
             key=key,
             hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
         )
-    return SourceTensor(
-        key, dtypes.pop() if dtypes else meta.dtype, meta.shape, fragments, catalog.bind
-    )
+    return SourceTensor(key, dtypes.pop() if dtypes else meta.dtype, meta.shape, fragments)
 
 
 def _check_bounds(key: str, fragment: Fragment, shape: Shape) -> None:

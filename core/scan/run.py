@@ -27,7 +27,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.stored import StoredArray
 from core.device.device import Device
 from core.device.lane import host_buffer, uploaded_once
-from core.errors import CheckpointingException, MissingShardError
+from core.errors import CheckpointingException
 from core.files.store import list_files_below
 from core.files.syscalls import allowed_cores, default_memory_bytes
 from core.scan.observer import FileObserver, Observer
@@ -144,9 +144,6 @@ def scan(
             store,
             list_files_below(store) if files is None else files,
             by_file,
-            bind=(lambda array: array)
-            if catalog is None
-            else lambda array: catalog.bind(store, array),
             observers=observers,
             file_observers=file_observers,
             wanted=wanted,
@@ -219,7 +216,6 @@ class ScanRun:
         files: Mapping[str, int],
         arrays: dict[str, list[StoredArray]],
         *,
-        bind: Callable[[StoredArray], StoredArray],
         observers: Sequence[Observer],
         file_observers: Sequence[FileObserver],
         wanted: WantedSums,
@@ -233,7 +229,6 @@ class ScanRun:
         self.result = ScanResult()
         self._store = store
         self._arrays = arrays
-        self._bind = bind
         self._observers = observers
         self._file_observers = file_observers
         self._wanted = wanted
@@ -390,7 +385,7 @@ class ScanRun:
             return None
 
         # Plan the file from its arrays and its recorded CRCs.
-        bound, bind_errors = self._bind_arrays(name, arrays)
+        bound, bind_errors = self._locate_arrays(name, arrays)
         stated, stated_errors = self._read_stated(name, n_bytes)
         plan, plan_errors = plan_file(name, n_bytes, bound, stated)
         self._note_all(name, [*bind_errors, *stated_errors, *plan_errors], is_owner=is_owner)
@@ -409,7 +404,7 @@ class ScanRun:
                 observer.finish_file(name)
         return _ScannedFile(plan, sums, readers, observers)
 
-    def _bind_arrays(
+    def _locate_arrays(
         self, file: str, arrays: Iterable[StoredArray]
     ) -> tuple[list[tuple[StoredArray, StoredArray]], _Errors]:
         """Find the positions of arrays in their file.
@@ -421,12 +416,7 @@ class ScanRun:
         bound, errors = [], _Errors()
         for array in arrays:
             try:
-                placed = self._bind(array)
-                if placed.extent.is_late:
-                    raise MissingShardError(
-                        "the array has no position in any file", key=array.name, file=file
-                    )
-                bound.append((array, placed))
+                bound.append((array, array.locate(self._store)))
             except CheckpointingException as err:
                 errors.append((array, err))
         return bound, errors

@@ -29,6 +29,7 @@ from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf
 from core.quantize.source import source_of
 from tests.support.fragments import with_fragments
+from tests.support.late_items import ItemAt
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(1, 1), (128, 128), (129, 127), (5, 300), (300, 5), (257, 384), (128, 1000)]
@@ -78,7 +79,7 @@ def content(catalog: Catalog, store: MemoryStore, key: str) -> bytes:
         catalog.tensors[key].shape,
     )
     decoded = DecodedStore(store)
-    array = decoded.placed(catalog.bind(store, fragment.array))
+    array = decoded.placed(fragment.array.locate(store))
     return decoded.read(array.extent.file, array.extent.offset, array.n_bytes)
 
 
@@ -518,7 +519,6 @@ def cut(
 ) -> tuple[Catalog, MemoryStore]:
     """A tensor in pieces: every second one transposed in its file, every third one late-bound."""
     fragments, files = [], {}
-    late: dict[str, StoredArray] = {}
     for number, box in enumerate(boxes):
         part = tensor[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))]
         name = f"f{number}"
@@ -530,10 +530,7 @@ def cut(
         files[name] = bytes(7) + data
         array = plain
         if number % 3 == 2:
-            late[name] = plain
-            array = StoredArray(
-                name, plain.dtype, plain.shape, Extent(name, 0, None, item_bytes=7 + len(data))
-            )
+            array = replace(plain, extent=Extent(name, 0, item=ItemAt(plain.extent)))
         fragments.append(Fragment(box, array, (0, 0)))
     catalog = Catalog(
         "test",
@@ -541,7 +538,6 @@ def cut(
         with_fragments(
             {key: Tensor(name_of(tensor.dtype), tuple(tensor.shape))}, lambda _: fragments
         ),
-        bind=lambda store, array: late.get(array.name, array),
     )
     return catalog, MemoryStore(files)
 

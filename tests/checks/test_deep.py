@@ -317,7 +317,7 @@ def put(
 def place_of(
     catalog: Catalog, opened: Checkpoint, array: StoredArray, index: list[int]
 ) -> tuple[Path, int]:
-    bound = catalog.bind(opened.store, array)
+    bound = array.locate(opened.store)
     assert bound.extent.strides is None
     flat = 0
     for i, n in zip(index, array.shape, strict=True):

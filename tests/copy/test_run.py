@@ -26,6 +26,7 @@ from core.files.store import MemoryStore
 from core.plan.plan import make_plan
 from tests.support.boxes import DTYPE, Cut, Model, expected, one, pieces, values, written
 from tests.support.fragments import replace_fragments, with_fragments
+from tests.support.late_items import ItemAt
 
 SHAPE = (24, 36)
 
@@ -293,34 +294,28 @@ def test_zeros_by_rule_pad_the_target(cut: Cut) -> None:
 def test_late_bound_arrays_are_bound_when_they_are_copied() -> None:
     model = Model({"w": SHAPE}, {"w": pieces("w", SHAPE, 1, 4)})
     source = model.source(order="F")
-    real = {
-        fragment.array.name: fragment.array
-        for fragment in source.fragments("w")
-        if fragment.array is not None
-    }
+    located: list[str] = []
 
     def late(key: str) -> list[Fragment]:
         return [
             replace(
-                f, array=replace(f.array, extent=Extent(f.array.extent.file, 0, item_bytes=999))
+                f,
+                array=replace(
+                    f.array,
+                    extent=Extent(
+                        f.array.extent.file, 0, item=ItemAt(f.array.extent, note=located.append)
+                    ),
+                ),
             )
             for f in source.fragments(key)
             if f.array is not None
         ]
 
-    bound = []
-
-    def bind(store: object, array: StoredArray) -> StoredArray:
-        bound.append(array.name)
-        return real[array.name]
-
     target_model = Model({"w": SHAPE}, {"w": one("w", SHAPE)})
     target, images = target_model.target()
-    found, _ = moved(
-        replace(replace_fragments(source, late), bind=bind), model.store, target, images
-    )
+    found, _ = moved(replace_fragments(source, late), model.store, target, images)
     assert np.array_equal(found["w/all"], expected(target_model)["w/all"])
-    assert set(bound) == set(real)
+    assert set(located) == {f.array.name for f in source.fragments("w") if f.array is not None}
 
 
 @pytest.mark.parametrize("target_cut", [one("w", SHAPE), pieces("w", SHAPE, 1, 3)])

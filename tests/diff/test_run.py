@@ -140,7 +140,7 @@ def test_one_flipped_bit_is_found_in_another_layout(
     for fragment in catalog.fragments(key):
         box, array = fragment.box, fragment.array
         assert array is not None
-        array = catalog.bind(source.store, array)
+        array = array.locate(source.store)
         if all(o <= i < e for o, i, e in zip(box.offset, index, box.end, strict=True)):
             size = array.n_bytes // math.prod(array.shape)
             at = [a + i - o for a, i, o in zip(fragment.at[-2:], index, box.offset, strict=True)]

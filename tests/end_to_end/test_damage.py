@@ -130,7 +130,7 @@ def test_a_flipped_bit_in_a_distcp_file_is_found_by_its_crc(
         (piece for piece in pieces if piece is not None and piece.extent.file == path.name),
         key=lambda piece: piece.n_bytes,
     )
-    bound = opened.catalog.bind(opened.store, largest)
+    bound = largest.locate(opened.store)
     opened.store.close()
     data = bytearray(path.read_bytes())
     data[bound.extent.offset + largest.n_bytes // 2] ^= 1

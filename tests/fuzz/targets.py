@@ -33,6 +33,7 @@ from core.formats.ocdbt.tree import TREE, leaves_of, read_tree
 from core.formats.safetensors import format as safetensors
 from core.formats.torch import format as torch_file
 from core.formats.torch import legacy as torch_legacy
+from core.formats.torch.item import TorchItem
 from core.formats.torch.tensors import TensorHooks
 from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
@@ -122,9 +123,9 @@ def _item(data: bytes) -> None:
         ("bfloat16", (32,)),
         ("float32", (64, 32)),
     ):
-        late = StoredArray("w", dtype, shape, Extent("__0_0.distcp", 0, item_bytes=len(data)))
+        late = StoredArray("w", dtype, shape, Extent("__0_0.distcp", 0, item=TorchItem(len(data))))
         with suppress(CheckpointingException):
-            bound = torch_file.item_location(store, late)
+            bound = late.locate(store)
             if bound.extent.strides is None:
                 store.read("__0_0.distcp", bound.extent.offset, bound.n_bytes)
 
@@ -279,9 +280,9 @@ def _explored_tensor(catalog: Catalog, store: MemoryStore, key: str) -> None:
     for piece in pieces[:_MOST]:
         if piece.array is None:
             continue
-        array = catalog.bind(store, piece.array)
+        array = piece.array.locate(store)
         extent = array.extent
-        assert extent.item_bytes is None
+        assert extent.item is None
         if extent.encoding is None and extent.strides is None and array.n_bytes < _SMALL:
             store.read(extent.file, extent.offset, array.n_bytes)
         elif extent.encoding is not None and extent.encoding.unit_bytes < _SMALL:

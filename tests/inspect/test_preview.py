@@ -17,6 +17,7 @@ from core.errors import CorruptError, MissingShardError, TruncatedError, Unsuppo
 from core.files.store import MemoryStore, ReadStore
 from core.inspect.preview import first_values, places_of
 from tests.support.fragments import with_fragments
+from tests.support.late_items import ItemAt
 
 
 def catalog_of(meta: Tensor, fragments: Sequence[Fragment]) -> Catalog:
@@ -70,12 +71,11 @@ def test_only_the_wanted_bytes_are_read() -> None:
 
 def test_late_bound_arrays_are_bound_first() -> None:
     meta = Tensor("int32", (2,))
-    late = StoredArray("w", "int32", (2,), Extent("f", 0, None, item_bytes=16))
+    late = StoredArray("w", "int32", (2,), Extent("f", 0, item=ItemAt(Extent("f", 8))))
     catalog = Catalog(
         "test",
         None,
         with_fragments({"w": meta}, lambda key: [Fragment(Box((0,), (2,)), late, (0,))]),
-        bind=lambda store, found: StoredArray("w", "int32", (2,), Extent("f", 8)),
     )
     assert first_values(MemoryStore({"f": bytes(8) + ints(7, 8)}), catalog, "w", 2) == [7, 8]
 

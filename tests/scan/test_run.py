@@ -70,7 +70,7 @@ def arrays_of(catalog: Catalog) -> dict[str, StoredArray]:
 def dense_bytes(store: ReadStore, catalog: Catalog, array: StoredArray) -> bytes:
     """Brute force: element by element."""
     decoded = DecodedStore(store)
-    bound = decoded.placed(catalog.bind(decoded, array))
+    bound = decoded.placed(array.locate(decoded))
     size = itemsize(array.dtype)
     strides = bound.extent.strides
     if strides is None:

@@ -30,7 +30,7 @@ def array_bytes(catalog: Catalog, store: ReadStore, array: StoredArray) -> Bytes
     """The elements of one stored array, its strides resolved."""
     size = itemsize(array.dtype)
     store = DecodedStore(store)
-    bound = store.placed(catalog.bind(store, array))
+    bound = store.placed(array.locate(store))
     extent = bound.extent
     assert not extent.is_late and extent.encoding is None
     shape = array.shape

@@ -63,18 +63,18 @@ def check_tensor_items(subject: Subject) -> Iterator[Finding]:
 
 def _check_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Finding]:
     """Check one tensor item (CK207, CK208)."""
-    from core.formats.torch.item import item_location, stored_tensor
+    from core.formats.torch.item import stored_tensor
 
     extent = array.extent
-    assert extent.item_bytes is not None
-    span = (extent.offset, extent.offset + extent.item_bytes)
+    assert extent.item is not None
+    span = (extent.offset, extent.offset + extent.item.n_bytes)
     if subject.files.get(extent.file, 0) < span[1]:
         return  # missing or truncated file: reported by the checks of files
-    # If dtype and shape match, the strides may still exceed the storage: ``item_location`` raises.
+    # If dtype and shape match, the strides may still exceed the storage: ``locate`` raises.
     try:
         dtype, shape = stored_tensor(subject.store, array)
         if dtype == array.dtype and shape == array.shape:
-            item_location(subject.store, array)
+            array.locate(subject.store)
             return
     except CheckpointingException as err:
         if not subject.is_covered_by_finding(extent.file, span):

@@ -162,7 +162,7 @@ def _collect_array_sums(subject: Subject) -> SumsByRange:
             continue
         # The position of an array inside an item or a zip is only known after binding it.
         try:
-            extent = catalog.bind(subject.store, array).extent
+            extent = array.locate(subject.store).extent
         except CheckpointingException:
             continue
         if extent.encoding is None and is_dense_in_file(array):

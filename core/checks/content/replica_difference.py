@@ -65,8 +65,7 @@ def first_difference(
     decoded = DecodedStore(store)
     compare_device = choose_device(device, [COMPARE], threads=1)
     sources = [
-        SourceTensor(key, meta.dtype, meta.shape, (fragment,), catalog.bind)
-        for fragment in (first, other)
+        SourceTensor(key, meta.dtype, meta.shape, (fragment,)) for fragment in (first, other)
     ]
     # Read row bands of both, so that memory stays small whatever the size of the box.
     n_different = 0

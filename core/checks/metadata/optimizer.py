@@ -258,7 +258,7 @@ def _compare_master(
     from core.megatron.optimizer.proof import is_master
 
     try:
-        if is_master(subject.store, master, weight, bind=catalog.bind):
+        if is_master(subject.store, master, weight):
             return
     except UnsupportedError as err:  # a dtype without rounding
         yield _not_compared(err, file=weight.extent.file, key=key, rank=rank)

@@ -13,14 +13,13 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import bind_nothing
 from core.catalog.stored import AnyArray, ArrayT, Extent, PlannedArray, StoredArray, files_read
 from core.catalog.tensor import AnyFragment, AnyTensor, Fragment, TargetFragment
 from core.errors import UnsupportedError
 from core.formats.dcp.zstd_streams import StreamItem
 from core.formats.deepspeed.widened import Widened
 from core.formats.ocdbt.database import InlineValue
-from core.formats.torch.item import item_location
+from core.formats.torch.item import torch_item
 from core.formats.torch.object_tensors import PickledArray
 from core.formats.torch.zip.container import Record
 from core.formats.torch.zip.records import RecordEncoding
@@ -68,12 +67,6 @@ CLASSES: dict[str, type] = {
 }
 """Classes that an encoding may consist of; a test finds missing ones."""
 
-BINDERS: dict[str, Callable[..., StoredArray]] = {
-    "nothing": bind_nothing,
-    "torch item": item_location,
-}
-"""Functions that bind arrays (``Catalog.bind``), by name."""
-
 
 def refused(value: object) -> object:
     """Raise because a value of an unknown class cannot be decoded by other workers.
@@ -88,7 +81,7 @@ def refused(value: object) -> object:
 
 
 def plain(value: object, unknown: Callable[[object], object] = refused) -> object:
-    """Encode a value of an encoding, or a function that binds arrays, as JSON.
+    """Encode a value of an encoding as JSON.
 
     Args:
         value: the value.
@@ -109,13 +102,7 @@ def plain(value: object, unknown: Callable[[object], object] = refused) -> objec
             "is": name,
             "of": [plain(getattr(value, field), unknown) for field in _fields(type(value))],
         }
-    binder = binder_name(value)
-    return unknown(value) if binder is None else {"binder": binder}
-
-
-def binder_name(bind: object, unknown: Callable[[object], object] = lambda value: None) -> object:
-    """Return the name of a function of ``BINDERS``, or ``unknown(bind)`` for any other."""
-    return next((name for name, binder in BINDERS.items() if binder is bind), None) or unknown(bind)
+    return unknown(value)
 
 
 def decode(value: object) -> object:
@@ -130,8 +117,6 @@ def decode(value: object) -> object:
         return value
     if "bytes" in value:
         return base64.b64decode(value["bytes"], validate=True)
-    if "binder" in value:
-        return BINDERS[value["binder"]]
     kind = CLASSES[value["is"]]
     return kind(**dict(zip(_fields(kind), (decode(item) for item in value["of"]), strict=True)))
 
@@ -226,7 +211,7 @@ class Encoder:
         row += (file, extent.offset)
         more = (
             extent.strides,
-            extent.item_bytes,
+            None if extent.item is None else extent.item.n_bytes,
             number,
             extent.crc,
             extent.part_of,
@@ -280,7 +265,7 @@ class Decoder:
                 self._files[file],
                 offset,
                 None if strides is None else tuple(strides),
-                item_bytes,
+                None if item_bytes is None else torch_item(item_bytes),
                 encodings[number] if number >= 0 else None,
                 crc,
                 None if part_of is None else (tuple(part_of[0]), part_of[1]),

@@ -24,7 +24,7 @@ import json
 import os
 import sys
 from array import array as columns
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -34,7 +34,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray, StoredArray
 from core.catalog.tensor import Fragment, TargetFragment, TargetTensor, Tensor
-from core.convert.stored_plan.codec import BINDERS, Decoder, Encoder, binder_name, refused
+from core.convert.stored_plan.codec import Decoder, Encoder, refused
 from core.convert.stored_plan.division import Division, KeyWork
 from core.errors import CorruptError
 from core.files.store import ReadStore, translate_os_errors
@@ -147,7 +147,6 @@ def write_plan(
         "buffer_bytes": plan.buffer_bytes,
         "cache_bytes": plan.cache_bytes,
         "compares": plan.compares,
-        "bind": binder_name(plan.source.bind, unknown),
         "files": stamps,
         "paths": [[image.path, image.size] for image in plan.images],
     }
@@ -298,7 +297,7 @@ class _PlainLines:
         if not (is_all(fragment, array, source) and is_all(target_fragment, planned, target)):
             return None
         extent, number = array.extent, self._places.number_of(planned.name)
-        details = (extent.encoding, extent.strides, extent.item_bytes, extent.part_of)
+        details = (extent.encoding, extent.strides, extent.item, extent.part_of)
         if number is None or any(detail is not None for detail in details):
             return None
 
@@ -433,7 +432,6 @@ class StoredPlan:
             name: tuple(stamp) for name, stamp in trailer["files"]
         }
         self._compares: bool = trailer["compares"]
-        self._bind: Callable[[ReadStore, StoredArray], StoredArray] = BINDERS[trailer["bind"]]
         self._decoder = Decoder(list(self.stamps))
         self._lines = self._column(addresses["lines"])
         self._sizes = self._column(addresses["sizes"])
@@ -483,10 +481,6 @@ class StoredPlan:
             for start, stop in parts:
                 work = work or self._match(number)
                 yield Portion(number, work, start, stop)
-
-    def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
-        """Determine the position of an array in its file, as ``Catalog.bind`` does."""
-        return self._bind(store, array)
 
     def _match(self, number: int) -> Match:
         begin, end = self._lines[number], self._lines[number + 1]

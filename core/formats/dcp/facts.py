@@ -85,7 +85,7 @@ def _single_integer(catalog: Catalog, store: ReadStore, key: str) -> int | None:
         return None
     array = fragments[0].array
     assert array is not None
-    extent = catalog.bind(store, array).extent
+    extent = array.locate(store).extent
     if extent.encoding is not None:
         data = bytes(extent.encoding.decode(store, array, 0))
     else:

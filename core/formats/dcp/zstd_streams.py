@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore
-from core.formats.torch.item import item_location
+from core.formats.torch.item import TorchItem
 from core.formats.torch.tree import load_object
 
 if TYPE_CHECKING:
@@ -101,10 +101,9 @@ class StreamItem:
             if self.place is not None:
                 offset, strides = self.place
             else:
-                item_extent = Extent(extent.file, 0, item_bytes=len(data))
-                location = item_location(
-                    _memory_store(extent.file, data), replace(array, extent=item_extent)
-                ).extent
+                item_extent = Extent(extent.file, 0, item=TorchItem(len(data)))
+                item = replace(array, extent=item_extent)
+                location = item.locate(_memory_store(extent.file, data)).extent
                 offset, strides = location.offset, location.strides
         except CheckpointingException as err:
             err.file, err.key, err.span = extent.file, array.name, span

@@ -42,7 +42,6 @@ from core.catalog.facets import TorchFileFacts
 from core.catalog.file_image import FileImage
 from core.errors import Report, UnsupportedError, raising
 from core.formats.format import Format, no_folders
-from core.formats.torch.item import item_location as item_location
 from core.formats.torch.refused import refusal_notes
 from core.formats.torch.stream import SUFFIXES
 from core.formats.torch.tree import TorchTree as TorchTree

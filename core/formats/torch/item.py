@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape, c_strides
 from core.arrays.dtypes import itemsize
+from core.arrays.fast_value import value
 from core.catalog.stored import StoredArray, strides_with_axes, without_axes
 from core.errors import (
     UNLIKE_ANY_WRITER,
@@ -98,11 +100,33 @@ class _ThreadForms(threading.local):
 _thread_forms = _ThreadForms()
 
 
-def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
+@value(frozen=True, slots=True)
+class TorchItem:
+    """A torch zip of one tensor (``ContainerItem``).
+
+    Args:
+        n_bytes: length of the zip.
+    """
+
+    n_bytes: int
+
+    def locate(self, store: ReadStore, array: StoredArray) -> StoredArray:
+        """Return the array with its byte address and strides (``find_in_item``)."""
+        return find_in_item(store, array, self.n_bytes)
+
+
+@lru_cache(maxsize=4096)
+def torch_item(n_bytes: int) -> TorchItem:
+    """Return the item of a length; 10⁵ chunks have a few different ones."""
+    return TorchItem(n_bytes)
+
+
+def find_in_item(store: ReadStore, array: StoredArray, n_bytes: int) -> StoredArray:
     """Return a DCP item's array with its real byte address and strides.
 
     Args:
-        array: an array whose extent is an item; any other array is returned as it is.
+        array: an array whose extent is an item.
+        n_bytes: length of the item.
 
     Raises:
         CorruptError: the item is damaged, or its tensor differs from ``array`` in dtype or shape.
@@ -111,16 +135,13 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
             big-endian one, or one with strides of which only a part is needed.
         UnsafeError: the pickle would run code when it is loaded.
     """
-    extent = array.extent
-    if extent.item_bytes is None:
-        return array
-    start, n_bytes = extent.offset, extent.item_bytes
+    extent, start = array.extent, array.extent.offset
     try:
         form, crc = _find_form(store, extent.file, start, n_bytes)
         # The array may have the item's axes in another order, or be a run of its elements.
         stored_shape = without_axes(array).shape
         shape, n_before = extent.part_of or (stored_shape, 0)
-        _check_tensor(form, array, shape)
+        _check_tensor(form, array, shape, n_bytes)
     except CheckpointingException as err:
         err.file = err.file or extent.file
         err.key = err.key or array.name
@@ -141,7 +162,7 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
             extent,
             offset=address,
             strides=strides,
-            item_bytes=None,
+            item=None,
             part_of=None,
             axes=None,
             crc=crc,
@@ -150,19 +171,19 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
 
 
 @suggesting(UNLIKE_ANY_WRITER)
-def _check_tensor(form: _ItemForm, array: StoredArray, shape: Shape) -> None:
+def _check_tensor(form: _ItemForm, array: StoredArray, shape: Shape, n_bytes: int) -> None:
     """Compare the tensor in an item with the metadata.
 
     Args:
         array: the array according to the metadata, whose extent is the item.
         shape: shape of the item's tensor according to the metadata.
+        n_bytes: length of the item.
 
     Raises:
         CorruptError: dtype or shape differ, or the item is too short for its storage.
         UnsupportedError: only a part of the tensor is needed, but it has strides.
     """
-    location, item_bytes = form.location, array.extent.item_bytes
-    assert item_bytes is not None
+    location = form.location
     if location.dtype != array.dtype or location.shape != shape:
         raise CorruptError(
             f"the item holds a {location.dtype} tensor of shape {location.shape}, but the "
@@ -172,9 +193,9 @@ def _check_tensor(form: _ItemForm, array: StoredArray, shape: Shape) -> None:
         raise UnsupportedError(
             "only a part of the item's tensor is needed, but the tensor is not dense"
         )
-    if form.data_offset + location.storage_bytes > item_bytes:
+    if form.data_offset + location.storage_bytes > n_bytes:
         raise CorruptError(
-            f"the item has {item_bytes} bytes, too few for its storage of "
+            f"the item has {n_bytes} bytes, too few for its storage of "
             f"{location.storage_bytes} bytes"
         )
 
@@ -183,11 +204,11 @@ def stored_tensor(store: ReadStore, array: StoredArray) -> tuple[str, Shape]:
     """Return dtype and shape of the tensor in a DCP item, ignoring those in the metadata.
 
     Raises:
-        CorruptError, TruncatedError, UnsupportedError: as ``item_location``.
+        CorruptError, TruncatedError, UnsupportedError: as ``find_in_item``.
     """
     extent = array.extent
-    assert extent.item_bytes is not None, "an item"
-    location = _find_form(store, extent.file, extent.offset, extent.item_bytes)[0].location
+    assert extent.item is not None
+    location = _find_form(store, extent.file, extent.offset, extent.item.n_bytes)[0].location
     return location.dtype, location.shape
 
 
@@ -200,7 +221,7 @@ def _find_form(
     The CRC is None if the writer did not compute it.
 
     Raises:
-        CorruptError, TruncatedError, UnsupportedError, UnsafeError: see ``item_location``.
+        CorruptError, TruncatedError, UnsupportedError, UnsafeError: see ``find_in_item``.
     """
     head = store.read(file, start, min(HEAD_BYTES, n_bytes))
     # Compare the item with the forms of earlier ones.

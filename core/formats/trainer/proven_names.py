@@ -296,7 +296,7 @@ def check_masters(
             if kind not in MASTERS or not isinstance(leaf, TensorLeaf):
                 continue
             pairs = _pairs_of(catalog, leaf.key, weight)
-            if not are_masters(store, pairs, bind=catalog.bind):
+            if not are_masters(store, pairs):
                 raise UsageError(
                     f"{OPTION}: number {number} would be {name}, but its master weights do not "
                     "round to these weights",

@@ -174,7 +174,6 @@ def adapter_to_megatron(
         format=catalog.format,
         version=None,
         tensors=tensors,
-        bind=catalog.bind,
         iteration=1,
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 1},

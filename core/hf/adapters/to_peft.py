@@ -130,7 +130,6 @@ def adapter_to_peft(
         format=catalog.format,
         version=None,
         tensors={name: tensors[name] for name in sorted(tensors, key=natural_order)},
-        bind=catalog.bind,
         documents={ADAPTER_CONFIG: _completed(text, modules, is_transposed=True in orientations)},
         notes=catalog.notes,
         dropped=(*dropped, *(f"{name} (not stored in adapters of peft)" for name in names)),

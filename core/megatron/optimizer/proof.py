@@ -16,7 +16,7 @@ from math import prod
 
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import dtype_of, itemsize
-from core.catalog.catalog import Catalog, bind_nothing
+from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.optimizer_keys import MASTER, state_key
 from core.catalog.stored import StoredArray
@@ -30,8 +30,6 @@ def is_master(
     store: ReadStore,
     master: StoredArray,
     weight: StoredArray,
-    *,
-    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bool:
     """Return whether the sample of the master weights rounds to that of the weights.
 
@@ -39,7 +37,6 @@ def is_master(
         store: store that holds both arrays.
         master: an array of a float dtype at least as wide as the weight's.
         weight: an array with as many elements; the shapes may differ.
-        bind: ``bind`` of the catalog, for late-bound arrays.
 
     Raises:
         UnsupportedError: master weights are not rounded to the weight's dtype.
@@ -48,9 +45,9 @@ def is_master(
     if prod(master.shape) != prod(weight.shape):
         return False
     return rounds_to(
-        sample(store, master, bind=bind),
+        sample(store, master),
         master.dtype,
-        sample(store, weight, bind=bind),
+        sample(store, weight),
         weight.dtype,
     )
 
@@ -58,8 +55,6 @@ def is_master(
 def are_masters(
     store: ReadStore,
     pairs: Sequence[tuple[StoredArray, StoredArray]],
-    *,
-    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bool:
     """Return whether ``is_master`` holds for all pairs, reading each file in one go.
 
@@ -71,8 +66,8 @@ def are_masters(
     """
     if any(prod(master.shape) != prod(weight.shape) for master, weight in pairs):
         return False
-    masters = _samples(store, [master for master, _ in pairs], bind=bind)
-    weights = _samples(store, [weight for _, weight in pairs], bind=bind)
+    masters = _samples(store, [master for master, _ in pairs])
+    weights = _samples(store, [weight for _, weight in pairs])
 
     # Round all samples of a pair of dtypes at once.
     alike: dict[tuple[str, str], list[int]] = {}
@@ -112,8 +107,6 @@ def find_different_copies(
 def _samples(
     store: ReadStore,
     arrays: Sequence[StoredArray],
-    *,
-    bind: Callable[[ReadStore, StoredArray], StoredArray],
 ) -> list[bytes]:
     """Return ``sample`` of every array."""
     # Collect the byte ranges of plain arrays by file; read the other arrays one by one.
@@ -123,7 +116,7 @@ def _samples(
     for number, array in enumerate(arrays):
         extent = array.extent
         if extent.is_late or extent.encoding is not None or extent.strides is not None:
-            samples[number] = sample(store, array, bind=bind)
+            samples[number] = sample(store, array)
             continue
         size, offset = itemsize(array.dtype), extent.offset
         for start, n in _runs(prod(array.shape)):
@@ -140,8 +133,6 @@ def _samples(
 def sample(
     store: ReadStore,
     array: StoredArray,
-    *,
-    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bytes:
     """Read a sample of an array's elements, as dense bytes.
 
@@ -151,8 +142,7 @@ def sample(
         MissingShardError: a file is missing or too short.
     """
     # Find the elements: late-bound arrays need their extent, encoded ones are decoded.
-    if array.extent.is_late:
-        array = bind(store, array)
+    array = array.locate(store)
     decoded = DecodedStore(store) if array.extent.encoding is not None else None
     if decoded is not None:
         array, store = decoded.placed(array), decoded
@@ -301,7 +291,7 @@ def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
     strange = []
     for key in named[:: max(1, len(named) // MOST_COMPARED)]:
         pair = _same_part(catalog, key, state_key(MASTER, key))
-        if pair is not None and not is_master(store, pair[1], pair[0], bind=catalog.bind):
+        if pair is not None and not is_master(store, pair[1], pair[0]):
             strange.append(key)
     return strange
 

@@ -25,11 +25,11 @@ from the two int16 forms only.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog, bind_nothing
+from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER, state_of
 from core.catalog.stored import StoredArray
 from core.catalog.tensor import Tensor
@@ -44,8 +44,6 @@ _LARGEST = 1 << 15
 def are_remainders(
     store: ReadStore | None,
     masters: StoredArray,
-    *,
-    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bool:
     """Return whether stored master weights are remainders, judged by a sample.
 
@@ -59,7 +57,7 @@ def are_remainders(
         return True
     if store is None or masters.dtype != "float32":
         return False
-    data = sample(store, masters, bind=bind)
+    data = sample(store, masters)
     values = struct.unpack(f"<{len(data) // 4}f", data)
     return min(values, default=0) < -1 < 1 < max(values, default=0) and all(
         value.is_integer() and abs(value) <= _LARGEST for value in values
@@ -98,7 +96,7 @@ def check_values(model: Catalog, store: ReadStore, strange: Sequence[str]) -> No
     largest = max(pairs, key=lambda pair: prod(pair[1].shape), default=None)
     if largest is not None and largest[1].dtype == "bfloat16":
         key, _, masters = largest
-        if are_remainders(store, masters, bind=model.bind):
+        if are_remainders(store, masters):
             raise remainders_error(key=key)
 
 

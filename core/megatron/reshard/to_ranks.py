@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from core.catalog.catalog import Catalog, TargetCatalog, bind_nothing
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of, state_of
@@ -206,7 +206,6 @@ def _target_catalog(
         zeros={key: boxes for key, boxes in zeros.items() if boxes},
         write=model.write,
         facets={Topology: plan.topology, RankFacts: rank_facts},
-        bind=bind_nothing,
     )
 
 

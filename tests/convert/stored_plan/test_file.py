@@ -25,6 +25,7 @@ from core.convert.stored_plan.file import (
     write_plan,
 )
 from core.errors import CorruptError
+from core.formats.torch.item import TorchItem
 from core.plan.items import items_of_portion
 
 JOBS = {
@@ -65,7 +66,7 @@ def test_workers_together_have_the_items_of_the_plan(
                 for number, item in items_of_portion(
                     portion,
                     places=work.places,  # type: ignore[attr-defined]
-                    bind=lambda array: work.bind(store, array),  # type: ignore[attr-defined]
+                    bind=lambda array: array.locate(store),
                     band_bytes=4096,
                     item_bytes=4096,
                 )
@@ -141,7 +142,7 @@ def members_of(node: ast.ClassDef) -> Iterator[str]:
 
 def test_a_place_that_is_found_late_keeps_the_order_of_its_axes() -> None:
     meta = Tensor("float32", (3, 1, 2))
-    extent = Extent("a", 8, item_bytes=99, axes=(1, None, 0))
+    extent = Extent("a", 8, item=TorchItem(99), axes=(1, None, 0))
     fragments = (whole_fragment(StoredArray("w^T", "float32", (3, 1, 2), extent)),)
     encoder = Encoder()
     data = json.loads(json.dumps(encoder.fragments("w", meta, fragments)))

@@ -139,7 +139,7 @@ def test_a_flipped_byte_in_either_directory_is_found(golden: Path, tmp_path: Pat
     for key in ("model.0.weight", "optimizer.state.0.weight.exp_avg"):
         array = opened.catalog.fragments(key)[1].array
         assert array is not None
-        extent = opened.catalog.bind(opened.store, array).extent
+        extent = array.locate(opened.store).extent
         patched(path / extent.file, flipped(extent.offset + 5))
         errors = [
             found

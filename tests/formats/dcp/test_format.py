@@ -210,7 +210,7 @@ def test_a_tensor_saved_with_its_strides_is_read_by_them(written: Path) -> None:
         array = catalog.fragments(f"strided.{key}")[0].array
         assert array is not None
         assert array.extent.is_late
-        bound = catalog.bind(store, array).extent
+        bound = array.locate(store).extent
         assert bound is not None
         assert bound.strides == state_dict()["strided"][key].stride()  # type: ignore[index]
 
@@ -291,7 +291,7 @@ def test_torch_is_not_needed_to_read(golden: Path) -> None:
         "import sys; from pathlib import Path; from core.files.store import LocalStore;"
         " from core.formats.dcp import format as dcp;"
         "store = LocalStore(Path(sys.argv[1])); catalog = dcp.FORMAT.read(store);"
-        "[catalog.bind(store, f.array) for key in catalog.tensors for f in catalog.fragments(key)];"
+        "[f.array.locate(store) for key in catalog.tensors for f in catalog.fragments(key)];"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     folder = golden / "torch_dcp" / "tp2_only"
@@ -704,4 +704,4 @@ def test_an_item_that_is_no_torch_zip_is_an_error_of_ours(written: Path, tmp_pat
     array = catalog.fragments("model.scalar")[0].array
     assert array is not None
     with pytest.raises(CheckpointingException):
-        catalog.bind(store, array)
+        array.locate(store)

@@ -17,22 +17,21 @@ from core.arrays.box import Shape, c_strides
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
-from core.formats.torch.format import item_location, load_object
+from core.formats.torch.format import load_object
+from core.formats.torch.item import TorchItem
 from tests.formats.torch.torch_samples import DTYPES, bits, filled, kinds_of, saved
 
 
 def item(value: object, *, before: int = 37) -> tuple[MemoryStore, Extent]:
     data = saved(value)
     return MemoryStore({"i": b"x" * before + data + b"y" * 50}), Extent(
-        "i", before, item_bytes=len(data)
+        "i", before, item=TorchItem(len(data))
     )
 
 
 def located(value: torch.Tensor, **where: int) -> tuple[MemoryStore, StoredArray]:
     store, extent = item(value, **where)
-    return store, item_location(
-        store, StoredArray("t", str(value.dtype)[6:], tuple(value.shape), extent)
-    )
+    return store, StoredArray("t", str(value.dtype)[6:], tuple(value.shape), extent).locate(store)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -93,15 +92,15 @@ def test_an_item_whose_records_are_in_another_order_is_located() -> None:
         for name, data in content.items():
             made.writestr(name, data)
     store = MemoryStore({"i": stream.getvalue()})
-    array = item_location(
-        store, StoredArray("t", "float32", (3,), Extent("i", 0, item_bytes=store.size("i")))
-    )
+    array = StoredArray(
+        "t", "float32", (3,), Extent("i", 0, item=TorchItem(store.size("i")))
+    ).locate(store)
     assert store.read("i", array.extent.offset, 12) == bits(tensor)  # type: ignore[union-attr]
 
 
 def test_an_array_that_is_not_late_is_returned_as_it_is() -> None:
     array = StoredArray("t", "int8", (3,), Extent("i", 5))
-    assert item_location(MemoryStore(), array) is array
+    assert array.locate(MemoryStore()) is array
 
 
 @pytest.mark.parametrize(
@@ -117,10 +116,10 @@ def test_an_item_that_is_not_what_the_metadata_says_is_refused(
 ) -> None:
     store, extent = item(filled(torch.float32, 3, 4))
     with pytest.raises(CorruptError, match=message) as caught:
-        item_location(store, StoredArray("layer.weight", dtype, shape, extent))
+        StoredArray("layer.weight", dtype, shape, extent).locate(store)
     assert caught.value.file == "i"
     assert caught.value.key == "layer.weight"
-    assert caught.value.span == (37, 37 + extent.item_bytes)  # type: ignore[operator]
+    assert caught.value.span == (37, 37 + extent.item.n_bytes)  # type: ignore[union-attr]
 
 
 def test_an_item_that_is_no_dense_tensor_is_refused() -> None:
@@ -131,19 +130,19 @@ def test_an_item_that_is_no_dense_tensor_is_refused() -> None:
     ):
         store, extent = item(value)
         with pytest.raises(kind):
-            item_location(store, StoredArray("t", "complex64", (3,), extent))
+            StoredArray("t", "complex64", (3,), extent).locate(store)
 
 
 def test_a_truncated_item_is_refused_at_every_length() -> None:
     tensor = filled(torch.float32, 30)
     store, extent = item(tensor, before=0)
-    data = store.read("i", 0, extent.item_bytes or 0)
+    data = store.read("i", 0, extent.item.n_bytes)  # type: ignore[union-attr]
     for n in (*range(0, len(data), 7), len(data) - 1):
         short = MemoryStore({"i": data[:n]})
         for stated in (n, len(data)):
-            array = StoredArray("t", "float32", (30,), Extent("i", 0, item_bytes=stated))
+            array = StoredArray("t", "float32", (30,), Extent("i", 0, item=TorchItem(stated)))
             with contextlib.suppress(CorruptError):
-                where = item_location(short, array).extent
+                where = array.locate(short).extent
                 assert where is not None and where.offset + array.n_bytes <= n
 
 
@@ -154,8 +153,8 @@ def test_items_are_located_from_many_threads() -> None:
 
     def address(n: int) -> Extent:
         shape = tuple(tensors[n].shape) if n % 3 else tuple(tensors[n].t().shape)
-        late = Extent(f"{n}", 0, item_bytes=len(streams[n]))
-        return item_location(store, StoredArray("t", "float32", shape, late)).extent
+        late = Extent(f"{n}", 0, item=TorchItem(len(streams[n])))
+        return StoredArray("t", "float32", shape, late).locate(store).extent
 
     expected = [address(n) for n in range(60)]
     with ThreadPoolExecutor(8) as pool:
@@ -168,7 +167,7 @@ def test_a_truncated_item_names_its_file() -> None:
     store, extent = item(filled(torch.float32, 30))
     short = MemoryStore({"i": store.read("i", 0, store.size("i") - 100)})
     with pytest.raises(CorruptError) as caught:
-        item_location(short, StoredArray("t", "float32", (31,), extent))
+        StoredArray("t", "float32", (31,), extent).locate(short)
     assert (caught.value.file, caught.value.key) == ("i", "t")
 
 
@@ -179,7 +178,7 @@ def test_golden_items_are_located(golden: Path) -> None:
     n = 0
     for index, place in metadata.storage_data.items():
         meta = metadata.state_dict_metadata[index.fqn]
-        extent = Extent(place.relative_path, place.offset, item_bytes=place.length)
+        extent = Extent(place.relative_path, place.offset, item=TorchItem(place.length))
         tensor = torch.load(
             io.BytesIO(store.read(extent.file, place.offset, place.length)), weights_only=False
         )
@@ -187,14 +186,14 @@ def test_golden_items_are_located(golden: Path) -> None:
             shape = next(
                 tuple(chunk.sizes) for chunk in meta.chunks if chunk.offsets == index.offset
             )
-            found = item_location(
-                store, StoredArray("t", str(meta.properties.dtype)[6:], shape, extent)
-            ).extent
+            found = (
+                StoredArray("t", str(meta.properties.dtype)[6:], shape, extent).locate(store).extent
+            )
             assert found is not None and found.strides is None
             assert store.read(extent.file, found.offset, len(bits(tensor))) == bits(tensor)
             n += 1
         else:
-            stream = StoredArray("r", "uint8", (place.length,), replace(extent, item_bytes=None))
+            stream = StoredArray("r", "uint8", (place.length,), replace(extent, item=None))
             value, arrays = load_object(store, stream, key=index.fqn)
             assert arrays == {}
             assert value == tensor or not isinstance(tensor, (int, float, bool))

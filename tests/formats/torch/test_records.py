@@ -30,7 +30,8 @@ from core.errors import (
     UnsupportedError,
 )
 from core.files.store import MemoryStore
-from core.formats.torch.format import FORMAT, item_location, lay_out, load_object
+from core.formats.torch.format import FORMAT, lay_out, load_object
+from core.formats.torch.item import TorchItem
 from core.formats.torch.zip import records as torch_record
 from core.formats.torch.zip.records import RecordEncoding, number_bytes
 from core.manifest.of_copy import finish_files
@@ -203,9 +204,9 @@ def test_an_item_that_is_not_plain_is_refused_by_name(packing: str) -> None:
         "big-endian": _big,
         "big-endian deflate": lambda s: deflated(_big(s)),
     }[packing](stream)
-    late = StoredArray("t", "float32", (3,), Extent("i", 0, item_bytes=len(data)))
+    late = StoredArray("t", "float32", (3,), Extent("i", 0, item=TorchItem(len(data))))
     with pytest.raises(UnsupportedError, match="deflated|big-endian") as caught:
-        item_location(MemoryStore({"i": data}), late)
+        late.locate(MemoryStore({"i": data}))
     assert caught.value.file == "i"
     assert caught.value.key == "t"
 

@@ -51,7 +51,7 @@ def with_remainders(src: Path, dst: Path) -> Path:
             continue
         for fragment in opened.catalog.fragments(key):
             assert fragment.array is not None
-            array = opened.catalog.bind(opened.store, fragment.array)
+            array = fragment.array.locate(opened.store)
             path = next(dst.rglob(array.extent.file))
             stored: np.memmap[tuple[int, ...], np.dtype[np.float32]] = np.memmap(
                 path, "<f4", "r+", array.extent.offset, array.shape

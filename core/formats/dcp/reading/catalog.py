@@ -18,7 +18,7 @@ from core.errors import (
 )
 from core.formats.dcp.metadata import DcpItem, DcpMetadata
 from core.formats.dcp.reading.data_files import METADATA
-from core.formats.torch.item import item_location
+from core.formats.torch.item import torch_item
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import ListIndex, Path, nest_leaves
 
@@ -81,7 +81,6 @@ def catalog_of(
         objects={key: objects[key] for key in metadata.objects if key in objects},
         hidden=hidden,
         skeleton=_skeleton(metadata, objects),
-        bind=item_location,
     ).with_facet(DcpFacts(item_files=tuple(metadata.files), orphans=metadata.orphans))
     if metadata.mcore_data is None:
         return catalog
@@ -134,8 +133,8 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
             # Elements in a safetensors file: their position is final.
             extent = Extent(item.file, item.offset)
         else:
-            # A torch zip: `item_location` finds the elements in it later.
-            extent = Extent(item.file, item.offset, item_bytes=item.n_bytes)
+            # A torch zip: `StoredArray.locate` finds the elements in it later.
+            extent = Extent(item.file, item.offset, item=torch_item(item.n_bytes))
         array = StoredArray(array_name(key, box), tensor.dtype, box.shape, extent)
         fragments.append(Fragment(box, array, origin))
     return fragments

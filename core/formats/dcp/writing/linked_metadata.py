@@ -56,8 +56,8 @@ def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
     rows = []
     for chunk in catalog.fragments(key):
         array = chunk.array
-        item_bytes = None if array is None else array.extent.item_bytes
-        if array is None or item_bytes is None or array.shape != chunk.box.shape:
+        item = None if array is None else array.extent.item
+        if array is None or item is None or array.shape != chunk.box.shape:
             raise refusal
         rows.append(
             ChunkRow(
@@ -65,7 +65,7 @@ def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
                 chunk.box.shape,
                 array.extent.file,
                 array.extent.offset,
-                item_bytes,
+                item.n_bytes,
             )
         )
     return TensorRow(key, meta.dtype, meta.shape, rows)

@@ -221,7 +221,7 @@ class _BufferReader:
             assert store is not None
             weight = params[place].array
             master = _part(buffer, MASTER, start, weight)
-            return master is not None and is_master(store, master, weight, bind=self.catalog.bind)
+            return master is not None and is_master(store, master, weight)
 
         def all_fit(starts: Sequence[int]) -> bool:
             assert store is not None
@@ -231,7 +231,7 @@ class _BufferReader:
                 if master is None:
                     return False
                 pairs.append((master, param.array))
-            return are_masters(store, pairs, bind=self.catalog.bind)
+            return are_masters(store, pairs)
 
         # Cut the parameters' shards out of the buffer's states.
         starts: Sequence[int | None] | None = None
@@ -242,7 +242,7 @@ class _BufferReader:
                 result = find_starts(space, None if store is None else fits, all_fit=all_fit)
             except UnsupportedError:
                 masters = buffer.states[MASTER][0]
-                if are_remainders(store, masters, bind=self.catalog.bind):
+                if are_remainders(store, masters):
                     raise remainders_error(key=_global_name(params[0]), rank=file.folder) from None
                 raise
             self.notes.extend(result.notes)

@@ -5,7 +5,7 @@ Both the flat tensor and the shard may be stored as many arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -62,9 +62,7 @@ class WeightSamples:
         self._store = store
         self._samples = list(_read_samples(store, model, key, pieces, shape))
 
-    def hold(
-        self, masters: Stored, start: int, *, bind: Callable[[ReadStore, StoredArray], StoredArray]
-    ) -> bool:
+    def hold(self, masters: Stored, start: int) -> bool:
         """Return whether the shard's master weights may begin at an element of a flat tensor.
 
         Args:
@@ -74,7 +72,7 @@ class WeightSamples:
         for weights in self._samples:
             runs = runs_in(masters, start + weights.start, weights.n)
             parts = [part_of(run.array, run.at, (run.n,)) for run in runs]
-            data = b"".join(sample(self._store, part, bind=bind) for part in parts)
+            data = b"".join(sample(self._store, part) for part in parts)
             dtype = masters[0][1].dtype
             if not rounds_to(data, dtype, weights.data, weights.dtype):
                 return False
@@ -100,9 +98,7 @@ def _read_samples(
                 for at, i, first in zip(piece.at, index, piece.box.offset, strict=True)
             )
             start = sum(i * stride for i, stride in zip(local, strides, strict=True))
-            yield _WeightSample(
-                start, prod(part.shape), part.dtype, sample(store, part, bind=model.bind)
-            )
+            yield _WeightSample(start, prod(part.shape), part.dtype, sample(store, part))
 
 
 def _find_weights(

@@ -312,7 +312,7 @@ class _BucketReader:
                 samples[place] = WeightSamples(
                     store, self.model, param.key, param.pieces, shape=param.cut.shard_shape
                 )
-            return samples[place].hold(masters, start, bind=self.catalog.bind)
+            return samples[place].hold(masters, start)
 
         # A buffer that is too short for all parameters holds the trained ones only.
         starts: Sequence[int | None] | None = None
@@ -322,7 +322,7 @@ class _BucketReader:
             try:
                 result = find_starts(space, None if store is None else fits)
             except UnsupportedError:
-                if are_remainders(store, masters[0][1], bind=self.catalog.bind):
+                if are_remainders(store, masters[0][1]):
                     raise remainders_error(key=params[0].key) from None
                 raise
             self.notes.extend(result.notes)

@@ -590,7 +590,7 @@ def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> Non
     found = open_checkpoint(copy)
     piece = found.catalog.fragments("decoder.final_layernorm.weight")[0]
     assert piece.array is not None
-    place = found.catalog.bind(found.store, piece.array).extent
+    place = piece.array.locate(found.store).extent
     found.store.close()
     assert place is not None
     with (copy / "iter_0000010" / place.file).open("r+b") as file:
