@@ -41,12 +41,15 @@ class StoredObject:
             stream, for objects that are not read with the metadata;
             ``core.formats.torch.format.load_object`` parses it.
         coords: rank coordinates, as in StoredArray.
+        refused: kind of the tensor or container that stands here and cannot be copied; None for an
+            object that can.
     """
 
     key: str
     value: object = None
     raw_key: str | None = None
     coords: Coords = ()
+    refused: str | None = None
 
 
 def _sort_by_entry(
@@ -81,7 +84,6 @@ class Catalog(Generic[ArrayT_co]):
             files); None if it does not.
         optimizer: Megatron's optimizer without its tensors, in the global form.
         aliases: key → key whose bytes it shares (tied tensors).
-        unsupported: key → kind of tensor, for tensors that are listed but cannot be copied.
         attributes: path of a container, "" for the root → what the checkpoint says about it
             (``core.catalog.attributes``).
         carried: path → key of the hidden uint8 tensor that is the file: configurations and
@@ -106,7 +108,6 @@ class Catalog(Generic[ArrayT_co]):
     common: Mapping[object, object] | None = None
     optimizer: Optimizer | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
-    unsupported: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     carried: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, bytes] = field(default_factory=dict)
@@ -188,6 +189,12 @@ class Catalog(Generic[ArrayT_co]):
     def n_bytes(self) -> int:
         """Size of all tensors, each counted once, in bytes."""
         return sum(meta.n_bytes for meta in self.tensors.values())
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The kinds of the objects that cannot be copied, by key."""
+        items = self.objects.items()
+        return {key: item.refused for key, item in items if item.refused is not None}
 
     @property
     def is_rank_local(self) -> bool:

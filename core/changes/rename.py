@@ -341,7 +341,6 @@ def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
         },
         skeleton=None if catalog.skeleton is None else move_leaves(catalog.skeleton, new_of),
         aliases={new_of.get(a, a): new_of.get(b, b) for a, b in catalog.aliases.items()},
-        unsupported={new_of.get(key, key): kind for key, kind in catalog.unsupported.items()},
     )
 
 

@@ -36,7 +36,7 @@ def find_opening_error(subject: Subject) -> Iterator[Finding]:
 
 def find_endless_containers(subject: Subject) -> Iterator[Finding]:
     """Report containers that contain themselves, which no conversion can write."""
-    for key, kind in subject.catalog.unsupported.items() if subject.catalog is not None else ():
+    for key, kind in subject.catalog.refused.items() if subject.catalog is not None else ():
         if kind == ENDLESS:
             yield finding_of(endless_error(key), default=NOT_HANDLED, file=subject.store.entry)
 

@@ -379,5 +379,5 @@ def _thinned(catalog: Catalog) -> Catalog:
     for key, item in catalog.objects.items():
         first_of.setdefault((_DIGITS.sub("0", key), frozenset(uses_in(item.value))), key)
     keys = set(first_of.values())
-    keys |= set(catalog.unsupported)
+    keys |= set(catalog.refused)
     return keep_entries(catalog, keys.__contains__).catalog

@@ -170,7 +170,7 @@ def _is_plain(catalog: Catalog) -> bool:
         or catalog.optimizer is not None
     ):
         return False
-    if catalog.unsupported or catalog.hidden or catalog.carried or catalog.documents:
+    if catalog.refused or catalog.hidden or catalog.carried or catalog.documents:
         return False
     return (
         _has_plain_names([*catalog.tensors, *catalog.objects])

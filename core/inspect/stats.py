@@ -152,7 +152,7 @@ def measure_layers(
     for key, tensor in tensors.items():
         catalog = view if key in view.tensors else checkpoint.catalog
         statistics[key] = None
-        if has_numbers(tensor.dtype) and key not in catalog.unsupported:
+        if has_numbers(tensor.dtype):
             sources.append((catalog, key, tensor))
 
     # Divide the memory, and read in threads.

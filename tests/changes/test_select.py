@@ -154,9 +154,7 @@ def _prefixed() -> Catalog:
             "iteration": 3,
         },
     )
-    return replace(catalog, unsupported={"model.a.weight": "thing"}).with_facet(
-        MegatronModel(order=tuple(keys[:2]))
-    )
+    return catalog.with_facet(MegatronModel(order=tuple(keys[:2])))
 
 
 def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> None:
@@ -181,7 +179,6 @@ def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> Non
         "iteration": 3,
     }
     assert facet_of(made, MegatronModel).order == ("a.weight", "b")
-    assert made.unsupported == {"a.weight": "thing"}
     assert len(made.fragments("a.weight")) == 1
 
 

@@ -80,7 +80,6 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
         objects={**catalog.objects, **tree.objects},
         skeleton={**skeleton, **root},
         aliases=tree.aliases,
-        unsupported=tree.unsupported,
     ).noted(tree.notes)
     meta_entries = tuple(str(name) for name in root)
     return joined.with_facet(replace(_facts(catalog), meta_entries=meta_entries))

@@ -273,7 +273,6 @@ class _ShardMerger:
         self._skeleton: dict[object, object] = {}
         self._shard_of: dict[object, str] = {}
         self._aliases: dict[str, str] = {}
-        self._unsupported: dict[str, str] = {}
         self._notes: list[str] = []
         self._versions: set[str] = set()
 
@@ -321,9 +320,7 @@ class _ShardMerger:
             hidden=self._hidden,
             skeleton=self._skeleton,
         )
-        return replace(
-            catalog, aliases=self._aliases, unsupported=self._unsupported, notes=tuple(self._notes)
-        )
+        return replace(catalog, aliases=self._aliases, notes=tuple(self._notes))
 
     def _add_shard(self, shard: str, report: Report = raising) -> None:
         """Read one shard and add its content.
@@ -373,7 +370,6 @@ class _ShardMerger:
                 )
             self._objects[plain(key)] = replace(item, key=plain(key))
         self._aliases |= {plain(key): plain(first) for key, first in tree.aliases.items()}
-        self._unsupported |= {plain(key): kind for key, kind in tree.unsupported.items()}
         self._notes += [note.replace(prefix, "") for note in tree.notes]
         if tree.version is not None:
             self._versions.add(tree.version)

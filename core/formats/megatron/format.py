@@ -21,7 +21,7 @@ Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to H
 A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those of one rank;
 ``core.megatron.reshard.reshard.unshard`` makes them global. Model and optimizer tensors are
 tensors; those of other entries (random states) are hidden ones inside their object. ``args`` and
-``iteration`` are the first rank's, ``aliases`` and ``unsupported`` as in
+``iteration`` are the first rank's, ``aliases`` as in
 ``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` if it follows from the
 arguments.
 
@@ -336,7 +336,6 @@ class _CollectedRanks:
         self._hidden: dict[str, StoredArray] = {}
         self._objects: dict[str, StoredObject] = {}
         self._aliases: dict[str, str] = {}
-        self._unsupported: dict[str, str] = {}
         self._ranks: dict[Coords, tuple[str, object]] = {}
         self._optim_files: dict[Coords, object] = {}
         self._first: tuple[str, Mapping[object, object]] | None = None
@@ -350,7 +349,6 @@ class _CollectedRanks:
         self._hidden |= content.hidden
         self._objects |= {item.key: item for item in content.objects}
         self._aliases |= content.aliases
-        self._unsupported |= content.unsupported
         self._ranks[coords] = (folder, content.skeleton)
         if root.get(OPTIMIZER) is not None:
             self.optimizer_kinds.add("float16")
@@ -412,7 +410,6 @@ class _CollectedRanks:
             args=head.get("args"),
             iteration=iteration_of(head),
             aliases=self._aliases,
-            unsupported=self._unsupported,
         )
         # Ranks with a separate optimizer file may have an optimizer in the model file, too; the
         # separate one counts.

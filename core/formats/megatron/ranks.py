@@ -34,7 +34,7 @@ class RankContent:
         arrays: the tensors of model and optimizer, by key.
         hidden: the tensors of other entries, by key.
         objects: the entries that are not tensors.
-        aliases, unsupported: as in ``core.formats.torch.format``.
+        aliases: as in ``core.formats.torch.format``.
     """
 
     skeleton: object
@@ -42,7 +42,6 @@ class RankContent:
     hidden: dict[str, StoredArray]
     objects: list[StoredObject]
     aliases: dict[str, str]
-    unsupported: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +319,14 @@ def _derive_content(
         placed(form.hidden),
         [
             StoredObject(
-                prefix + key, value=value if entry is None else by_name[entry], coords=coords
+                prefix + key,
+                value=value if entry is None else by_name[entry],
+                coords=coords,
+                refused=tree.objects[key].refused if key in tree.objects else None,
             )
             for key, entry, value in form.objects
         ],
         {prefix + key: prefix + other for key, other in tree.aliases.items()},
-        {prefix + key: kind for key, kind in tree.unsupported.items()},
     )
 
 

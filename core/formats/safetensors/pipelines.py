@@ -185,7 +185,6 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
             for name, part in parts.items()
             for key, original in part.aliases.items()
         },
-        unsupported={key: str(kind) for key, kind in keyed("unsupported").items()},
         attributes={
             name if path == ROOT else f"{name}/{path}": values
             for name, part in parts.items()

@@ -12,7 +12,7 @@ skeleton is the complete unpickled root; it contains the values that are not ten
 listed in ``objects`` too. Pickled modules are read as their state dicts (``torch.object_tensors``).
 Tensors inside other objects are ``hidden``.
 
-``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``unsupported``
+``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``refused``
 are not plain dense ones: they are objects of the skeleton and cannot be written. ``iteration`` and
 ``args`` are the root's; in a file of Lightning's Trainer, ``global_step`` is the iteration.
 Facet: ``TorchFileFacts``.
@@ -156,7 +156,7 @@ def catalog_of_tree(tree: TorchTree, *, format: str) -> Catalog:
         hidden=tree.hidden,
         skeleton=tree.value,
     )
-    return replace(catalog, aliases=tree.aliases, unsupported=tree.unsupported, notes=tree.notes)
+    return replace(catalog, aliases=tree.aliases, notes=tree.notes)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
@@ -213,15 +213,14 @@ def refuse_unsupported(catalog: AnyCatalog) -> None:
         UnsupportedError: a tensor is of a kind that is not supported, a container contains itself,
             or an object contains a bare storage; names the first one.
     """
-    for key, kind in catalog.unsupported.items():
-        if key in catalog.objects:
-            if kind == ENDLESS:
-                raise endless_error(key)
-            raise UnsupportedError(
-                f"a {kind} cannot be copied",
-                key=key,
-                hint="drop it with --exclude, or save a plain tensor instead",
-            )
+    for key, kind in catalog.refused.items():
+        if kind == ENDLESS:
+            raise endless_error(key)
+        raise UnsupportedError(
+            f"a {kind} cannot be copied",
+            key=key,
+            hint="drop it with --exclude, or save a plain tensor instead",
+        )
     for item in catalog.objects.values():
         if any(isinstance(node, Persistent) for node in walk(item.value)):
             raise UnsupportedError(

@@ -65,7 +65,6 @@ class TorchTree:
         aliases: key → first key of a tensor that consists of the same bytes of the file.
         objects: everything else reached through mappings and lists, with its value, by key.
         hidden: the tensors inside those objects, by the keys of their leaves.
-        unsupported: key → kind, for objects that stand for tensors of an unsupported kind.
         notes: notes to the user.
         version: the zip's version record, or ``legacy 1001``.
         shared: path of a container → earlier path of the same object. In ``value``, each path has
@@ -79,7 +78,6 @@ class TorchTree:
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, StoredObject] = field(default_factory=dict)
     hidden: dict[str, StoredArray] = field(default_factory=dict)
-    unsupported: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     version: str | None = None
     shared: dict[str, str] = field(default_factory=dict)
@@ -267,7 +265,7 @@ def load_object(
             keeps_modules=True,
         )
         # The parser cuts containers that contain themselves; here nothing could put them together.
-        endless = [name for name, kind in tree.unsupported.items() if kind == ENDLESS]
+        endless = [name for name, item in tree.objects.items() if item.refused == ENDLESS]
         if endless:
             paths = listed_keys([name.removeprefix(prefix) for name in endless])
             raise UnsupportedError(
@@ -405,7 +403,6 @@ class _TreeBuilder:
         keys = iter(keys_of(tree_entries, reserved=self._reader.locations))
         arrays: dict[str, StoredArray] = {}
         objects: dict[str, StoredObject] = {}
-        unsupported: dict[str, str] = {}
         attributes: dict[str, tuple[str, ...]] = {}
 
         def leaf_with_key(entry: LeafEntry) -> object:
@@ -421,13 +418,10 @@ class _TreeBuilder:
                 return TensorLeaf(key, leaf.wrapper, leaf.requires_grad)
             # The only object leaves at this point are those of cut containers.
             if isinstance(leaf, ObjectLeaf):
-                objects[key] = StoredObject(key, coords=self._coords)
-                unsupported[key] = ENDLESS
+                objects[key] = StoredObject(key, coords=self._coords, refused=ENDLESS)
                 return ObjectLeaf(key)
-            objects[key] = StoredObject(key, value=leaf, coords=self._coords)
             kind = unsupported_kind(leaf)
-            if kind is not None:
-                unsupported[key] = kind
+            objects[key] = StoredObject(key, value=leaf, coords=self._coords, refused=kind)
             # An object stays in the tree if its path leads to its key.
             return leaf if path_key == plain_key and entry.path else ObjectLeaf(key)
 
@@ -446,7 +440,6 @@ class _TreeBuilder:
             aliases=_find_aliases(arrays),
             objects=objects,
             hidden=hidden,
-            unsupported=unsupported,
             notes=(
                 *self._content.notes,
                 *_attribute_notes(attributes),

@@ -199,7 +199,6 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
         hidden=tensors_of(hidden),
         skeleton=skeleton,
         aliases={key: first for family in merged for key, first in family.aliases.items()},
-        unsupported={key: kind for family in merged for key, kind in family.unsupported.items()},
         notes=tuple(note for family in merged for note in family.notes),
         dropped=tuple(line for family in merged for line in family.dropped),
     )

@@ -51,7 +51,6 @@ class MergedFiles:
         objects: everything else by key.
         hidden: the tensors inside objects.
         skeleton: the tree of the first rank, completed by the entries that only others have.
-        unsupported: key → kind of tensor that cannot be read.
         aliases: key → first key whose parts are the same bytes on every rank.
         notes, dropped: as in the catalog.
     """
@@ -60,7 +59,6 @@ class MergedFiles:
     objects: Mapping[str, StoredObject]
     hidden: Mapping[str, StoredArray]
     skeleton: object
-    unsupported: Mapping[str, str]
     aliases: Mapping[str, str]
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
@@ -125,7 +123,6 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
         objects={key: objects[key] for key in order if key in objects},
         hidden=merger.hidden,
         skeleton=skeleton,
-        unsupported=merger.unsupported,
         aliases=_aliases(tensors),
         notes=tuple(notes),
         dropped=merger.dropped(),
@@ -143,7 +140,7 @@ class _Merger:
     def __init__(self, ranges: Mapping[str, FlatRange], incomplete: Mapping[str, str]) -> None:
         self._fragments: dict[str, list[Fragment]] = {}
         self.hidden: dict[str, StoredArray] = {}
-        self.unsupported = dict(incomplete)
+        self._unsupported = dict(incomplete)
         self._ranges = ranges
         self._tensors: dict[str, Tensor] = {}
         self._objects: dict[str, StoredObject] = {}
@@ -154,7 +151,7 @@ class _Merger:
 
     def add_parts(self, file: TensorFile) -> None:
         """Add the parts of distributed tensors; raises CorruptError if files disagree."""
-        self.unsupported.update(file.unsupported)
+        self._unsupported.update(file.unsupported)
         for key, part in file.parts.items():
             self._check_kind(key, part.kind, file)
             self._add_meta(key, Tensor(part.dtype, part.shape), file)
@@ -186,7 +183,7 @@ class _Merger:
                 continue
             meta = Tensor(array.dtype, array.shape)
             if self._tensors.get(key, meta) != meta:
-                self.unsupported[key] = "plain tensor whose shape or dtype differs between ranks"
+                self._unsupported[key] = "plain tensor whose shape or dtype differs between ranks"
                 continue
             self._add_meta(key, meta, file)
             at = (0,) * len(array.shape)
@@ -217,30 +214,33 @@ class _Merger:
             if not self._fragments[key]:
                 result = join_quantized(key, self._tensors[key].shape, parts)
             if isinstance(result, str):
-                self.unsupported.setdefault(key, result)
-            elif key not in self.unsupported:
+                self._unsupported.setdefault(key, result)
+            elif key not in self._unsupported:
                 joined[key] = result
                 del self._tensors[key], self._fragments[key]
         return joined
 
     def entries(self) -> tuple[dict[str, Tensor], dict[str, StoredObject]]:
-        """Return tensors and objects; a tensor that cannot be read is an object without a value."""
-        unread = {key: StoredObject(key) for key in self.unsupported}
+        """Return tensors and objects; a tensor that cannot be read is an object that is refused."""
+        unread = {
+            key: replace(self._objects.get(key) or StoredObject(key), refused=kind)
+            for key, kind in self._unsupported.items()
+        }
         tensors = {key: meta for key, meta in self._tensors.items() if key not in unread}
-        return tensors, {**unread, **self._objects}
+        return tensors, {**self._objects, **unread}
 
     def dropped(self) -> tuple[str, ...]:
         """Return a line for each value that ranks other than the first have differently."""
         return tuple(
             f"{key} of {_ranks_text(ranks)} (differs from that of rank {self._first[key][1].rank})"
             for key, ranks in self._differing.items()
-            if key not in self.unsupported
+            if key not in self._unsupported
         )
 
     def _check_kind(self, key: str, kind: str, file: TensorFile) -> None:
         """Raise CorruptError if an entry is of another kind than in the files before."""
         first_kind, first_file = self._first.setdefault(key, (kind, file))
-        if first_kind != kind and key not in self.unsupported:
+        if first_kind != kind and key not in self._unsupported:
             raise CorruptError(
                 f"the entry is a {first_kind} in {first_file.file} and a {kind} here",
                 file=file.file,

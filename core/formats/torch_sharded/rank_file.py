@@ -75,7 +75,11 @@ def read_tensor_file(store: ReadStore, file: str, number: int) -> TensorFile:
     parts: dict[str, LocalPart] = {}
     values: dict[str, object] = {}
     tensors: dict[str, StoredArray] = {}
-    unsupported = {key.removeprefix(prefix): kind for key, kind in tree.unsupported.items()}
+    unsupported = {
+        key.removeprefix(prefix): item.refused
+        for key, item in tree.objects.items()
+        if item.refused is not None
+    }
     paths: dict[str, Path] = {}
 
     def leaf_of(entry: LeafEntry) -> object:

@@ -121,7 +121,7 @@ class StateEntries:
         entry: its name in the root of the state dict.
         skeleton: what is there.
         arrays, objects, hidden: tensors, objects, and tensors inside objects, by key.
-        aliases, unsupported: as in ``Catalog``.
+        aliases: as in ``Catalog``.
         notes: notes for the user.
     """
 
@@ -131,7 +131,6 @@ class StateEntries:
     objects: Mapping[str, StoredObject]
     hidden: Mapping[str, StoredArray]
     aliases: Mapping[str, str]
-    unsupported: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
 
@@ -145,7 +144,7 @@ def object_entry(entry: str, file: str, n_bytes: int) -> StateEntries:
     raw_key = f"raw:{entry}"
     stream = StoredArray(raw_key, "uint8", (n_bytes,), Extent(file, 0))
     item = StoredObject(entry, raw_key=raw_key)
-    return StateEntries(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {}, {})
+    return StateEntries(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {})
 
 
 def _optimizer_part(
@@ -185,7 +184,6 @@ def keyed_entries(
     keys = iter(keys_of(leaves, reserved=tree.hidden))
     new_key_of: dict[str, str] = {}
     objects: dict[str, StoredObject] = {}
-    unsupported: dict[str, str] = {}
 
     def with_key(item: LeafEntry) -> object:
         key, plain_key = next(keys)
@@ -199,8 +197,6 @@ def keyed_entries(
             if old_key is None
             else replace(tree.objects[old_key], key=key)
         )
-        if old_key in tree.unsupported:
-            unsupported[key] = tree.unsupported[old_key]
         return leaf if old_key is None and key == plain_key else ObjectLeaf(key)
 
     skeleton = map_leaves(value, with_key, (entry,))
@@ -214,7 +210,6 @@ def keyed_entries(
         objects,
         tree.hidden,
         {new_key_of[key]: new_key_of[first] for key, first in tree.aliases.items()},
-        unsupported,
         notes,
     )
 
@@ -236,10 +231,6 @@ def with_entries(catalog: Catalog, skeleton: object, parts: list[StateEntries]) 
         },
         skeleton=rebuild(skeleton, root),
         aliases={**catalog.aliases, **{k: v for part in parts for k, v in part.aliases.items()}},
-        unsupported={
-            **catalog.unsupported,
-            **{key: kind for part in parts for key, kind in part.unsupported.items()},
-        },
     ).noted(note for part in parts for note in part.notes)
 
 

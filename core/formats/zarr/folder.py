@@ -100,7 +100,7 @@ def without_unread(
     """Return the catalog with placeholder objects for the arrays that could not be read.
 
     Arrays of an unsupported kind become objects without a value, like such tensors in other formats
-    (``Catalog.unsupported``); arrays of pickles become calls of the function that would read them.
+    (``StoredObject.refused``); arrays of pickles become calls of the function that would read them.
     The other arrays can be inspected, and copied after the placeholders have been excluded.
 
     Args:
@@ -112,16 +112,15 @@ def without_unread(
     if not unread:
         return catalog
     objects: dict[str, StoredObject] = {}
-    kinds: dict[str, str] = {}
     for key, err in unread.items():
         if isinstance(err, UnsupportedError):
-            kinds[key] = f"zarr array of that kind ({err.message})"
-            objects[key] = StoredObject(key, value=f"not read: {err.message}")
+            kind = f"zarr array of that kind ({err.message})"
+            objects[key] = StoredObject(key, value=f"not read: {err.message}", refused=kind)
         elif err.rule == PICKLED:
             objects[key] = StoredObject(key, value=Inert("reduce", _READS_PICKLES, (err.message,)))
         else:
             raise err
-    return replace(catalog, objects={**catalog.objects, **objects}, unsupported=kinds)
+    return replace(catalog, objects={**catalog.objects, **objects})
 
 
 _READS_PICKLES = Global("numcodecs.pickles", "Pickle.decode")

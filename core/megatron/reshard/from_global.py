@@ -148,7 +148,6 @@ def unshard_global(
         common=entries.common,
         optimizer=None,
         aliases={},
-        unsupported={},
         carried={},
         documents={},
         notes=(*catalog.notes, *stored.notes),

@@ -234,7 +234,6 @@ def unshard_ranks(
         common=common,
         optimizer=optimizer.optimizer,
         aliases={},
-        unsupported={},
         notes=tuple(notes),
         dropped=(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
         facets={Topology: facts.topology, MegatronModel: megatron},

@@ -199,7 +199,7 @@ def test_a_quantized_tensor_is_shown_and_not_copied() -> None:
     first, second = tensors()
     odd = torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8)
     catalog = read(directory({**first, "odd": odd}, second))
-    assert catalog.unsupported == {"odd": "quantized tensor"}
+    assert catalog.refused == {"odd": "quantized tensor"}
     with pytest.raises(UnsupportedError, match="quantized"):
         torch_file.lay_out(source_and_target(catalog, torch_file.FORMAT)[1])
 

@@ -343,7 +343,7 @@ def test_a_tensor_that_is_not_handled_is_shown_and_not_copied(name: str) -> None
     catalog, store = opened(saved({"fine": filled(torch.int8, 3), "odd": {name: make()}}))
     assert list(catalog.tensors) == ["fine"]
     key = f"odd.{name}"
-    assert list(catalog.unsupported) == [key]
+    assert list(catalog.refused) == [key]
     assert key in catalog.objects
     with pytest.raises(UnsupportedError, match=kind) as caught:
         written(catalog, store)

@@ -254,7 +254,7 @@ def facts_of(catalog: Catalog) -> list[object]:
         catalog.iteration,
         catalog.args,
         catalog.aliases,
-        catalog.unsupported,
+        catalog.refused,
         catalog.notes,
         facts.shared,
     )

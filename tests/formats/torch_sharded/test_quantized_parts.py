@@ -67,7 +67,7 @@ def test_states_of_a_missing_rank_are_refused_by_name(files: Path, tmp_path: Pat
         name = f"train_rank_{rank}.pt"
         (tmp_path / name).write_bytes((files / "adamw8bit_hsdp" / name).read_bytes())
     opened = open_checkpoint(tmp_path)
-    reason = opened.catalog.unsupported["optim.state.0.weight.exp_avg"]
+    reason = opened.catalog.refused["optim.state.0.weight.exp_avg"]
     assert reason == "OptimState8bit of torchao whose chunks are not complete"
     with pytest.raises(CheckpointingException, match="not complete"):
         run(Job(src=tmp_path, dst=tmp_path / "out.pt", to="torch", fsync=False))

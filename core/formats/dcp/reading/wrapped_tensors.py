@@ -56,7 +56,7 @@ def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Cat
             return parts_of[entry.key].skeleton
         return ObjectLeaf(entry.key) if entry.key in unsupported else entry.leaf
 
-    objects = {key: StoredObject(key) for key in unsupported}
+    objects = {key: StoredObject(key, refused=kind) for key, kind in unsupported.items()}
     objects |= {key: item for joined in parts_of.values() for key, item in joined.objects.items()}
     classes = Counter(str(item.objects[f"{key}.class"].value) for key, item in parts_of.items())
     listed = ", ".join(f"{n} × {name}" for name, n in classes.items())
@@ -67,7 +67,6 @@ def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Cat
         catalog,
         tensors=tensors,
         objects={**catalog.objects, **objects},
-        unsupported={**catalog.unsupported, **unsupported},
         skeleton=None if catalog.skeleton is None else map_leaves(catalog.skeleton, leaf_of),
     )
     return result.noted([note]) if parts_of else result
