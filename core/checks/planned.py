@@ -87,7 +87,7 @@ def _job_of(request: PlanRequest, path: Path, format: Format) -> Job:
     from core.convert.job import Job, TopologyChange
 
     # By default, keep the source's format if it can hold another layout.
-    keeps_format = format.lay_out is not None and (format.partition == "ranks" or format.is_mcore)
+    keeps_format = format.lay_out is not None and format.has_layout
     tp, pp, vpp, ep, etp = map(request.sizes.get, SIZES)
     return Job(
         src=path,
@@ -127,15 +127,15 @@ def _report_plan(
     if reason is not None and not without_optim:
         yield POSSIBLE.finding(f"{request}: {reason}", hint="no conversion needed")
         return
-    plan, target = prepared.plan, prepared.target_format.name
+    plan, target = prepared.plan, prepared.target_format
     words = ["run: ckpt reshard", quote(str(subject.path)), "DST"]
     words += [f"--{name}-new {size}" for name, size in request.sizes.items()]
-    if prepared.source.format.name != target:
-        words.append(f"--to {request.to or target}")
+    if prepared.source.format is not target:
+        words.append(f"--to {request.to or target.name}")
     if without_optim:
         words.append("--no-optim")
     yield POSSIBLE.finding(
-        f"{request}: ckpt writes it as {target}: read {_mebibytes(plan.read_bytes)}, write "
+        f"{request}: ckpt writes it as {target.name}: read {_mebibytes(plan.read_bytes)}, write "
         f"{_mebibytes(plan.file_bytes)} in {len(prepared.files):,} files, memory "
         f"{_mebibytes(plan.memory_bytes)}",
         hint=" ".join(words),
@@ -148,8 +148,8 @@ def _reason_to_load_directly(prepared: Prepared, request: PlanRequest) -> str | 
     """Return the reason why no conversion is needed; None if one is needed."""
     from core.megatron.optimizer.form import optim_format_of
 
-    source, target = prepared.source, prepared.target_format
-    if source.format.name != target.name:
+    source = prepared.source
+    if source.format is not prepared.target_format:
         return None
     # Every format can be loaded at the sizes at which it was saved.
     sizes = _saved_sizes(prepared)
@@ -157,7 +157,7 @@ def _reason_to_load_directly(prepared: Prepared, request: PlanRequest) -> str | 
         sizes.get(name, 1) == size for name, size in request.sizes.items()
     ):
         return "the checkpoint was saved with these sizes"
-    if not source.format.is_mcore or source.format.partition == "ranks":
+    if not source.format.has_common_state:
         return None
     # Megatron's distributed formats can be loaded at any sizes, except with such an optimizer.
     kind = optim_format_of(

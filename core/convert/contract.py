@@ -41,7 +41,6 @@ from core.plan.match import match
 from core.plan.plan import make_plan
 from core.stage.files import StageStore
 
-PARTITIONS = ("whole", "as_stored", "grid", "ranks")
 _METADATA_BYTES = 1 << 20
 """Maximum number of bytes that ``read`` may fetch of the sample, whose largest tensor is longer."""
 
@@ -86,15 +85,12 @@ SAMPLE = Sample()
 
 
 def check_facts(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
-    """Check a format's names and partition, and that it recognises no directory of notes."""
+    """Check a format's names, and that it recognises no directory of notes."""
     for name in (format.name, *format.aliases):
         assert name == name.lower() and name.replace("_", "a").isalnum(), (
             f"{name!r} is not a plain name"
         )
     assert format.title.strip(), "the title is empty"
-    assert format.partition in PARTITIONS, (
-        f"partition {format.partition!r} is not one of {PARTITIONS}"
-    )
     assert not format.suffixes or format.is_single_file, (
         "only a destination that is one file has suffixes"
     )

@@ -46,11 +46,6 @@ def check_merge(job: Job) -> None:
             raise UsageError(f"{option} cannot be used when merging", hint=hint)
 
 
-def is_cut(format: Format) -> bool:
-    """Return True if checkpoints of this format are cut by a parallel layout."""
-    return format.partition == "ranks" or format.is_mcore
-
-
 def writes_fsdp_dtensor(job: Job) -> bool:
     """Return True if a job writes Megatron-FSDP's ``fsdp_dtensor``."""
     return job.to is not None and job.to.lower().replace("-", "_") == FSDP_DTENSOR
@@ -69,7 +64,7 @@ def cuts_experts(job: Job, format: Format) -> bool:
 
 def has_model_form(job: Job, format: Format) -> bool:
     """Return True if what a job writes is built from Megatron's global form by a layout."""
-    return is_cut(format) or writes_fsdp_dtensor(job)
+    return format.has_layout or writes_fsdp_dtensor(job)
 
 
 def check_target(job: Job, format: Format, *, is_named: bool) -> None:
@@ -88,7 +83,7 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
         _check_fsdp_dtensor(job)
     elif (
         changes_layout(job)
-        and not is_cut(format)
+        and not format.has_layout
         and not cuts_experts(job, format)
         and (job.to is not None or is_named)
     ):
@@ -106,7 +101,7 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
             f"--max-shard-size has no effect: {reason}",
             hint="omit it, or write a directory: --to safetensors",
         )
-    if job.weights_only and not format.nests:
+    if job.weights_only and not format.keeps_nesting:
         raise UsageError(
             f"--weights-only has no effect on {format.name}: it applies to torch.save files",
             hint="omit it, or use --to torch",
@@ -149,7 +144,7 @@ def _check_fsdp_dtensor(job: Job) -> None:
 
 def _check_rank_options(job: Job, format: Format) -> None:
     """Raise if options apply only to rank files and the destination has none, or the reverse."""
-    if format.partition == "ranks":
+    if format.is_rank_local:
         if job.stacking is not None:
             raise UsageError(
                 "--stack-layers and --unstack-layers have no effect on "
@@ -164,12 +159,12 @@ def _check_rank_options(job: Job, format: Format) -> None:
             f"{OPTION} is for rank files; {format.name} does not depend on the version",
             hint=f"omit {OPTION}",
         )
-    if job.layer_axis and format.is_mcore:
+    if job.layer_axis and format.has_layout:
         raise UsageError(
             f"--layer-axis: layers of {format.name} are always stacked along axis 0",
             hint="omit it",
         )
-    if job.unstack_layers and format.is_mcore:
+    if job.unstack_layers and format.has_layout:
         raise UsageError(
             f"--unstack-layers: {format.name} has either one key for all layers or one per layer",
             hint="use --unstack-layers auto",
@@ -204,7 +199,7 @@ def check_names(
             "Megatron's names",
             hint="omit --names, or use --to dcp",
         )
-    if names == "hf" and format.partition == "ranks":
+    if names == "hf" and format.is_rank_local:
         raise UsageError(
             f"--names {job.names} and --to {format.name} contradict each other: "
             "rank files have Megatron's names",

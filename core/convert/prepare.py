@@ -33,7 +33,7 @@ from core.convert.nesting_notes import (
     sharing_notes,
 )
 from core.convert.object_memory import estimate_object_bytes, limit_objects
-from core.convert.options import HF_ALIASES, check_merge, has_model_form, is_cut
+from core.convert.options import HF_ALIASES, check_merge, has_model_form
 from core.convert.report.dropped import (
     DroppedEntries,
     DroppedReason,
@@ -77,7 +77,7 @@ from core.opening.objects import (
 )
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files, with_files_above
-from core.opening.target import keeps_nesting, tensors_only
+from core.opening.target import keeps_containers, tensors_only
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
@@ -131,7 +131,7 @@ class Prepared:
     @property
     def is_file(self) -> bool:
         """True if the destination is one file."""
-        return is_file_of(self.target_format, self.dst)
+        return self.target_format.writes_file(self.dst)
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class Prepared:
         Raises:
             UsageError: the destination has no such rank.
         """
-        is_ranks = self.target_format.partition == "ranks"
+        is_ranks = self.target_format.is_rank_local
         # Collect the arrays of each rank's files.
         arrays: dict[str, set[str]] = {}
         for image in self.images:
@@ -197,7 +197,7 @@ class Prepared:
         from core.convert.explain import explain_layout
         from core.megatron.rules.tables import load_rules
 
-        if self.form.facet(MegatronModel) is None or not is_cut(self.target_format):
+        if self.form.facet(MegatronModel) is None or not self.target_format.has_layout:
             raise UsageError(
                 f"--explain: this conversion to {self.target_format.name} uses no layout rules",
                 hint="use it when writing megatron or torch_dist, for example "
@@ -375,7 +375,7 @@ def _check_emptied(job: Job, checkpoint: Checkpoint, format: Format) -> list[str
         "were saved while ZeRO-3 had divided them among ranks"
     )
     is_hf = job.names is not None and job.names.startswith("hf")
-    is_model = is_hf or (job.to or "").lower() in HF_ALIASES or format.partition == "ranks"
+    is_model = is_hf or (job.to or "").lower() in HF_ALIASES or format.is_rank_local
     if job.merge is None and not is_model:
         return [f"{message}; {EMPTIED_HINT}"]
     raise CorruptError(message, file=checkpoint.store.label, key=emptied[0], hint=EMPTIED_HINT)
@@ -450,7 +450,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         raise_if_copied(job, opened, err)
         raise
     dst = _choose_dst(job, source, format)
-    is_file = is_file_of(format, dst)
+    is_file, is_bare = format.writes_file(dst), format.writes_only_tensors(dst)
     if job.tokenizer is not None:
         from core.formats.huggingface.tokenizer import with_tokenizer
 
@@ -477,7 +477,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
             for other in others
             for note in (*_compare_copies(other).notes, *other.catalog.notes)
         ),
-        *_nesting_notes(form.catalog, format, is_file=is_file),
+        *_nesting_notes(form.catalog, format, is_bare=is_bare),
         *describe_loader_states(job, target),
     ]
     notes += [note for note in target.notes if note not in notes]
@@ -491,20 +491,20 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
         notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")
-    options = None if format.nests else model_options(form.catalog)
+    options = None if format.keeps_nesting else model_options(form.catalog)
     if options is not None:
         notes.append(f"PyTorch Lightning checkpoint: to write only the model, add {options}")
     dropped = [
         *without_state.dropped,
         *form.dropped,
-        *_describe_dropped(form.catalog, format, is_file=is_file),
+        *_describe_dropped(form.catalog, format, is_bare=is_bare),
         *parse_dropped(list(unsafe.values())),
     ]
     dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
     dropped += _describe_lost_files(opened, form.catalog, target, dropped, is_file=is_file)
 
     # Lay out the files.
-    if is_file and not format.nests:
+    if is_bare:
         target = tensors_only(target)
     _raise_if_empty(source, target, format)
     write = replace(
@@ -533,7 +533,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         beside_bytes=job.beside_bytes
         + source.store.limit_reading(job.own_memory_bytes, threads=job.threads)
         + _sending_bytes(job, dst, images)
-        + estimate_object_bytes(source.catalog, 0 if format.nests else len(target.objects)),
+        + estimate_object_bytes(source.catalog, 0 if format.keeps_nesting else len(target.objects)),
         compares=job.replicas == "error",
     )
     if plan.n_ignored:
@@ -566,7 +566,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
                 config=_written_model(job, form, source),
             )
         ),
-        n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
+        n_tensors=(n_leaves(target.skeleton) if format.keeps_nesting else len(target.tensors))
+        - len(ties),
     )
 
 
@@ -663,14 +664,14 @@ def _lay_out_files(
     images = tuple(format.lay_out(target))
     if not (format.carries_files or target.write.is_file):
         beside = file_images(target)
-        if format.partition == "ranks":  # the layout of rank files has the training root already
+        if format.is_rank_local:  # the layout of rank files has the training root already
             is_release = target.write.is_release or target.iteration is None
             iteration = RELEASE if is_release else target.iteration
             beside = [
                 replace(image, path=_iteration_path(image.path, iteration)) for image in beside
             ]
         images = (*images, *beside)
-    if format.is_mcore or target.facet(FsdpDtensorFacts) is not None:
+    if format.has_common_state or target.facet(FsdpDtensorFacts) is not None:
         images = _in_training_root(images, RELEASE if source.is_release else target.iteration)
     return (replace(images[0], path=dst.name),) if target.write.is_file else images
 
@@ -703,7 +704,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     unsafe = describe_unsafe_files(source, carried)
     linked_files = (*linked.files, *(path for path in carried if path not in unsafe))
     paths = {name: name for name in linked_files}
-    if format.is_mcore:
+    if format.has_common_state:
         iteration = RELEASE if source.is_release else source.iteration
         images = _in_training_root(images, iteration)
         paths = {name: _iteration_path(name, iteration) for name in linked_files}
@@ -754,38 +755,30 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     )
 
 
-def is_file_of(format: Format, dst: Path) -> bool:
-    """Return True if the destination is one file rather than a directory."""
-    if not format.is_single_file:
-        return False
-    return dst.suffix in format.suffixes if format.suffixes else dst.suffix != ""
+def _nesting_notes(catalog: Catalog, format: Format, *, is_bare: bool) -> list[str]:
+    """Describe the containers around tensors that the destination does not keep.
 
-
-def _nesting_notes(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
-    """Describe the containers around tensors that the destination does not keep."""
+    Args:
+        is_bare: it has only tensors.
+    """
     if is_model_form(catalog):
         return []
-    sharing = sharing_notes(catalog, keeps_ties=format.nests or format.records_ties)
-    if _keeps_containers(catalog, format, is_file=is_file):
+    sharing = sharing_notes(catalog, keeps_ties=format.keeps_nesting or format.records_ties)
+    if keeps_containers(catalog, format) and not is_bare:
         return sharing
-    if format.is_mcore or format.has_objects_beside:
-        return [*flattening_notes(catalog, has_common=format.is_mcore), *sharing]
+    if format.has_common_state or format.has_objects_beside:
+        return [*flattening_notes(catalog, has_common=format.has_common_state), *sharing]
     return [*root_notes(catalog), *nesting_notes(state_dict(catalog)), *sharing]
 
 
-def _keeps_containers(catalog: Catalog, format: Format, *, is_file: bool) -> bool:
-    """Return True if the destination keeps the containers around tensors."""
-    return format.nests or (not is_file and keeps_nesting(catalog, format))
-
-
-def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> list[DroppedEntries]:
+def _describe_dropped(catalog: Catalog, format: Format, *, is_bare: bool) -> list[DroppedEntries]:
     """Describe each entry that the destination cannot store, with the reason."""
     # Attributes with tensors.
     lines: list[str] = []
-    if not (is_model_form(catalog) or _keeps_containers(catalog, format, is_file=is_file)):
+    if not is_model_form(catalog) and (is_bare or not keeps_containers(catalog, format)):
         lines += attribute_tensors_left_out(catalog)
     dropped = [*parse_dropped(lines)]
-    if format.keeps_objects and (format.nests or not is_file):
+    if format.keeps_objects and not is_bare:
         return dropped
 
     # Objects; those with the same first part of their names share a line.

@@ -69,12 +69,11 @@ def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
         UsageError: the parts of the pipeline layout do not divide evenly over the pipeline stages,
             or give another number of model chunks than the job requests.
     """
-    is_ranks = format.partition == "ranks"
     base = _source_topology(catalog) or Topology()
     change = job.topology or TopologyChange()
     sizes, pipeline = change.sizes, change.pipeline
     # Global tensors have no model chunks; the source's VPP would not fit another PP.
-    if not is_ranks and sizes.get("pp", base.pp) != base.pp:
+    if not format.is_rank_local and sizes.get("pp", base.pp) != base.pp:
         base = replace(base, vpp=1)
     topology = replace(base, **sizes, pipeline=pipeline)
     if pipeline is None or pipeline.layout is None:

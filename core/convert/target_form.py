@@ -100,16 +100,16 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
                 key=key,
                 hint=f"drop the entry with --exclude {quoted_word(pattern)}",
             ) from err
-    if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
-        _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
+    if not (format.keeps_nesting or is_model_form(form.catalog)):
+        _check_keys(form.catalog, only_tensors=format.has_common_state, file=source.store.label)
 
     # Drop objects of dangerous and, where the format cannot hold them, of unknown classes. A
     # trainer's own are never needed to load a model.
-    if not keeps_unknown_classes(format):
+    if not format.keeps_unknown_classes:
         without = without_unknown_classes(form.catalog, format)
         form = replace(form, catalog=without.catalog, dropped=(*without.dropped, *form.dropped))
     checked = check_safety(
-        form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown
+        form.catalog, keeps_unknown=format.keeps_unknown_classes, drop_unknown=job.drop_unknown
     )
     weights_only = job.weights_only or not _has_live_objects(source)
     catalog = replace(
@@ -132,7 +132,7 @@ def settle_attributes(
     """
     catalog = without_stale_attributes(form.catalog, sources[0].catalog)
     # Megatron's files, and the state dicts of its models, have the entries that Megatron knows.
-    is_megatron = format.partition == "ranks" or catalog.facet(MegatronModel) is not None
+    is_megatron = catalog.facet(MegatronModel) is not None
     if is_megatron or not (format.keeps_attributes or format.keeps_objects):
         catalog = without_any_attributes(catalog)
     settled = (
@@ -234,14 +234,6 @@ def describe_loader_states(job: Job, target: TargetCatalog) -> list[str]:
     return [f"{note}, and training with another number cannot continue at the same samples"]
 
 
-def keeps_unknown_classes(format: Format) -> bool:
-    """Return True if a format can store objects of unknown classes, as inert pickles or set aside.
-
-    The other formats store plain values only.
-    """
-    return format.partition == "ranks" or format.nests or format.is_mcore
-
-
 def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:
     """Cut the global form for the destination's format.
 
@@ -257,7 +249,7 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
         CheckpointingException: the layout rules cannot cut a tensor, or the format cannot store it.
     """
     # Rank files: every tensor is cut for each rank.
-    if format.partition == "ranks":
+    if format.is_rank_local:
         from core.megatron.placement.adapter_rows import to_stored_order
         from core.megatron.reshard.to_ranks import shard
         from core.megatron.rules.experts import transposed
@@ -277,7 +269,7 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
         return transposed(catalog, ranks.transposed), target
 
     # Megatron's distributed checkpoints: global tensors, with layers stacked as Megatron does.
-    if catalog.facet(MegatronModel) is not None and format.is_mcore:
+    if catalog.facet(MegatronModel) is not None and format.has_layout:
         from core.megatron.reshard.to_torch_dist import stack
 
         stacked = stack(
@@ -288,7 +280,7 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
             format=format.name,
             is_stacked=job.stacking,
         )
-        if format.partition == "grid":
+        if format.has_grids:
             return stacked.source, partitioned(stacked.target, format=format.name, by="grid")
         return stacked.source, stacked.target
 
@@ -344,7 +336,8 @@ def _has_live_objects(source: Checkpoint) -> bool:
     if source.catalog.facet(TrainingState) is not None:
         return False
     values = [item.value for item in source.catalog.objects.values()]
-    return source.format.has_live_objects and (source.format.nests or names_importable(values))
+    own = source.format
+    return own.has_live_objects and (own.keeps_nesting or names_importable(values))
 
 
 def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:

@@ -42,7 +42,7 @@ def is_of_layout(entry: EntryDiff, a: Side, b: Side) -> bool:
         return True
     if path == "optimizer.step" and entry.kind != "changed":
         return True  # the groups, or the states of parameters, record the step as well
-    is_other_format = a.source.format.name != b.source.format.name
+    is_other_format = a.source.format is not b.source.format
     is_other_layout = a.topology != b.topology
     # Formats and layouts differ in how they store the rerun machine, layouts in random states.
     if path.startswith(RERUN):

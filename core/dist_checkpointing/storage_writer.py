@@ -54,7 +54,6 @@ from torch.futures import Future
 from typing_extensions import override
 
 from core.convert.job import Job
-from core.convert.prepare import is_file_of
 from core.convert.run import run
 from core.dist_checkpointing._directory.bucket_publication import BucketPublication
 from core.dist_checkpointing._directory.sums import SUMS
@@ -250,7 +249,7 @@ class CkptStorageWriter(StorageWriter):
         # Create the staging directory, which is removed with this writer at the latest.
         stage = Stage(
             dst,
-            is_file=is_file_of(format, dst),
+            is_file=format.writes_file(dst),
             force=self._overwrite or is_converted or _is_empty_dir(dst),
             fsync=self._fsync,
             needed_bytes=layout.n_bytes,
@@ -448,7 +447,7 @@ class CkptStorageWriter(StorageWriter):
                 file=str(dst),
                 hint="choose another path, or pass overwrite=True",
             )
-        if save.objects and is_file_of(self._format, dst) and not self._format.nests:
+        if save.objects and self._format.writes_only_tensors(dst):
             raise UsageError(
                 f"a {dst.suffix} file can store only tensors, and this entry is not a tensor",
                 key=save.objects[0],
@@ -460,8 +459,9 @@ class CkptStorageWriter(StorageWriter):
         # A format that is written rank by rank, or adapts the tensors, has other regions than the
         # plans. A torch file with other entries is one pickle, which cannot be written in parts.
         format = self._format
-        is_cut_otherwise = format.partition == "ranks" or format.adapt is not None
-        return bool(self._changes) or is_cut_otherwise or (format.nests and bool(save.objects))
+        is_cut_otherwise = format.is_rank_local or format.adapt is not None
+        is_pickle = format.keeps_nesting and bool(save.objects)
+        return bool(self._changes) or is_cut_otherwise or is_pickle
 
     def _dst(self) -> Path:
         return absolute_location(self.path)

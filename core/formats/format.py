@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from core.errors import Report
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from core.catalog.catalog import Catalog, TargetCatalog
     from core.catalog.file_image import FileImage
     from core.files.store import ReadStore
@@ -45,16 +47,16 @@ class Format:
         partition: how a target catalog's tensors are split into arrays: ``whole`` (one array per
             tensor), ``as_stored`` (the source's arrays), ``grid`` (the source's arrays where they
             are equal boxes of a regular grid, else one array) or ``ranks`` (by a layout and a
-            topology).
+            topology). Only ``core.opening.target`` reads it; ask the properties below.
         is_single_file: whether the destination may be one file.
         suffixes: allowed suffixes of a destination that is one file; () allows any.
-        is_mcore: whether it is a dialect of Megatron-core's distributed checkpoint: global tensors
-            under Megatron's stacked names, a common state, a training root.
+        has_common_state: whether it is a dialect of Megatron-core's distributed checkpoint: global
+            tensors under Megatron's stacked names, a common state, a training root.
         keeps_objects: whether non-tensor entries can be stored.
         has_objects_beside: whether non-tensor entries are stored in a side file, together with the
             tensors inside them. If not, those tensors become separate entries.
-        nests: whether nested containers are stored as they are, with tensors and other values
-            inside them.
+        keeps_nesting: whether nested containers are stored as they are, with tensors and other
+            values inside them.
         has_text_keys: whether the keys of all dicts around entries are text, whatever they were
             when the checkpoint was saved.
         keeps_attributes: whether attributes of tensors and containers have a place in the files
@@ -62,7 +64,8 @@ class Format:
         records_ties: whether tensors that are equal according to ``Catalog.aliases`` are written
             once, and their other names only recorded.
         has_live_objects: whether torch's own loader turns the format's objects into instances of
-            their classes, so that they are written as such if the destination nests.
+            their classes, so that they are written as such if the destination keeps nesting, and
+            streams of ``torch.save`` are stored as they are.
         splits_files: whether ``lay_out`` keeps its files below ``WriteOptions.max_file_bytes``.
         has_named_optimizer: whether the optimizer of a model with Hugging Face's names can be
             stored, its states under the names of their parameters.
@@ -97,10 +100,10 @@ class Format:
     partition: str = "whole"
     is_single_file: bool = False
     suffixes: tuple[str, ...] = ()
-    is_mcore: bool = False
+    has_common_state: bool = False
     keeps_objects: bool = True
     has_objects_beside: bool = False
-    nests: bool = False
+    keeps_nesting: bool = False
     has_text_keys: bool = False
     keeps_attributes: bool = False
     records_ties: bool = False
@@ -119,6 +122,49 @@ class Format:
     side_folders: tuple[str, ...] = ()
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the partition is known."""
+        if self.partition not in ("whole", "as_stored", "grid", "ranks"):
+            raise ValueError(f"format {self.name}: unknown partition {self.partition!r}")
+
+    @property
+    def is_rank_local(self) -> bool:
+        """True if the tensors in the files are those of ranks, as a parallel layout cuts them."""
+        return self.partition == "ranks"
+
+    @property
+    def has_layout(self) -> bool:
+        """True if checkpoints are Megatron models, whose tensors a layout cuts or stacks."""
+        return self.is_rank_local or self.has_common_state
+
+    @property
+    def lists_chunks(self) -> bool:
+        """True if metadata list each chunk of a tensor once; every writer has files of its own."""
+        return self.partition == "as_stored"
+
+    @property
+    def has_grids(self) -> bool:
+        """True if the chunks of a tensor form a regular grid; writers may share a chunk."""
+        return self.partition == "grid"
+
+    @property
+    def keeps_unknown_classes(self) -> bool:
+        """True if objects of unknown classes can be stored, as inert pickles or set aside.
+
+        The other formats store plain values only.
+        """
+        return self.has_layout or self.keeps_nesting
+
+    def writes_file(self, dst: Path) -> bool:
+        """Return True if a destination is one file rather than a directory."""
+        if not self.is_single_file:
+            return False
+        return dst.suffix in self.suffixes if self.suffixes else dst.suffix != ""
+
+    def writes_only_tensors(self, dst: Path) -> bool:
+        """Return True if a destination is one file, which has no place for anything else."""
+        return self.writes_file(dst) and not self.keeps_nesting
 
 
 def imported_on_call(module: str, name: str) -> Callable[..., Any]:

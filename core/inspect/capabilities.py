@@ -23,13 +23,12 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import TrainingState
 from core.changes.select import cast_of, keep_entries
 from core.convert.global_form.build import global_form
-from core.convert.global_form.form import GlobalForm, is_mcore
+from core.convert.global_form.form import GlobalForm
 from core.convert.job import Job, TopologyChange
-from core.convert.options import FSDP_DTENSOR, has_model_form, is_cut, writes_fsdp_dtensor
+from core.convert.options import FSDP_DTENSOR, has_model_form, writes_fsdp_dtensor
 from core.convert.sizes import target_topology
 from core.convert.target_form import (
     cut_form,
-    keeps_unknown_classes,
     without_unsafe,
 )
 from core.errors import CheckpointingException
@@ -87,7 +86,6 @@ _VOCABULARY = _Option(
     {"keep_padded_vocab": True},
 )
 _FLOAT32 = _Option(WITH_FLOAT32, {"dtype": ((None, "float32"),)})
-_UNIVERSAL = "deepspeed_universal"
 _MEGATRON = "megatron"
 _NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to torch_dist"
 
@@ -107,9 +105,8 @@ def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capabil
     # Try every format that can be written, and safetensors with Hugging Face's names as well.
     possible: dict[str | None, list[str]] = {}
     impossible: dict[str | None, list[str]] = {}
-    own = checkpoint.format.name
     written = writable_formats()
-    targets = [(format.name, format) for format in written if format.name != own]
+    targets = [(format.name, format) for format in written if format is not checkpoint.format]
     if not model.is_hf:
         targets += [(HF, format) for _, format in targets if HF in format.aliases]
     # Megatron-FSDP's checkpoints are DCP with a form of its own, for Megatron's models only.
@@ -164,13 +161,13 @@ class _Trials:
         # Hugging Face's names have none for the optimizer, so it is left out without an option.
         leaves_optim_out = to == HF and model.has_optimizer
         needs_layout = (
-            is_cut(format) or to in (HF, FSDP_DTENSOR) or self._source.format.partition == "ranks"
+            format.has_layout or to in (HF, FSDP_DTENSOR) or self._source.format.is_rank_local
         )
         offers = (
             (_NO_OPTIM, model.has_optimizer and not leaves_optim_out),
             (_DEQUANTIZE, model.has_scales),
             (_VOCABULARY, needs_layout and self._lacks_vocabulary),
-            (_HF_NAMES, model.is_hf and format.is_mcore),
+            (_HF_NAMES, model.is_hf and format.has_common_state),
             (_FLOAT32, format.adapt is not None),
         )
         options = [option for option, is_useful in offers if is_useful]
@@ -178,7 +175,7 @@ class _Trials:
         lacks_layout = needs_layout and model.layout_refusal is not None and not model.is_hf
         # DeepSpeed's universal form takes an optimizer under Hugging Face's names, not Megatron's.
         if (
-            format.name == _UNIVERSAL
+            format.has_named_optimizer
             and model.has_optimizer
             and not model.is_hf
             and not lacks_layout
@@ -189,7 +186,7 @@ class _Trials:
             if is_possible:
                 return True, why
         # No option gives the tensors other names.
-        if lacks_layout and not is_cut(self._source.format):
+        if lacks_layout and not self._source.format.has_layout:
             options = []
         job = Job(src=self._source.path, to=to, optim="drop" if leaves_optim_out else "carry")
         is_possible, why = self._try_options(job, format, options)
@@ -210,7 +207,7 @@ class _Trials:
             *([_VOCABULARY] if self._lacks_vocabulary else []),
         ]
         job = Job(src=self._source.path, topology=TopologyChange(tp=1), keeps_layout=True)
-        if is_cut(own):
+        if own.has_layout:
             return self._try_options(job, own, options)
         # A format without a parallel layout can only be resharded into one that has it.
         megatron = format_called(_MEGATRON)
@@ -230,7 +227,7 @@ class _Trials:
         first = self._refusal(job, format, ())
         if first is None:
             return True, None
-        if not self._is_vetted and self._has_unknown_classes and not keeps_unknown_classes(format):
+        if not self._is_vetted and self._has_unknown_classes and not format.keeps_unknown_classes:
             options = [*options, _DROP_UNKNOWN]
         # If all options together do not help, fewer of them do not either.
         with_all = self._refusal(job, format, tuple(options)) if options else first
@@ -253,7 +250,7 @@ class _Trials:
         try:
             form = self._form(job, format, options)
             # Converting to rank files and changing sizes into them are one plan for equal sizes.
-            if format.partition == "ranks" and not job.dtype:
+            if format.is_rank_local and not job.dtype:
                 sizes = (id(form), target_topology(job, form.catalog, format))
                 if sizes not in self._rank_refusals:
                     self._rank_refusals[sizes] = self._plan_refusal(job, format, form)
@@ -316,15 +313,16 @@ class _Trials:
         form_name: object = self._model.is_hf and format.carries_files
         if writes_fsdp_dtensor(job):
             form_name = FSDP_DTENSOR
-        elif is_cut(format):
+        elif format.has_layout:
             renames_weights = (
                 self._model.is_hf and not self._model.has_optimizer and job.names is None
             )
-            is_shared = (format.is_mcore or renames_weights) and not is_mcore(self._source.catalog)
+            is_shared = format.has_common_state or renames_weights
+            is_shared &= self._source.catalog.common is None
             form_name = "mcore" if is_shared else format.name
-        keeps_unknown = keeps_unknown_classes(format)
+        keeps_unknown = format.keeps_unknown_classes
         # Rank files have no sizes but those of the job, for which the form is the same.
-        keeps_sizes = job.topology is None or format.partition == "ranks"
+        keeps_sizes = job.topology is None or format.is_rank_local
         optim = "carry" if job.optim is None and not self._has_training_state else job.optim
         option_texts = (option.text for option in options)
         raw_key = (form_name, job.to == HF, keeps_sizes, optim, *option_texts)

@@ -163,7 +163,7 @@ def measure_layers(
         id(catalog): BoxReader(catalog, checkpoint.store, cache_bytes=cache_bytes)
         for catalog in (view, checkpoint.catalog)
     }
-    rules = load_rules() if checkpoint.format.is_mcore else None
+    rules = load_rules() if checkpoint.format.has_common_state else None
     jobs = (
         (readers[id(catalog)], key, 1 if rules is None else n_layers_in(key, tensor, rules))
         for catalog, key, tensor in sources

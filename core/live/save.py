@@ -180,10 +180,10 @@ def target_of(
     )
     _refuse_duplicates(contributions)
     # The arrays to write: those of tensors, and one hidden array of bytes for each object.
-    boxes = _boxes_by_key(contributions, metas, format.partition)
+    boxes = _boxes_by_key(contributions, metas, format)
     streams: dict[str, int] = {}
     objects: dict[str, StoredObject] = {}
-    has_files = format.partition == "as_stored"
+    has_files = format.lists_chunks
     for number, contribution in enumerate(contributions):
         for key, n_bytes in contribution.streams:
             hidden = stream_key(key)
@@ -225,26 +225,22 @@ def target_of(
 def _boxes_by_key(
     contributions: Sequence[ProcessContribution],
     metas: Mapping[str, AnyTensor],
-    partition: str,
+    format: Format,
 ) -> dict[str, dict[Box, int]]:
-    """Return the boxes of each tensor's arrays, with the number of the process that fills each.
-
-    Args:
-        partition: ``Format.partition``.
-    """
+    """Return the boxes of each tensor's arrays, with the number of the process that fills each."""
     boxes: dict[str, dict[Box, int]] = {key: {} for key in metas}
     for number, contribution in enumerate(contributions):
         for chunk in contribution.chunks:
-            if partition == "as_stored":
+            if format.lists_chunks:
                 boxes[chunk.key].update(
                     (box, number) for _, box in chunk.runs() if not box.is_empty
                 )
-            elif partition == "grid" and not chunk.box.is_empty:
+            elif format.has_grids and not chunk.box.is_empty:
                 # Several processes may have parts of a chunk; the first one stands for all.
                 boxes[chunk.key].setdefault(chunk.box, number)
     # Partition ``whole``, and tensors without elements: one array for the tensor.
     for key, meta in metas.items():
-        if partition == "grid":
+        if format.has_grids:
             boxes[key] = dict.fromkeys(_regular_chunks(meta.shape, [*boxes[key]]), 0)
         if not boxes[key]:
             boxes[key] = {full_box(meta.shape): 0}

@@ -43,15 +43,15 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
         CheckpointingException: the format cannot store the catalog (``Format.adapt``).
     """
     # Bring objects and containers into the form that the format stores.
-    if not keeps_nesting(catalog, format):
+    if not keeps_containers(catalog, format):
         catalog = without_attributes(catalog)
-    if format.is_mcore:
+    if format.has_common_state:
         catalog = with_common(with_mapping_root(catalog))
     elif format.has_objects_beside:
         catalog = with_objects(catalog)
     else:
-        catalog = state_dict(catalog, keeps_root=format.nests)
-    if format.nests:
+        catalog = state_dict(catalog, keeps_root=format.keeps_nesting)
+    if format.keeps_nesting:
         catalog = inlined(catalog)
     # ``adapt`` gets the final form of the objects, and may change keys and carried files.
     if format.adapt is not None:
@@ -61,9 +61,9 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
     return catalog, partitioned(catalog, format=format.name, by=format.partition)
 
 
-def keeps_nesting(catalog: Catalog, format: Format) -> bool:
+def keeps_containers(catalog: Catalog, format: Format) -> bool:
     """Return whether a format keeps, or records in its objects, the containers around tensors."""
-    return format.nests or (
+    return format.keeps_nesting or (
         format.has_objects_beside and format.adapt is None and bool(catalog.objects)
     )
 

@@ -456,7 +456,7 @@ def gains_names(checkpoint: Checkpoint, to: str) -> bool:
     has_config = (checkpoint.path / "config.json").exists() or (
         checkpoint.path.parent / "config.json"
     ).exists()
-    return checkpoint.format.partition == "ranks" or (has_config and to in ("torch_dist", "zarr"))
+    return checkpoint.format.is_rank_local or (has_config and to in ("torch_dist", "zarr"))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ SAMPLES = {
     "orbax": Sample(SAMPLE.tensors, {"name": "run é", "none": None, "nothing": {}, "list": []}),
 }
 """For formats that hold less than the usual things."""
-WRITTEN = [format for format in FORMATS if format.partition != "ranks"]
+WRITTEN = [format for format in FORMATS if not format.is_rank_local]
 
 GOLDEN: dict[str, tuple[str, ...]] = {
     "megatron": ("mcore_legacy/dense_gqa/tp2_pp2", "mcore_legacy/moe_seq/tp2_pp1_ep2"),

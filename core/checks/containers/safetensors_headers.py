@@ -35,7 +35,7 @@ def check_headers(subject: Subject) -> Iterator[Finding]:
     """
     if subject.catalog is not None and subject.level < Level.HEADERS:
         return
-    is_safetensors = subject.format is not None and subject.format.name == "safetensors"
+    is_safetensors = subject.format is not None and _SUFFIX in subject.format.suffixes
     # A file with a finding is a pointer or an error page saved in its place.
     skipped = {finding.file for finding in subject.findings}
     if is_safetensors:

@@ -84,7 +84,7 @@ def check_arguments(subject: Subject) -> Iterator[Finding]:
 def _holds_megatron_model(subject: Subject, catalog: Catalog) -> bool:
     """Return whether the checkpoint has a format of Megatron's and tensors of a model."""
     format = subject.format
-    if format is None or not (format.is_mcore or format.name == "megatron"):
+    if format is None or not format.has_layout:
         return False
     # Tensor names of rank files have a prefix that ends with ":model.".
     names = (key.partition(":model.")[2] or key for key in catalog.tensors)
@@ -323,8 +323,8 @@ def _is_megatron_core(subject: Subject) -> bool:
     from core.formats.mcore.objects import COMMON_OBJECT
 
     catalog = subject.salvaged.catalog
-    has_common_state = catalog is not None and COMMON_OBJECT in catalog.objects
-    return subject.format is not None and (subject.format.is_mcore or has_common_state)
+    has_object = catalog is not None and COMMON_OBJECT in catalog.objects
+    return subject.format is not None and (subject.format.has_common_state or has_object)
 
 
 def _unknown_backend(config: Mapping[str, object]) -> Finding:

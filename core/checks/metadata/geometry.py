@@ -49,8 +49,6 @@ _BY_RULE = {
     "dcp.entries": ENTRY,
     "dcp.items": ENTRY,
 }
-_LISTS_CHUNKS = ("dcp", "torch_dist")
-"""Formats whose metadata lists each chunk once; in others, equal boxes are replicas."""
 
 
 def report_invalid_entries(subject: Subject) -> Iterator[Finding]:
@@ -91,7 +89,6 @@ def check_tiling(subject: Subject) -> Iterator[Finding]:
         return  # each tensor of a rank file is a single array
     # The omitted chunks of a tensor that has been reported would look like gaps.
     reported = {err.key for err in subject.salvaged.problems}
-    lists_chunks = subject.format.name in _LISTS_CHUNKS
     for key, meta in catalog.tensors.items():
         if key in reported:
             continue
@@ -104,7 +101,7 @@ def check_tiling(subject: Subject) -> Iterator[Finding]:
         # The usual case, one chunk of the full shape, needs no geometry.
         if len(fragments) == 1 and fragments[0].box.shape == meta.shape:
             continue
-        yield from _check_chunks(key, meta, fragments, lists_chunks=lists_chunks)
+        yield from _check_chunks(key, meta, fragments, lists_chunks=subject.format.lists_chunks)
 
 
 def _check_chunks(
@@ -113,7 +110,8 @@ def _check_chunks(
     """Check the chunks of one tensor.
 
     Args:
-        lists_chunks: the metadata lists each chunk once, so that equal boxes are an error.
+        lists_chunks: the metadata lists each chunk once, so that equal boxes are an error; in
+            other formats they are replicas.
     """
     region = full_box(meta.shape)
     counts = Counter(fragment.box for fragment in fragments if not fragment.box.is_empty)

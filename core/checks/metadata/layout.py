@@ -114,9 +114,7 @@ def report_argument_differences(subject: Subject) -> Iterator[Finding]:
 def check_model_layout(subject: Subject) -> Iterator[Finding]:
     """Report the problems that ``core.megatron.reshard.problems`` finds in the model."""
     is_incomplete = any(err.rule in _CAUSES for err in subject.salvaged.problems)
-    has_full_model = subject.format is not None and (
-        subject.format.is_mcore or subject.format.partition == "ranks"
-    )
+    has_full_model = subject.format is not None and subject.format.has_layout
     reported: set[tuple[object, ...]] = set()
     missing: set[str | None] = set()
     for err in chain(subject.model.problems, _find_missing_in_towers(subject)):
@@ -191,7 +189,7 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
     fields = fields_of(subject.model.args)
     n_padded, n_rows = size_in(fields, "padded_vocab_size"), model.facts.vocab_size
     # Outside rank files, other software may have padded the vocabulary anew.
-    has_free_rows = subject.format is None or subject.format.partition != "ranks"
+    has_free_rows = subject.format is None or not subject.format.is_rank_local
     # Report at most one problem for each tensor: too few rows, or not as many as recorded, or odd
     # padding.
     for name, rows in _vocabulary_tensors(subject, model):

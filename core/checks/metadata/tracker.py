@@ -82,13 +82,13 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
 
     # metadata.json usually names the backend.
     backend = None
-    if CONFIG in files and subject.format.name in ("torch_dist", "zarr"):
+    if CONFIG in files and subject.format.has_common_state:
         try:
             backend = config_of(subject.store).get("sharded_backend")
         except CorruptError as err:
             yield finding_of(err, default=UNREADABLE, file=CONFIG)
     # torch writes .metadata last, and Megatron metadata.json after that.
-    if subject.format.name in ("dcp", "torch_dist"):
+    if subject.format.lists_chunks:
         yield from _check_metadata_files(subject, backend)
     if CONFIG not in files and _is_megatron_core(subject):
         message = f"{CONFIG} is missing; Megatron writes it last, so the save was not completed"
@@ -145,16 +145,14 @@ def _check_metadata_files(subject: Subject, backend: object) -> Iterator[Finding
 def _is_megatron_core(subject: Subject) -> bool:
     """Return whether a directory without ``metadata.json`` is a save of Megatron-core."""
     assert subject.format is not None
-    if subject.format.name == "dcp":
-        from core.formats.mcore.objects import COMMON_OBJECT
+    if subject.format.has_common_state:
+        from core.formats.mcore.common_state import COMMON_FILE
 
-        catalog = subject.salvaged.catalog
-        return catalog is not None and COMMON_OBJECT in catalog.objects
-    if subject.format.name not in ("torch_dist", "zarr"):
-        return False
-    from core.formats.mcore.common_state import COMMON_FILE
+        return COMMON_FILE in subject.files
+    from core.formats.mcore.objects import COMMON_OBJECT
 
-    return COMMON_FILE in subject.files
+    catalog = subject.salvaged.catalog if subject.format.lists_chunks else None
+    return catalog is not None and COMMON_OBJECT in catalog.objects
 
 
 def check_trackers(subject: Subject) -> Iterator[Finding]:

@@ -84,11 +84,11 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
             family=request.family,
             make_vocab_size_divisible_by=divisor,
             transformer_impl=job.transformer_impl,
-            optimizer=OptimizerTarget(request.format.is_mcore, source.store),
+            optimizer=OptimizerTarget(request.format.has_common_state, source.store),
         )
     if job.experts is not None:
         catalog = with_expert_kind(catalog, job.experts, rules=request.rules)
-    elif request.format.partition == "ranks" and fields_of(catalog.args).get("moe_grouped_gemm"):
+    elif request.format.is_rank_local and fields_of(catalog.args).get("moe_grouped_gemm"):
         # In rank files, unlike torch_dist, names depend on the module of the experts.
         catalog = catalog.noted([_GROUPED_NOTE])
     padding = (

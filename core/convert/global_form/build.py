@@ -32,7 +32,6 @@ from core.convert.global_form.request import (
 )
 from core.convert.global_form.unsharded import unshard_if_needed
 from core.convert.job import Job
-from core.convert.options import is_cut
 from core.convert.report.dropped import unread_entries
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes
@@ -75,7 +74,7 @@ def global_form(
     catalog = with_documents(
         loaded(without_state.catalog, source.store, load_object), documents_above(source)
     )
-    if not (format.has_live_objects or format.is_mcore or format.partition == "ranks"):
+    if not (format.has_live_objects or format.keeps_unknown_classes):
         catalog = with_array_tensors(catalog, source.store)
     if job.param_order is not None:
         from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
@@ -98,7 +97,7 @@ def global_form(
 
         text = text_model_of(catalog, config)
         catalog, config = text.catalog, text.config
-    if config is not None and (names is not None or is_cut(format)):
+    if config is not None and (names is not None or format.has_layout):
         from core.hf.torchtitan.to_hf import from_torchtitan, is_torchtitan
 
         if is_torchtitan(catalog):
@@ -129,7 +128,7 @@ def global_form(
         is_described=is_described,
         comes_from_hf=comes_from_hf,
         is_peft=is_adapter,
-        is_restacked=format.is_mcore and job.stacking is not None,
+        is_restacked=format.has_common_state and job.stacking is not None,
         others=tuple(others),
     )
     if job.optim is None and request.writes_hf:  # nobody expects an optimizer there

@@ -29,8 +29,3 @@ class GlobalForm:
 def is_model_form(catalog: Catalog) -> bool:
     """Return True if a table of rules built the catalog: Megatron's form or Hugging Face's."""
     return catalog.facet(MegatronModel) is not None or catalog.facet(HuggingFaceModel) is not None
-
-
-def is_mcore(catalog: Catalog) -> bool:
-    """Return True if a catalog has the common state of Megatron's distributed checkpoints."""
-    return catalog.common is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import carried_of
-from core.convert.global_form.form import GlobalForm, is_mcore
+from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.request import FormRequest
 from core.convert.global_form.steps import GlobalStep, apply_checked, blaming_options, config_after
 from core.convert.options import has_model_form, refuse_broken_optimizer
@@ -48,12 +48,12 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
     # A Megatron model must be complete, and its optimizer must fit its parameters.
     if has_model_form(job, format):
         is_global = before.facet(MegatronModel) is not None
-        if (is_global or is_mcore(before)) and not result.renamed:
+        if (is_global or before.common is not None) and not result.renamed:
             refuse_broken_optimizer(before, result.catalog)
         if is_global and (result.left_out or result.renamed):
             _refuse_incomplete(result.catalog, request.rules)
     catalog = result.catalog
-    if format.nests:
+    if format.keeps_nesting:
         from core.changes.lightning_file import as_trainer_file
 
         catalog = as_trainer_file(catalog)

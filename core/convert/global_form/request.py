@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of, with_documents
 from core.convert.job import Job
-from core.convert.options import HF_ALIASES, is_cut, writes_fsdp_dtensor
+from core.convert.options import HF_ALIASES, writes_fsdp_dtensor
 from core.errors import UsageError
 from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors
@@ -92,7 +92,7 @@ class FormRequest:
     @property
     def becomes_megatron(self) -> bool:
         """True if Hugging Face's names become Megatron's."""
-        needs_megatron = self.names == "megatron" or (is_cut(self.format) and self.names != "hf")
+        needs_megatron = self.names == "megatron" or (self.format.has_layout and self.names != "hf")
         return self.comes_from_hf and needs_megatron
 
 

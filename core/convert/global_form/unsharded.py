@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
-from core.convert.global_form.form import is_mcore
 from core.convert.global_form.refusals import refuse_names, refuse_without_arguments
 from core.convert.global_form.request import FormRequest
 from core.convert.global_form.steps import GlobalStep, drop_optimizer, merge_if_requested
@@ -20,11 +19,11 @@ from core.convert.options import (
     changes_layout,
     cuts_experts,
     has_model_form,
-    is_cut,
     refuse_layout_options,
     refuse_quantizing,
 )
 from core.errors import UsageError
+from core.formats.format import Format
 from core.opening.open import Checkpoint
 
 
@@ -40,10 +39,11 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
     job, format = request.job, request.format
 
     # Without a change of layout or names the tensors stay as they are.
-    if not (request.becomes_hf or request.is_restacked or _needs_global_form(request, catalog)):
+    is_renamed = request.becomes_hf or request.is_restacked
+    if not (is_renamed or _needs_global_form(request, catalog, source.format)):
         refuse_layout_options(job)
         step = merge_if_requested(request, drop_optimizer(request, catalog), source)
-        if not format.is_mcore or step.catalog.common is None:
+        if not format.has_common_state or step.catalog.common is None:
             return step
         from core.megatron.optimizer.sharded.write import sharding_of, wanted_sharding
 
@@ -85,7 +85,7 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
 
     # Handle the random states, and rename the parameters to those of another implementation.
     catalog = with_rng(
-        step.catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks"
+        step.catalog, job.rng, has_place=format.has_layout, has_ranks=format.is_rank_local
     )
     for option, value in (("--transformer-impl", job.transformer_impl), (EXPERTS, job.experts)):
         if value is not None and not has_model_form(job, format):
@@ -106,10 +106,10 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
     return replace(step, catalog=catalog)
 
 
-def _needs_global_form(request: FormRequest, catalog: Catalog) -> bool:
-    """Return True if the destination needs the source in Megatron's global form."""
+def _needs_global_form(request: FormRequest, catalog: Catalog, own: Format) -> bool:
+    """Return True if the destination needs a source of format ``own`` in the global form."""
     job, format = request.job, request.format
-    if catalog.is_rank_local or format.partition == "ranks":
+    if catalog.is_rank_local or format.is_rank_local:
         return True
     if changes_layout(job) and not cuts_experts(job, format):
         return True
@@ -119,9 +119,9 @@ def _needs_global_form(request: FormRequest, catalog: Catalog) -> bool:
         return True
     if request.names == "megatron" or job.transformer_impl is not None or job.experts is not None:
         return True
-    if not format.is_mcore:
+    if not format.has_common_state:
         return False
-    if not is_mcore(catalog):
+    if catalog.common is None:
         return True
     from core.megatron.optimizer.sharded.write import sharding_of
     from core.megatron.rules.prefixes import OUTER_PREFIXES, prefix_of
@@ -130,9 +130,7 @@ def _needs_global_form(request: FormRequest, catalog: Catalog) -> bool:
     if prefix_of(catalog, request.rules).startswith(OUTER_PREFIXES):
         return True
     # Each of Megatron's formats has its own form of distributed optimizers.
-    return (
-        job.optim != "drop" and format.name != catalog.format and sharding_of(catalog) is not None
-    )
+    return job.optim != "drop" and format is not own and sharding_of(catalog) is not None
 
 
 def _record_run_facts(request: FormRequest, catalog: Catalog, source: Checkpoint) -> GlobalStep:

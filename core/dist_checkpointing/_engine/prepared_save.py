@@ -252,7 +252,7 @@ def prepare_save(
         contributions=contributions,
         streams=streams,
         options=options,
-        without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
+        without=(CONFIG, COMMON_FILE) if kind.has_common_state else (),
         threads=threads,
         sums_dir=sums_dir_of(checkpoint_dir),
         _layout=previous.layout if previous and change is Change.NOTHING else None,

@@ -241,7 +241,7 @@ def lay_out_rest(
         UnsupportedError: an entry is not supported, or moves the tensors.
         UnsafeError: an entry refers to something that runs code.
     """
-    objects, arrays, memory = _read_streams(streams, save, is_verbatim=format.name == "dcp")
+    objects, arrays, memory = _read_streams(streams, save, is_verbatim=format.has_live_objects)
     full_layout = lay_out(
         save, format, dst, objects=objects, arrays=arrays, max_file_bytes=max_file_bytes
     )

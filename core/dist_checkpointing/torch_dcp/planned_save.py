@@ -35,7 +35,6 @@ from core.catalog.tensor import (
     bind_argument,
     without_fragments,
 )
-from core.convert.prepare import is_file_of
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.formats.format import Format
@@ -260,11 +259,11 @@ def lay_out(
     # Describe the target. Formats that store regions as they are get one array per region.
     assert format.lay_out is not None, "the caller has checked it"
     source, target = source_and_target(save.catalog(objects or {}, arrays or {}), format)
-    if format.partition == "as_stored":
+    if format.lists_chunks:
         target = _split_by_writer(target, save)
     # A single file that cannot nest entries stores only the tensors.
-    is_file = is_file_of(format, dst)
-    if is_file and not format.nests:
+    is_file = format.writes_file(dst)
+    if format.writes_only_tensors(dst):
         target = tensors_only(target)
     target = replace(
         target, write=replace(target.write, max_file_bytes=max_file_bytes, is_file=is_file)

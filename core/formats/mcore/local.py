@@ -346,6 +346,6 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=None,
-    is_mcore=True,
+    has_common_state=True,
     own_folders=rank_folders,
 )

@@ -378,5 +378,5 @@ FORMAT = Format(
     lay_out=lay_out,
     side_folders=MEGATRON_FOLDERS,
     partition="grid",
-    is_mcore=True,
+    has_common_state=True,
 )
