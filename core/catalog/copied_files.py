@@ -31,11 +31,6 @@ from core.catalog.tensor import Fragment
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
-RANK_FILE_FORMATS = ("megatron", "deepspeed")
-"""Names of the formats in which ranks have files of their own that do not record the rank, always.
-
-DTensor and ShardedTensor do (``core.formats.torch_sharded``).
-"""
 COPIED_HINT = (
     "copy each rank's own file again from where the checkpoint was saved, or use an older one"
 )

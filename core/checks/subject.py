@@ -118,6 +118,11 @@ class Subject:
     shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @property
+    def format_name(self) -> str | None:
+        """Name of the format; None if no format recognises the checkpoint."""
+        return None if self.format is None else self.format.name
+
+    @property
     def rules(self) -> Rules:
         """The layout rules; reading their table takes longer than checking a small checkpoint."""
         if self.own_rules is not None:
@@ -432,9 +437,7 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         wanted=WantedSums(
             array_digests=needs.digests, file_digests=needs.digests, digests_of=needs.digests_of
         ),
-        stated_in=StatedCrcReader(
-            subject.store, None if subject.format is None else subject.format.name
-        ),
+        stated_in=StatedCrcReader(subject.store, subject.format_name),
         arrays=(
             array
             for array in chain(stored, needs.arrays)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from core.catalog.catalog import Catalog
-from core.catalog.copied_files import COPIED_HINT, RANK_FILE_FORMATS, CopiedFile
+from core.catalog.copied_files import COPIED_HINT, CopiedFile
 from core.convert.job import Job
 from core.errors import CheckpointingException, CorruptError
 from core.files.store import list_files_below
@@ -58,7 +58,7 @@ def raise_if_copied(job: Job, source: Checkpoint, err: CheckpointingException) -
 
 def _identical(source: Checkpoint) -> list[list[str]]:
     """Return the groups of equal files of a checkpoint in which ranks have files of their own."""
-    if source.format.name not in RANK_FILE_FORMATS:
+    if not source.format.has_files_of_ranks:
         return []
     from core.formats.torch.zip.identical import identical_files
 

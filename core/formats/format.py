@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,6 +80,12 @@ class Format:
             ``lay_out`` itself.
         salvage: like ``read``, for a damaged checkpoint: reports what is damaged and omits it; None
             if the format can only be read completely.
+        has_files_of_ranks: whether ranks have files of their own that do not all record the rank,
+            so that a copy of another rank's file may go unnoticed.
+        has_hf_config: whether transformers loads the weights into the model that a ``config.json``
+            beside them describes, so that checks compare the two.
+        has_files_above: whether trainers keep files of the checkpoint in the directory above it.
+        megatron_name: the format's name in Megatron's ``--ckpt-format``; None if it has none.
         carries_files: whether files next to the weights (``Catalog.carried``,
             ``Catalog.documents``) can be stored.
         side_folders: names of direct subdirectories that are carried unchanged into other formats
@@ -89,6 +96,7 @@ class Format:
         list_indexed: returns the names of the files that an index of the checkpoint lists, as far
             as it can be read; they belong to the checkpoint wherever they lie. None if the format
             has no index, or looks for files by their names alone.
+        reading_once: returns a context in which metadata that several readers need is parsed once.
     """
 
     name: str
@@ -109,6 +117,10 @@ class Format:
     records_ties: bool = False
     has_live_objects: bool = False
     carries_files: bool = False
+    has_files_of_ranks: bool = False
+    has_hf_config: bool = False
+    has_files_above: bool = False
+    megatron_name: str | None = None
     splits_files: bool = False
     has_named_optimizer: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None
@@ -122,6 +134,7 @@ class Format:
     side_folders: tuple[str, ...] = ()
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
+    reading_once: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the partition is known."""

@@ -133,11 +133,7 @@ def list_files(
 
 def documents_above(source: Checkpoint) -> dict[str, bytes]:
     """Return the small files that Hugging Face's Trainer keeps above DeepSpeed's directory."""
-    if not source.passed:
-        return {}
-    from core.formats.deepspeed.files import FORMATS
-
-    if source.format.name not in FORMATS:
+    if not source.passed or not source.format.has_files_above:
         return {}
     store = open_store(source.passed[-1])
     try:
@@ -218,11 +214,7 @@ def with_files_above(source: Checkpoint) -> Checkpoint:
     Raises:
         StorageError: the directory cannot be read.
     """
-    if not source.passed:
-        return source
-    from core.formats.deepspeed.files import FORMATS
-
-    if source.format.name not in FORMATS:
+    if not source.passed or not source.format.has_files_above:
         return source
     from core.formats.trainer.above import with_state_above
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from core.checks.check import Check
 from core.checks.finding import HOSTILE, Finding, Severity
 from core.checks.level import Level
-from core.checks.registry import HF_FORMATS, checks
+from core.checks.registry import checks
 from core.checks.subject import Subject
 from core.device.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
@@ -193,7 +193,7 @@ def _observed_state(subject: Subject) -> object:
     return (
         str(subject.path),
         subject.iteration,
-        subject.format and subject.format.name,
+        subject.format_name,
         observe_files(subject.store, files),
     )
 
@@ -232,9 +232,9 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         figures: work of each rank.
     """
     n_checks = 0
-    format = None if subject.format is None else subject.format.name
-    with gc_paused(), _reading_once(format):
-        for check in checks(subject.level, format):
+    format = subject.format
+    with gc_paused(), nullcontext() if format is None else format.reading_once():
+        for check in checks(subject.level, subject.format_name):
             _run_check(check, subject)
             n_checks += 1
     # A path that is not a checkpoint may be a complete file system, which is not listed.
@@ -247,7 +247,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     reference = subject.against
     return Validation(
         path=str(subject.path),
-        format=format,
+        format=subject.format_name,
         level=subject.level,
         findings=tuple(sorted(_with_hostile_hints(subject), key=lambda finding: finding.order)),
         n_files=len(files),
@@ -267,15 +267,6 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     )
 
 
-def _reading_once(format: str | None) -> AbstractContextManager[None]:
-    """Return a context in which the metadata of DCP is parsed once for all checks."""
-    if format not in ("dcp", "torch_dist"):
-        return nullcontext()
-    from core.formats.dcp.metadata import read_once
-
-    return read_once()
-
-
 def _are_files_of_manifest(subject: Subject) -> bool:
     """Return whether an object store states the checksums that the manifest has of all files."""
     from core.checks.content.store_checksums import are_files_of_manifest
@@ -285,7 +276,7 @@ def _are_files_of_manifest(subject: Subject) -> bool:
 
 def _unchecked_model(subject: Subject) -> tuple[str, ...]:
     """Return a note if a model of Hugging Face is of a family that cannot be checked."""
-    if subject.format is None or subject.format.name not in HF_FORMATS:
+    if subject.format is None or not subject.format.has_hf_config:
         return ()
     from core.checks.metadata.hf_model import unchecked
 

@@ -24,3 +24,11 @@ def lines_with(pattern: str, root: Path, *, outside: str) -> Iterator[str]:
 def test_only_the_module_of_urls_tests_the_type_of_a_path(repo_dir: Path) -> None:
     pattern = r"isinstance\(.*\bRemotePath\b"
     assert [*lines_with(pattern, repo_dir, outside="core/files/remote_path.py")] == []
+
+
+def test_what_a_format_can_do_is_asked_of_it_and_not_told_from_its_kind(repo_dir: Path) -> None:
+    pattern = (
+        r"\.partition (==|!=|in|not in|is) |\.(is_mcore|nests)\b"
+        r"|\b(format|kind)(\.|_)name (==|!=|in|not in) "
+    )
+    assert [*lines_with(pattern, repo_dir, outside="core/formats/")] == []

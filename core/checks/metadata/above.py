@@ -53,7 +53,7 @@ def files_above(subject: Subject) -> Iterator[Finding]:
         has_folders=False,
     )
     try:
-        for check in checks(above.level, above.format.name if above.format else None):
+        for check in checks(above.level, above.format_name):
             # The checks of the subject itself have followed the trackers of all folders above it.
             if check not in tracker.CHECKS:
                 try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.catalog.copied_files import COPIED_HINT, RANK_FILE_FORMATS
+from core.catalog.copied_files import COPIED_HINT
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
@@ -50,4 +50,4 @@ def check_copied_files(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (Check(check_copied_files, Level.HEADERS, formats=RANK_FILE_FORMATS),)
+CHECKS = (Check(check_copied_files, Level.HEADERS, formats=("megatron", "deepspeed")),)

@@ -214,9 +214,9 @@ def _read_comparable_config(subject: Subject) -> Mapping[str, object] | None:
     Returns:
         None if there is none, or if the tensors are not those of a complete model.
     """
-    catalog, store = subject.catalog, subject.store
-    is_read = catalog is not None and subject.format is not None and subject.format.name in _FORMATS
-    if catalog is None or not is_read or store.entry not in (None, *_ALONE):
+    catalog, store, format = subject.catalog, subject.store, subject.format
+    is_described = format is not None and format.has_hf_config
+    if catalog is None or not is_described or store.entry not in (None, *_ALONE):
         return None
     # Files of other frameworks (format "mlx") and of adapters have names of their own.
     is_torch = catalog.attributes.get(ROOT, {}).get("format", "pt") == "pt"

@@ -42,13 +42,6 @@ from core.opening.open import RELEASE, TRACKER
 from core.pickle.inert import Global, as_mapping
 from core.pickle.names import globals_of
 
-_CKPT_FORMATS = {
-    "megatron": "torch",
-    "torch_dist": "torch_dist",
-    "zarr": "zarr",
-    "dcp": "fsdp_dtensor",  # of Megatron's own kinds of DCP, only this one is written
-}
-"""Format → value of Megatron's ``--ckpt-format``."""
 _KINDS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
 _NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")
 _WINDOWS_PATH = Global("pathlib", "WindowsPath")
@@ -83,10 +76,12 @@ def load_line(result: WrittenResult) -> str:
         return _library_call(result)
     from core.megatron.placement.adapter_rows import is_adapter
 
-    if result.format.name == "torch_dist" and is_adapter(result.target):
+    # Of Megatron's formats, Megatron-Bridge loads torch_dist.
+    is_bridged = result.format.has_common_state and result.format.lists_chunks
+    if is_bridged and is_adapter(result.target):
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
         return f"load_peft_adapter_checkpoint(model, {_quoted(result.dst / metadata.parent)}, peft)"
-    if result.format.name == "torch_dist" and _has_towers(result.target):
+    if is_bridged and _has_towers(result.target):
         return f"checkpoint.pretrained_checkpoint={shlex.quote(str(result.dst))}"
     # Megatron's training script loads an adapter only as a part of its model.
     if result.topology is not None and not is_adapter(result.target):
@@ -187,7 +182,7 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
 
     target = result.target
     yield f"--load {shlex.quote(str(result.dst))}"
-    yield f"--ckpt-format {_CKPT_FORMATS[result.format.name]}"
+    yield f"--ckpt-format {result.format.megatron_name}"
 
     is_fsdp = target.facet(FsdpDtensorFacts) is not None
     if is_fsdp:

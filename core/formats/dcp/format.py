@@ -76,7 +76,7 @@ from core.formats.dcp.reading.stored_metadata import (
     salvaged,
 )
 from core.formats.dcp.reading.wrapped_tensors import with_parts
-from core.formats.format import MEGATRON_FOLDERS, Format
+from core.formats.format import MEGATRON_FOLDERS, Format, imported_on_call
 
 if TYPE_CHECKING:
     from core.catalog.file_image import FileImage
@@ -221,6 +221,8 @@ FORMAT = Format(
     salvage=salvage,
     splits_files=True,
     has_live_objects=True,
+    megatron_name="fsdp_dtensor",  # of Megatron's own kinds of DCP, only this one is written
+    reading_once=imported_on_call("dcp.metadata", "read_once"),
     notes_of=_aside_notes,
     own_folders=folders_of,
     list_indexed=list_indexed,

@@ -67,7 +67,7 @@ from core.formats.dcp.reading.stored_metadata import (
     read_metadata_in,
 )
 from core.formats.dcp.safetensors_items import with_raw_files
-from core.formats.format import MEGATRON_FOLDERS, Format
+from core.formats.format import MEGATRON_FOLDERS, Format, imported_on_call
 from core.formats.mcore.common_state import (
     COMMON_FILE,
     common_image,
@@ -373,6 +373,8 @@ FORMAT = Format(
     partition="as_stored",
     salvage=salvage,
     has_common_state=True,
+    megatron_name="torch_dist",
+    reading_once=imported_on_call("dcp.metadata", "read_once"),
     splits_files=True,
     own_folders=_own_folders,
     list_indexed=list_indexed,

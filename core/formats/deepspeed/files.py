@@ -34,8 +34,6 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
-FORMATS = ("deepspeed", "deepspeed_universal")
-"""The formats of DeepSpeed's directories."""
 _MODEL = re.compile(r"mp_rank_(?P<mp_rank>\d{2,6})_model_states\.pt$")
 _ZERO_MODEL = re.compile(
     r"zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp_rank>\d{2,6})_model_states\.pt$"

@@ -238,6 +238,8 @@ FORMAT = Format(
     read=read,
     read_weights=read_weights,
     has_masters_in_optimizer=True,
+    has_files_of_ranks=True,
+    has_files_above=True,
     lay_out=None,
     own_folders=no_folders,
 )

@@ -466,6 +466,7 @@ FORMAT = Format(
     salvage=salvage,
     lay_out=None,
     has_live_objects=True,
+    has_hf_config=True,
     own_folders=list_module_folders,
     list_indexed=list_indexed,
 )

@@ -484,4 +484,6 @@ FORMAT = Format(
     side_folders=MEGATRON_FOLDERS,
     aliases=("torch_ranks",),
     partition="ranks",
+    has_files_of_ranks=True,
+    megatron_name="torch",
 )

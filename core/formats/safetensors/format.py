@@ -438,6 +438,7 @@ FORMAT = Format(
     suffixes=(SUFFIX,),
     aliases=("hf", "huggingface"),
     carries_files=True,
+    has_hf_config=True,
     has_objects_beside=True,
     splits_files=True,
     records_ties=True,

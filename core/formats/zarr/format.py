@@ -379,4 +379,5 @@ FORMAT = Format(
     side_folders=MEGATRON_FOLDERS,
     partition="grid",
     has_common_state=True,
+    megatron_name="zarr",
 )

@@ -382,6 +382,7 @@ FORMAT = Format(
     aliases=("ucp",),
     has_objects_beside=True,
     has_named_optimizer=True,
+    has_files_above=True,
     adapt=for_universal,
     check=check,
     records_ties=True,
