@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,8 @@ def test_a_checkpoint_is_recognised_as_its_own_format_before_any_other(
         opened = open_checkpoint(golden / path)
         assert opened.format.name == name
         opened.store.close()
+
+
+def test_a_format_with_an_unknown_partition_is_not_built() -> None:
+    with pytest.raises(ValueError, match="unknown partition 'rows'"):
+        replace(FORMATS[0], partition="rows")
