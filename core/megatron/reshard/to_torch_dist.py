@@ -381,7 +381,7 @@ class _StackedModel:
         for key, group in self.groups.items():
             first = self.catalog.tensors[group[0].key]
             shape, fragments = (*group[0].shape, *first.shape), self._source_fragments
-            tensors[key] = replace(first, shape=shape, fragments=bind_argument(fragments, key))
+            tensors[key] = replace(first, shape=shape, pieces=bind_argument(fragments, key))
         return tensors
 
     def target_tensors(self) -> dict[str, TargetTensor]:
@@ -391,7 +391,7 @@ class _StackedModel:
             first: Any = self.catalog.tensors[group[0].key]
             shape = (*group[0].shape, *self.cuts[group[0].key].shape)
             fragments = bind_argument(self._target_fragments, key)
-            tensors[key] = replace(first, shape=shape, fragments=fragments)
+            tensors[key] = replace(first, shape=shape, pieces=fragments)
         return tensors
 
     def _source_fragments(self, key: str) -> Sequence[Fragment]:
