@@ -15,7 +15,7 @@ from core.arrays.box import Box
 from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, catalog_of_arrays
 from core.catalog.files_beside import carried_of, without_carried
 from core.catalog.mapping_attributes import without_attributes
-from core.catalog.stored import PlannedArray, StoredArray, array_name
+from core.catalog.stored import Coords, PlannedArray, StoredArray, array_name
 from core.catalog.tensor import (
     AnyFragment,
     AnyTensor,
@@ -118,25 +118,21 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
 
     @lru_cache(maxsize=64)
     def plan_fragments(key: str) -> Sequence[TargetFragment]:
-        # Divide the tensor into the boxes of its stored fragments, if the partition asks for it.
-        meta = catalog.meta(key)
-        origin = (0,) * len(meta.shape)
-        boxes = [Box(origin, meta.shape)]
-        number_of: dict[Box, int | None] = {}
-        if by in ("as_stored", "grid") and key in catalog.tensors:
-            number_of = _stored_boxes(meta, catalog.fragments(key), file_number)
-            if by == "grid" and not _is_grid(number_of):
-                number_of = {}
-            boxes = list(number_of) or boxes
-        # The coordinate ``file`` makes a format keep arrays of one source file in one file.
+        # Divide the tensor into the boxes of its stored fragments.
+        tensor = catalog.tensors[key]
+        origin = (0,) * len(tensor.shape)
+        number_of = _stored_boxes(tensor, tensor.fragments(), file_number)
+        if by == "grid" and not _is_grid(number_of):
+            number_of = {}
+        boxes = list(number_of) or [Box(origin, tensor.shape)]
         return tuple(
             Fragment(
                 box,
                 PlannedArray(
                     key if len(boxes) == 1 else array_name(key, box),
-                    meta.dtype,
+                    tensor.dtype,
                     box.shape,
-                    coords=() if (number := number_of.get(box)) is None else (("file", number),),
+                    coords=_file_coords(number_of.get(box)),
                 ),
                 origin,
             )
@@ -144,15 +140,28 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
         )
 
     def place(key: str, tensor: AnyTensor) -> TargetTensor:
+        array = tensor.pieces
+        pieces: PlannedArray | Callable[[], Sequence[TargetFragment]]
+        if by != "whole" and callable(array) and key in catalog.tensors:
+            pieces = bind_argument(plan_fragments, key)
+        else:
+            file = array.extent.file if isinstance(array, StoredArray) else ""
+            number = file_number.get(file) if key in catalog.tensors else None
+            pieces = PlannedArray(key, tensor.dtype, tensor.shape, coords=_file_coords(number))
         return Tensor(
             tensor.dtype,
             tensor.shape,
-            bind_argument(plan_fragments, key),
+            pieces,
             flexible=tensor.flexible,
             attributes=tensor.attributes,
         )
 
     return catalog.as_target(format, place)
+
+
+def _file_coords(number: int | None) -> Coords:
+    """Return the coordinate that makes a format keep the arrays of one source file in one file."""
+    return () if number is None else (("file", number),)
 
 
 def _is_grid(boxes: Collection[Box]) -> bool:
