@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import TorchFileFacts
 from core.catalog.key_patterns import listed_keys
 from core.catalog.mapping_attributes import (
@@ -83,15 +84,13 @@ def attributes_note(attributes: Iterable[MappingAttribute]) -> str:
     return f"attributes of mappings are dropped: {names}"
 
 
-def attribute_tensors_left_out(catalog: Catalog) -> list[str]:
-    """Describe each attribute of a mapping that is dropped although it holds a tensor."""
-    names = [
-        attribute.key for attribute in attributes_of(catalog.skeleton) if attribute.holds_tensor
-    ]
-    return [
-        f"{name} (a tensor in an attribute of a mapping; only torch files store those)"
-        for name in names
-    ]
+def attribute_tensors_left_out(catalog: Catalog) -> tuple[Dropped, ...]:
+    """Return the record of dropped attributes of mappings that hold tensors."""
+    attributes = attributes_of(catalog.skeleton)
+    return dropped_each(
+        (attribute.key for attribute in attributes if attribute.holds_tensor),
+        "a tensor in an attribute of a mapping; only torch files store those",
+    )
 
 
 def n_leaves(skeleton: object) -> int:

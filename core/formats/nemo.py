@@ -32,6 +32,7 @@ from io import RawIOBase
 from typing import TYPE_CHECKING, cast
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import dropped_each
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats.format import Format, no_folders
 from core.formats.torch.format import catalog_of_tree
@@ -111,7 +112,9 @@ def read(store: ReadStore) -> Catalog:
     tree = parse(store, file, start=weights.offset, n_bytes=weights.n_bytes)
     return replace(
         catalog_of_tree(tree, format="nemo"),
-        dropped=tuple(f"{name} (other files of the archive)" for name in files if name != WEIGHTS),
+        dropped=dropped_each(
+            (name for name in files if name != WEIGHTS), "other files of the archive"
+        ),
     )
 
 

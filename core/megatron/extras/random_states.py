@@ -20,16 +20,16 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``get_rng_state``, ``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped
 from core.catalog.facets import MegatronModel
-from core.catalog.tensor import Tensor
+from core.catalog.removal import remove_entries, without_unused_tensors
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import RNG, common_of, sharded_object, unwrap_shard
+from core.megatron.extras.common_state import RNG, sharded_object, unwrap_shard
 from core.megatron.model.topology import Rank, Topology
-from core.pickle.inert import TensorLeaf, walk
 
 WITHOUT = "start Megatron with --no-load-rng"
 _HINT = f"use --rng drop, and {WITHOUT}"
@@ -114,7 +114,7 @@ class KeptStates:
     """
 
     by_rank: Mapping[Rank, object]
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 def kept_states(
@@ -138,7 +138,7 @@ def kept_states(
         return KeptStates(states.by_rank)
     if rng == "keep":
         raise UnsupportedError(f"the random states cannot be kept: {reason}", hint=_HINT)
-    return KeptStates({}, (f"{RNG} ({reason}; {WITHOUT})",))
+    return KeptStates({}, (Dropped((RNG,), f"{reason}; {WITHOUT}"),))
 
 
 def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: bool) -> Catalog:
@@ -164,35 +164,7 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
     if not removed and (has_ranks or not model.rng_states):
         return catalog
 
-    objects = {key: item for key, item in catalog.objects.items() if key not in removed}
-    result = replace(
-        catalog,
-        objects=objects,
-        hidden=_needed_tensors(catalog, removed),
-        dropped=(*catalog.dropped, f"{RNG} ({WITHOUT})") if removed else catalog.dropped,
-    )
-    return result.with_facet(replace(model, rng_states={})) if model.rng_states else result
-
-
-def _needed_tensors(catalog: Catalog, removed: Collection[str]) -> dict[str, Tensor]:
-    """Return the hidden tensors that are still needed without some objects and all rank states.
-
-    Args:
-        removed: keys of the removed objects.
-    """
-    # A tensor to which nothing refers may be the optimizer's, and is kept.
-    model = catalog.facet(MegatronModel) or MegatronModel()
-    used = _tensor_keys([common_of(catalog)])
-    unused = _tensor_keys(model.rng_states.values())
-    for key, item in catalog.objects.items():
-        keys = _tensor_keys([item.value]) | ({item.raw_key} if item.raw_key is not None else set())
-        if key in removed:
-            unused |= keys
-        else:
-            used |= keys
-    return {key: meta for key, meta in catalog.hidden.items() if key in used or key not in unused}
-
-
-def _tensor_keys(values: Iterable[object]) -> set[str]:
-    """Return the keys of the tensors in inert trees."""
-    return {leaf.key for value in values for leaf in walk(value) if isinstance(leaf, TensorLeaf)}
+    result = catalog.with_facet(replace(model, rng_states={})) if model.rng_states else catalog
+    result = remove_entries(without_unused_tensors(result, catalog), removed)
+    dropped = (Dropped((RNG,), WITHOUT),) if removed else ()
+    return replace(result, dropped=(*catalog.dropped, *dropped))

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import dropped_each
 from core.catalog.facets import MegatronModel
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
@@ -187,8 +188,5 @@ def _with_single_states(catalog: Catalog, facts: ModelFacts, rules: Rules) -> Ca
         catalog,
         tensors={key: meta for key, meta in catalog.tensors.items() if key not in packed},
         objects={**objects, **single},
-        dropped=(
-            *catalog.dropped,
-            *(f"{key} (packed for the experts of a rank)" for key in filled),
-        ),
+        dropped=(*catalog.dropped, *dropped_each(filled, "packed for the experts of a rank")),
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import dropped_each
 from core.catalog.facets import MegatronModel
 from core.catalog.optimizer_keys import Optimizer, state_key, state_of
 from core.errors import UnsupportedError
@@ -89,7 +90,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         optimizer=None if optimizer is None else _with_names(optimizer, new_of),
         dropped=(
             *catalog.dropped,
-            *(f"{key} (of the other transformer implementation)" for key in filled_states),
+            *dropped_each(filled_states, "of the other transformer implementation"),
         ),
     ).with_facet(
         replace(

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
@@ -195,12 +196,11 @@ def unshard_ranks(
     }
     hidden |= tensors_of({key: arrays[0] for key, arrays in optimizer.copies.items()})
 
-    unused = []
-    if facts.has_unused_head(facts.topology):
-        unused.append(
-            f"{facts.kind.head} (not used: with multi-token prediction and tied embeddings, the "
-            "last stage computes its output with its copy of the embedding)"
-        )
+    unused = dropped_each(
+        (facts.kind.head,) if facts.has_unused_head(facts.topology) else (),
+        "not used: with multi-token prediction and tied embeddings, the last stage computes its "
+        "output with its copy of the embedding",
+    )
     megatron = replace(
         _describe_files(model, ranks),
         vocab_size=true_shapes.n_rows,
@@ -279,7 +279,7 @@ class _RankOptimizer:
     states: Mapping[str, RankTensor] = field(default_factory=dict)
     copies: Mapping[str, Sequence[StoredArray]] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    dropped: Sequence[str] = ()
+    dropped: Sequence[Dropped] = ()
 
 
 def _read_optimizer(
@@ -334,16 +334,16 @@ def _read_optimizer(
     )
 
 
-def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
+def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[Dropped]:
     """Empty the extra states that cannot be kept (``core.megatron.extras.extra_states``).
 
     Returns:
-        One note for each of them.
+        The record of each of them.
 
     Raises:
         UnsupportedError: an opaque tensor other than an extra state differs between ranks.
     """
-    dropped: list[str] = []
+    dropped: list[Dropped] = []
     # A state may be a tensor on some ranks and an object on others.
     tensors = {
         name: tensor for name, tensor in model.tensors.items() if tensor.rule.kind == "opaque"
@@ -356,7 +356,7 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
         if not name.endswith(EXTRA_STATE):
             problem = reason.partition(";")[0]
             raise UnsupportedError(f"opaque tensors cannot be resharded: {problem}", key=name)
-        dropped.append(f"{name} ({reason})")
+        dropped.append(Dropped((name,), reason))
         model.tensors.pop(name, None)
         model.extra_states[name] = [None]
     return dropped

@@ -252,7 +252,7 @@ def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> No
 
     _, catalog = opened(Zero(3, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen))
     assert "base" not in catalog.tensors
-    assert catalog.dropped == ("base (ZeRO-3 does not store its parts)",)
+    assert tuple(map(str, catalog.dropped)) == ("base (ZeRO-3 does not store its parts)",)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -334,7 +334,7 @@ def test_states_of_another_length_are_reported(tmp_path: Path) -> None:
                 state["row"] = torch.ones(2, 3)
 
     _, catalog = opened(Zero(2, 2).write(tmp_path / "x", factored))
-    assert len(catalog.dropped) == 2 and "'row' of flat group 0" in catalog.dropped[0]
+    assert len(catalog.dropped) == 2 and "'row' of flat group 0" in str(catalog.dropped[0])
 
 
 def test_files_without_optimizer_state_still_give_weights(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def states_of(target: Any) -> dict[Rank, object]:
 def test_ranks_that_were_there_before_keep_their_states(a: Topology, b: Topology) -> None:
     target = shard(seeded(a), b, rules=RULES, rng="keep")
     assert states_of(target) == {rank: [{"seed": str(rank)}] for rank in b.ranks()}
-    assert not any("rng" in text for text in target.dropped)
+    assert not any("rng" in text for text in map(str, target.dropped))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_other_ranks_have_none_and_keep_says_why(a: Topology, b: Topology, why: 
     source = seeded(a)
     target = shard(source, b, rules=RULES)
     assert set(states_of(target).values()) == {None}
-    (text,) = (text for text in target.dropped if "rng_state" in text)
+    (text,) = (text for text in map(str, target.dropped) if "rng_state" in text)
     assert why in text and "--no-load-rng" in text
     with pytest.raises(UnsupportedError, match="random states cannot be kept") as caught:
         shard(source, b, rules=RULES, rng="keep")
@@ -116,7 +116,7 @@ def test_states_can_be_dropped_and_absent_ones_cannot_be_kept() -> None:
     dropped = with_rng(source, "drop", has_place=True, has_ranks=True)
     target = shard(dropped, Topology(tp=2), rules=RULES)
     assert set(states_of(target).values()) == {None}
-    assert target.dropped == ("rng_state (start Megatron with --no-load-rng)",)
+    assert tuple(map(str, target.dropped)) == ("rng_state (start Megatron with --no-load-rng)",)
     assert with_rng(source, None, has_place=False, has_ranks=True) is source
     for catalog, has_place in ((dropped, True), (source, False)):
         with pytest.raises(UsageError, match="cannot be kept"):
