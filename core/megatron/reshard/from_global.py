@@ -153,7 +153,7 @@ def unshard_global(
         carried={},
         documents={},
         notes=(*catalog.notes, *stored.notes),
-        dropped=tuple(dropped),
+        dropped=(*catalog.dropped, *dropped),
         facets=_torch_dist_facet(catalog) | {Topology: facts.topology, MegatronModel: megatron},
     )
     if not carries_optimizer:

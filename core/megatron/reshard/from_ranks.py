@@ -226,7 +226,7 @@ def unshard_ranks(
         aliases={},
         unsupported={},
         notes=tuple(notes),
-        dropped=(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
+        dropped=(*catalog.dropped, *extras.dropped, *lost_states, *unused, *optimizer.dropped),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.arrays.box import Box, full_box
+from core.catalog.dropped import Dropped
 from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.topology import Topology
@@ -189,6 +191,15 @@ def test_a_vocabulary_that_does_not_fit_is_refused(golden: Path) -> None:
         unshard(catalog, rules=RULES, vocab_size=500)
     with pytest.raises(UsageError, match="exclude each other"):
         unshard(catalog, rules=RULES, vocab_size=300, keep_padded_vocab=True)
+
+
+@pytest.mark.parametrize("files", [rank_files, dist_files])
+def test_what_was_dropped_before_stays_on_record(golden: Path, files: Any) -> None:
+    family = ("mcore_torch_dist",) if files is dist_files else ()
+    _, catalog = files(golden, *family, "dense_gqa", "tp2_pp2")
+    earlier = Dropped(("run_config.yaml",), "read")
+    result = unshard(replace(catalog, dropped=(earlier,)), rules=RULES, optim="drop")
+    assert result.dropped[0] == earlier
 
 
 @pytest.mark.parametrize("case", WITH_OPTIMIZER)
