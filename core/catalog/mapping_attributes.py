@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 VERSIONS = "_metadata"
 """The attribute that ``torch.nn.Module.state_dict`` sets."""
+ATTRIBUTES = "attributes of mappings"
+"""The reason for not carrying them over (``core.catalog.dropped``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,10 @@ def read_partitioned(
         names_of=names_of if len(model.groups) == len(head.fp32) else {},
         other_entries=head.other_entries,
         notes=[*_frozen_notes(model, weights), *unlisted.notes],
-        dropped=[*unlisted.dropped, *by_parameter.dropped],
+        dropped=[
+            *dict.fromkeys(entry for model in models for entry in model.dropped),
+            *(*unlisted.dropped, *by_parameter.dropped),
+        ],
         copies=None if head.stage == 3 else WeightCopies(lambda: pair_copies(model, shapes, runs)),
         masters_of=runs,
     )

@@ -220,7 +220,7 @@ def read_model_files(
         names_of={},
         other_entries={},
         notes=_note_whole(plans),
-        dropped=[],
+        dropped=list(dict.fromkeys(entry for model in models for entry in model.dropped)),
         optimizers=trees if has_optimizer else [],
         files=[model.state for model in models[1:]],
     )
