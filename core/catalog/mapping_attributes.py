@@ -59,7 +59,7 @@ def attributes_of(skeleton: object) -> list[MappingAttribute]:
         MappingAttribute(path, name, value)
         for path, node in containers(skeleton)
         if isinstance(node, Inert)
-        for name, value in _attributes(node)
+        for name, value in own_attributes(node)
     ]
 
 
@@ -91,7 +91,7 @@ def without_attributes(catalog: Catalog) -> Catalog:
     for path, node in containers(skeleton):
         if isinstance(node, Inert) and path in paths:
             # A class cannot be created without its arguments, so the mapping becomes a dict.
-            if any(name == _ARGUMENTS for name, _ in _attributes(node)):
+            if any(name == _ARGUMENTS for name, _ in own_attributes(node)):
                 node.how, node.fn = "reduce", Global("builtins", "dict")
                 node.args, node.kwargs, node.items = (), None, []
             node.state = NO_STATE
@@ -113,9 +113,9 @@ def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute])
 _ARGUMENTS = "arguments"
 
 
-def _attributes(node: Inert) -> Iterator[tuple[str, object]]:
+def own_attributes(node: object) -> Iterator[tuple[str, object]]:
     """Yield the name and value of each attribute of a mapping; none for other objects."""
-    if as_mapping(node) is None:
+    if not isinstance(node, Inert) or as_mapping(node) is None:
         return
     if node.state is not NO_STATE:
         # A tuple is (attributes, attributes in slots).

@@ -29,6 +29,7 @@ from core.catalog.facets import MegatronModel
 from core.catalog.removal import remove_entries, without_unused_tensors
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import RNG, sharded_object, unwrap_shard
+from core.megatron.extras.nested_dicts import drop_versions
 from core.megatron.model.topology import Rank, Topology
 
 WITHOUT = "start Megatron with --no-load-rng"
@@ -168,6 +169,8 @@ def kept_states(
 def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: bool) -> Catalog:
     """Return the global form without the random states that ``--rng`` or the destination drops.
 
+    A destination without ranks does not store the versions of modules either.
+
     Args:
         rng: ``keep``, ``drop`` or None.
         has_place: the destination can store random states.
@@ -183,6 +186,7 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
         raise UsageError(f"the random states cannot be kept: {reason}", hint="remove --rng")
 
     removed = states if rng == "drop" else set()
+    catalog = catalog if has_ranks else drop_versions(catalog)
     model = catalog.facet(MegatronModel) or MegatronModel()
     if not removed and (has_ranks or not model.rng_states):
         return catalog

@@ -29,6 +29,7 @@ from core.catalog.dropped import dropped_each
 from core.catalog.facets import MegatronModel
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
+from core.megatron.extras.nested_dicts import drop_versions
 from core.megatron.model.args import facts_of, fields_of, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.experts import OPTION
@@ -99,7 +100,7 @@ def with_expert_kind(
         return replace(catalog, args=args, common={**common_of(catalog), "args": args})
 
     # The order of names and the versions of modules are those of the other kind's modules.
-    catalog = _with_single_states(catalog, facts, rules)
+    catalog = drop_versions(_with_single_states(catalog, facts, rules))
     note = f"the experts become {kind} (start Megatron {_FLAGS[after]})"
     if after == "grouped":
         legacy = "" if is_local else " and --moe-use-legacy-grouped-gemm"

@@ -31,8 +31,9 @@ from dataclasses import dataclass, field, replace
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each
+from core.catalog.dropped import Dropped, dropped_each, dropped_together
 from core.catalog.facets import MegatronModel, RankFacts
+from core.catalog.mapping_attributes import ATTRIBUTES, VERSIONS, attributes_of, own_attributes
 from core.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
 from core.catalog.tensor import Fragment, Tensor, tensors_of, whole_fragment
@@ -226,7 +227,11 @@ def unshard_ranks(
         aliases={},
         unsupported={},
         notes=tuple(notes),
-        dropped=(*catalog.dropped, *extras.dropped, *lost_states, *unused, *optimizer.dropped),
+        dropped=(
+            *catalog.dropped,
+            *dropped_together(_list_lost_attributes(ranks, optim=optim), ATTRIBUTES),
+            *(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
+        ),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
 
@@ -332,6 +337,28 @@ def _read_optimizer(
         notes=result.notes,
         dropped=result.dropped,
     )
+
+
+def _list_lost_attributes(
+    ranks: Mapping[Coords, tuple[str, object]], *, optim: str
+) -> Iterator[str]:
+    """Yield the keys of the attributes of those mappings in rank files that are taken apart.
+
+    The versions of modules are kept (``MegatronModel``), and so is what is in extra states.
+    """
+    keys: dict[str, None] = {}
+    for _, root in ranks.values():
+        keys |= {name: None for name, _ in own_attributes(root)}
+        for name, value in (as_mapping(root) or {}).items():
+            if not (is_chunk(name) or (name == OPTIMIZER and optim == "carry")):
+                continue
+            keys |= {
+                f"{name}.{attribute.key}": None
+                for attribute in attributes_of(value)
+                if not (is_chunk(name) and attribute.name == VERSIONS)
+                and not any(str(part).endswith(EXTRA_STATE) for part in attribute.path)
+            }
+    yield from keys
 
 
 def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[Dropped]:
