@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
-from core.catalog.dropped import Dropped, dropped_each
+from core.catalog.dropped import Dropped, dropped_each, dropped_together
 from core.catalog.facets import TorchFileFacts
 from core.catalog.key_patterns import listed_keys
-from core.catalog.mapping_attributes import (
-    MappingAttribute,
-    attributes_beside_tensors,
-    attributes_of,
-)
+from core.catalog.mapping_attributes import ATTRIBUTES, MappingAttribute
 from core.pickle.inert import Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import ListIndex, Path, containers, entries, join_path
 
@@ -56,7 +52,7 @@ def nesting_notes(catalog: Catalog) -> list[str]:
             if first != entry.key:
                 names_of_note.setdefault(_SEPARATE, []).append(f"{entry.key} ({first})")
     notes = [f"{text}: {listed_keys(names)}" for text, names in names_of_note.items()]
-    return [*notes, *_attribute_notes(attributes_of(catalog.skeleton)), *_tensor_notes(catalog)]
+    return [*notes, *_tensor_notes(catalog)]
 
 
 def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
@@ -74,23 +70,17 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
         notes += root_notes(catalog)
     elif root is not None and as_mapping(root) is None:
         notes.append("the root is not a dict and becomes one")
-    notes += _attribute_notes(attributes_beside_tensors(catalog.skeleton))
     return notes + _tensor_notes(catalog)
 
 
-def attributes_note(attributes: Iterable[MappingAttribute]) -> str:
-    """Write a note on attributes of mappings that are dropped."""
-    names = listed_keys(attribute.key for attribute in attributes)
-    return f"attributes of mappings are dropped: {names}"
-
-
-def attribute_tensors_left_out(catalog: Catalog) -> tuple[Dropped, ...]:
-    """Return the record of dropped attributes of mappings that hold tensors."""
-    attributes = attributes_of(catalog.skeleton)
-    return dropped_each(
-        (attribute.key for attribute in attributes if attribute.holds_tensor),
-        "a tensor in an attribute of a mapping; only torch files store those",
-    )
+def record_attributes(attributes: Iterable[MappingAttribute]) -> tuple[Dropped, ...]:
+    """Return the record of dropped attributes of mappings, those with tensors one by one."""
+    tensors: list[str] = []
+    others: list[str] = []
+    for attribute in attributes:
+        (tensors if attribute.holds_tensor else others).append(attribute.key)
+    why = "a tensor in an attribute of a mapping; only torch files store those"
+    return (*dropped_each(tensors, why), *dropped_together(others, ATTRIBUTES))
 
 
 def n_leaves(skeleton: object) -> int:
@@ -148,12 +138,6 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
     return [
         f"tied tensors are stored once, under the name in brackets ({untie} writes both): {names}"
     ]
-
-
-def _attribute_notes(attributes: Iterable[MappingAttribute]) -> list[str]:
-    """Write a note on those attributes of mappings that hold no tensor."""
-    plain = [attribute for attribute in attributes if not attribute.holds_tensor]
-    return [attributes_note(plain)] if plain else []
 
 
 def _path_notes(catalog: Catalog) -> list[str]:

@@ -16,6 +16,7 @@ from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import NOT_CARRIED, UNREAD, carried_of, without_carried
 from core.catalog.key_patterns import folded, matcher
+from core.catalog.mapping_attributes import attributes_beside_tensors, attributes_of
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
 from core.convert.global_form.build import global_form
@@ -24,10 +25,10 @@ from core.convert.job import Job as Job
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
 from core.convert.nesting_notes import (
-    attribute_tensors_left_out,
     flattening_notes,
     n_leaves,
     nesting_notes,
+    record_attributes,
     recorded_notes,
     root_notes,
     sharing_notes,
@@ -779,10 +780,15 @@ def _keeps_containers(catalog: Catalog, format: Format, *, is_file: bool) -> boo
 
 def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> list[Dropped]:
     """Describe each entry that the destination cannot store, with the reason."""
-    # Attributes with tensors.
+    # Attributes of mappings. A mapping without tensors may be stored whole.
     dropped: list[Dropped] = []
     if not (is_model_form(catalog) or _keeps_containers(catalog, format, is_file=is_file)):
-        dropped += attribute_tensors_left_out(catalog)
+        attributes = (
+            attributes_beside_tensors(catalog.skeleton)
+            if format.is_mcore or format.has_objects_beside
+            else attributes_of(state_dict(catalog).skeleton)
+        )
+        dropped += record_attributes(attributes)
     if format.keeps_objects and (format.nests or not is_file):
         return dropped
 
