@@ -220,8 +220,8 @@ def read_partitioned(
         other_entries=head.other_entries,
         notes=[*_frozen_notes(model, weights), *unlisted.notes],
         dropped=[
-            *dict.fromkeys(entry for model in models for entry in model.dropped),
             *(*unlisted.dropped, *by_parameter.dropped),
+            *dict.fromkeys(entry for model in models for entry in model.dropped),
         ],
         copies=None if head.stage == 3 else WeightCopies(lambda: pair_copies(model, shapes, runs)),
         masters_of=runs,
