@@ -110,12 +110,10 @@ def read(store: ReadStore) -> Catalog:
             f"the archive has no {WEIGHTS}", file=file, hint="copy the archive again"
         )
     tree = parse(store, file, start=weights.offset, n_bytes=weights.n_bytes)
-    return replace(
-        catalog_of_tree(tree, format="nemo"),
-        dropped=dropped_each(
-            (name for name in files if name != WEIGHTS), "other files of the archive"
-        ),
-    )
+    others = (name for name in files if name != WEIGHTS)
+    catalog = catalog_of_tree(tree, format="nemo")
+    dropped = dropped_each(others, "other files of the archive")
+    return replace(catalog, dropped=(*catalog.dropped, *dropped))
 
 
 def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:

@@ -81,6 +81,7 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
         skeleton={**skeleton, **root},
         aliases=tree.aliases,
         unsupported=tree.unsupported,
+        dropped=(*catalog.dropped, *tree.dropped),
     ).noted(tree.notes)
     meta_entries = tuple(str(name) for name in root)
     return joined.with_facet(replace(_facts(catalog), meta_entries=meta_entries))

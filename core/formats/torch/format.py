@@ -157,7 +157,13 @@ def catalog_of_tree(tree: TorchTree, *, format: str) -> Catalog:
         hidden=tree.hidden,
         skeleton=tree.value,
     )
-    return replace(catalog, aliases=tree.aliases, unsupported=tree.unsupported, notes=tree.notes)
+    return replace(
+        catalog,
+        aliases=tree.aliases,
+        unsupported=tree.unsupported,
+        notes=tree.notes,
+        dropped=tree.dropped,
+    )
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:

@@ -132,7 +132,10 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
         unsupported=merger.unsupported,
         aliases=_aliases(tensors, merger.fragments),
         notes=tuple(notes),
-        dropped=merger.dropped(),
+        dropped=(
+            *merger.dropped(),
+            *dict.fromkeys(entry for file in files for entry in file.dropped),
+        ),
     )
 
 

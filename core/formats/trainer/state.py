@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped
 from core.catalog.facets import TrainingState, WeightFileFacts
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import tensors_of
@@ -122,7 +123,7 @@ class StateEntries:
         skeleton: what is there.
         arrays, objects, hidden: tensors, objects, and tensors inside objects, by key.
         aliases, unsupported: as in ``Catalog``.
-        notes: notes for the user.
+        notes, dropped: as in the catalog.
     """
 
     entry: str
@@ -133,6 +134,7 @@ class StateEntries:
     aliases: Mapping[str, str]
     unsupported: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 def object_entry(entry: str, file: str, n_bytes: int) -> StateEntries:
@@ -216,6 +218,7 @@ def keyed_entries(
         {new_key_of[key]: new_key_of[first] for key, first in tree.aliases.items()},
         unsupported,
         notes,
+        tree.dropped,
     )
 
 
@@ -240,6 +243,7 @@ def with_entries(catalog: Catalog, skeleton: object, parts: list[StateEntries]) 
             **catalog.unsupported,
             **{key: kind for part in parts for key, kind in part.unsupported.items()},
         },
+        dropped=(*catalog.dropped, *(entry for part in parts for entry in part.dropped)),
     ).noted(note for part in parts for note in part.notes)
 
 
