@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import Dropped, dropped_each, dropped_together
 from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import Path, containers, entries, join_path, map_leaves
 
@@ -74,6 +75,18 @@ def attributes_beside_tensors(skeleton: object) -> list[MappingAttribute]:
         if isinstance(entry.leaf, TensorLeaf):
             paths |= {entry.path[:depth] for depth in range(len(entry.path))}
     return [attribute for attribute in attributes if attribute.path in paths]
+
+
+def record_attributes(keys: Iterable[str]) -> tuple[Dropped, ...]:
+    """Return the record of attributes of mappings that are not carried, by their keys."""
+    versions: list[str] = []
+    others: list[str] = []
+    for key in keys:
+        (versions if key.rpartition(".")[2] == VERSIONS else others).append(key)
+    return (
+        *dropped_each(versions, "versions of modules, which torch sets anew"),
+        *dropped_together(others, ATTRIBUTES),
+    )
 
 
 def without_attributes(catalog: Catalog) -> Catalog:

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.catalog import Catalog
-from core.catalog.dropped import dropped_together
 from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import some_of
-from core.catalog.mapping_attributes import ATTRIBUTES, attributes_of, without_tensors_of
+from core.catalog.mapping_attributes import attributes_of, record_attributes, without_tensors_of
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
 from core.changes.select import cast_of, select
@@ -126,7 +125,7 @@ def apply_changes(
     values = {id(attribute.value) for attribute in attributes_of(catalog.skeleton)}
     lost = [attribute for attribute in attributes if id(attribute.value) not in values]
     if lost:
-        record = dropped_together((attribute.key for attribute in lost), ATTRIBUTES)
+        record = record_attributes(attribute.key for attribute in lost)
         catalog = without_tensors_of(catalog, lost)
         catalog = replace(catalog, dropped=(*catalog.dropped, *record))
 

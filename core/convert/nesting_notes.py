@@ -8,16 +8,16 @@ Every note names the entries that it is about, so that the user can look them up
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
-from core.catalog.dropped import Dropped, dropped_each, dropped_together
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import TorchFileFacts
 from core.catalog.key_patterns import listed_keys
-from core.catalog.mapping_attributes import ATTRIBUTES, MappingAttribute
+from core.catalog.mapping_attributes import MappingAttribute, record_attributes
 from core.pickle.inert import Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import ListIndex, Path, containers, entries, join_path
 
@@ -73,14 +73,15 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     return notes + _tensor_notes(catalog)
 
 
-def record_attributes(attributes: Iterable[MappingAttribute]) -> tuple[Dropped, ...]:
+def record_lost_attributes(attributes: Sequence[MappingAttribute]) -> tuple[Dropped, ...]:
     """Return the record of dropped attributes of mappings, those with tensors one by one."""
-    tensors: list[str] = []
-    others: list[str] = []
-    for attribute in attributes:
-        (tensors if attribute.holds_tensor else others).append(attribute.key)
-    why = "a tensor in an attribute of a mapping; only torch files store those"
-    return (*dropped_each(tensors, why), *dropped_together(others, ATTRIBUTES))
+    return (
+        *dropped_each(
+            (attribute.key for attribute in attributes if attribute.holds_tensor),
+            "a tensor in an attribute of a mapping; only torch files store those",
+        ),
+        *record_attributes(attribute.key for attribute in attributes if not attribute.holds_tensor),
+    )
 
 
 def n_leaves(skeleton: object) -> int:

@@ -28,7 +28,7 @@ from core.convert.nesting_notes import (
     flattening_notes,
     n_leaves,
     nesting_notes,
-    record_attributes,
+    record_lost_attributes,
     recorded_notes,
     root_notes,
     sharing_notes,
@@ -788,7 +788,7 @@ def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> lis
             if format.is_mcore or format.has_objects_beside
             else attributes_of(state_dict(catalog).skeleton)
         )
-        dropped += record_attributes(attributes)
+        dropped += record_lost_attributes(attributes)
     if format.keeps_objects and (format.nests or not is_file):
         return dropped
 

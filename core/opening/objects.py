@@ -18,7 +18,6 @@ from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import state_of
-from core.catalog.removal import drop_entries, without_unused_tensors
 from core.catalog.stored import StoredArray
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import ReadStore
@@ -261,6 +260,7 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
             )
     if keeps_unknown:
         return catalog
+    from core.catalog.removal import drop_entries
 
     # Drop or refuse objects of unknown classes. The common state is kept: it is not one object, so
     # it cannot be dropped.
@@ -376,6 +376,8 @@ def _without_rank_states(catalog: Catalog) -> Catalog:
     model = catalog.facet(MegatronModel)
     if model is None or not model.rng_states:
         return catalog
+    from core.catalog.removal import without_unused_tensors
+
     return without_unused_tensors(catalog.with_facet(replace(model, rng_states={})), catalog)
 
 

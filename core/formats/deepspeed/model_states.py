@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from core.catalog.dropped import Dropped, dropped_each, dropped_together
-from core.catalog.mapping_attributes import ATTRIBUTES, attributes_of
+from core.catalog.dropped import Dropped, dropped_each
+from core.catalog.mapping_attributes import attributes_of, record_attributes
 from core.errors import UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT
 from core.formats.deepspeed.state_file import mapping_or_empty
@@ -83,7 +83,7 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     }
     attributes = (f"module.{item.key}" for item in attributes_of(root["module"]))
     others = (f"module.{name}" for name, value in entries.items() if type(value) is not TensorLeaf)
-    dropped = (*dropped_together(attributes, ATTRIBUTES), *dropped_each(others, "not a tensor"))
+    dropped = (*record_attributes(attributes), *dropped_each(others, "not a tensor"))
     path = "buffer_names"
     buffers = [state.name(name, path) for name in state.optional_items(root.get(path), path)]
     # Shapes of trained parameters by group; old versions stored a single group without a list.

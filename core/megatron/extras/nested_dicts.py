@@ -26,9 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped
 from core.catalog.facets import MegatronModel
-from core.catalog.mapping_attributes import ATTRIBUTES, VERSIONS
+from core.catalog.mapping_attributes import VERSIONS, record_attributes
 from core.errors import CorruptError
 from core.megatron.extras.common_state import EXTRA_STATE, is_ordered, module_versions
 from core.megatron.rules.rules import GPT, Rules, Wrapper
@@ -92,7 +91,7 @@ def drop_versions(catalog: Catalog) -> Catalog:
     model = catalog.facet(MegatronModel)
     if model is None or not model.module_versions:
         return catalog
-    dropped = (*catalog.dropped, Dropped((f"model.{VERSIONS}",), ATTRIBUTES))
+    dropped = (*catalog.dropped, *record_attributes([f"model.{VERSIONS}"]))
     return replace(catalog, dropped=dropped).with_facet(replace(model, module_versions={}))
 
 

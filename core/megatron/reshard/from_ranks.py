@@ -31,9 +31,14 @@ from dataclasses import dataclass, field, replace
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each, dropped_together
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import MegatronModel, RankFacts
-from core.catalog.mapping_attributes import ATTRIBUTES, VERSIONS, attributes_of, own_attributes
+from core.catalog.mapping_attributes import (
+    VERSIONS,
+    attributes_of,
+    own_attributes,
+    record_attributes,
+)
 from core.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
 from core.catalog.tensor import Fragment, Tensor, tensors_of, whole_fragment
@@ -229,7 +234,7 @@ def unshard_ranks(
         notes=tuple(notes),
         dropped=(
             *catalog.dropped,
-            *dropped_together(_list_lost_attributes(ranks, optim=optim), ATTRIBUTES),
+            *record_attributes(_list_lost_attributes(ranks, optim=optim)),
             *(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
         ),
         facets={Topology: facts.topology, MegatronModel: megatron},
