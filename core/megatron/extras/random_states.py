@@ -192,8 +192,9 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
         return catalog
 
     result = catalog.with_facet(replace(model, rng_states={})) if model.rng_states else catalog
-    result = remove_entries(without_unused_tensors(result, catalog), removed)
+    result = without_unused_tensors(result, catalog)
     if removed:
+        result = remove_entries(result, removed)
         return replace(result, dropped=(*catalog.dropped, Dropped((RNG,), WITHOUT)))
     # An object has the state of the first rank of each (PP, TP).
     others: list[str] = []
