@@ -41,6 +41,7 @@ STRUCTURE = {
     "*: args.ckpt_format = *": "the format, which becomes that of the destination",
     "*: args.use_dist_ckpt = *": "the format",
     "*_extra_state = None": "an empty extra state",
+    "*_extra_state/shard_* = None": "an empty extra state",
     "*np_rng*.[34] = 0*": "a random state of numpy without a cached number",
     "*numpy*.[34] = 0*": "a random state of numpy without a cached number",
     "*: optimizer.*.@*": "attributes that Megatron gives to its parameters when it makes them",
@@ -103,6 +104,10 @@ CASES = {
         "megatron_frameworks/llava",
     ),
     "torch_dist": ("golden/mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",),
+    "hf": (
+        *("golden/mcore_legacy/dense_gqa/tp1_pp2", "golden/mcore_torch_dist/moe_seq/tp2_pp2_ep2"),
+        *("golden/mcore_torch_dist/dense_gqa/tp2_pp2_optim", "megatron_lora/lora/iter_0000000"),
+    ),
     "deepspeed_universal": (
         "deepspeed_parallel/moe_zero1",
         "golden/trainer/zero2_dp2/checkpoint-2",

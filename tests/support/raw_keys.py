@@ -398,14 +398,15 @@ def _digest(value: object) -> str:
 
 def is_listed(key: RawKey, names: Iterable[str]) -> bool:
     """Return whether one of the names of a report stands for a raw key, or for what contains it."""
-    path = f".{'.'.join(part.removeprefix('@') for part in key.path)}."
+    # Megatron names the shards of an entry "ENTRY/shard_0_1".
+    path = f".{'.'.join(part.removeprefix('@') for part in key.path)}.".replace("/", ".")
     for name in names:
         if key.file == name or key.file.startswith(f"{name}/"):
             return True
         # "optimizer state 'x' of flat group 0" is about x, "w of rank 1" about w.
         quoted = re.search("'(.+)'", name)
         name = quoted[1] if quoted else name.partition(" ")[0]
-        if key.path and f".{name.strip('.*')}." in path:
+        if key.path and f".{name.strip('.*').replace('/', '.')}." in path:
             return True
     return False
 
