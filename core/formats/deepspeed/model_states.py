@@ -56,6 +56,8 @@ CONSUMED_MODEL = frozenset({
     "checkpoint_parallel_dimensions", "universal_checkpoint_info",
 })  # fmt: skip
 """Entries of a model file that are parsed, or that only describe the run's ranks."""
+NO_TENSOR = "not a tensor"
+"""The reason for not carrying an entry of a module or a layer over."""
 _AUTOEP = ("ds_autoep_layers", "autoep_layers")
 
 
@@ -83,7 +85,7 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     }
     attributes = (f"module.{item.key}" for item in attributes_of(root["module"]))
     others = (f"module.{name}" for name, value in entries.items() if type(value) is not TensorLeaf)
-    dropped = (*record_attributes(attributes), *dropped_each(others, "not a tensor"))
+    dropped = (*record_attributes(attributes), *dropped_each(others, NO_TENSOR))
     path = "buffer_names"
     buffers = [state.name(name, path) for name in state.optional_items(root.get(path), path)]
     # Shapes of trained parameters by group; old versions stored a single group without a list.
