@@ -80,7 +80,7 @@ def inspect_json(
         ],
         "is_unsharded": summary.is_unsharded,
         "notes": list(summary.notes),
-        "dropped": list(checkpoint.catalog.dropped),
+        "dropped": list(map(str, checkpoint.catalog.dropped)),
         "attributes": {
             path: plain_json(values)
             for path, values in summary.attributes.items()

@@ -192,9 +192,9 @@ def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Ce
     for number, capability in enumerate(summary.capabilities):
         pairs.append(("" if number else "can", _capability_cell(capability)))
     if checkpoint.catalog.dropped:
-        from core.convert.report.dropped import group_by_reason, parse_dropped
+        from core.convert.report.dropped import group_by_reason
 
-        reasons = group_by_reason(parse_dropped(checkpoint.catalog.dropped))
+        reasons = group_by_reason(checkpoint.catalog.dropped)
         pairs += list_facts("not carried", list(map(str, reasons)), "yellow")
     return [*pairs, *fact_list("note", summary.notes, "yellow")]
 

@@ -30,6 +30,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped
 from core.catalog.key_patterns import matcher
 from core.pickle.inert import ObjectLeaf
 from core.pickle.nesting import REMOVED, LeafEntry, map_leaves
@@ -196,8 +197,8 @@ def turn_into_entries(catalog: Catalog) -> Catalog:
     for name, value in values.items():
         taken = name in catalog.tensors or name in catalog.hidden or name in catalog.objects
         if taken or not (is_flat or isinstance(catalog.skeleton, dict)):
-            line = f"{name} (attributes, for which the state dict has no place)"
-            catalog = replace(catalog, dropped=(*catalog.dropped, line))
+            dropped = Dropped((name,), "attributes, for which the state dict has no place")
+            catalog = replace(catalog, dropped=(*catalog.dropped, dropped))
             continue
         objects = {**catalog.objects, name: StoredObject(name, value=value)}
         skeleton = catalog.skeleton

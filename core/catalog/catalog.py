@@ -21,6 +21,7 @@ from core.catalog.tensor import Fragment, TargetTensor, Tensor, tensors_of
 from core.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from core.catalog.dropped import Dropped
     from core.catalog.optimizer_keys import Optimizer
 
 
@@ -92,7 +93,7 @@ class Catalog(Generic[ArrayT_co]):
             weights.
         zeros: key → boxes of a target's tensor that are zero and in no source (vocabulary padding).
         notes: notes for the user, a sentence each.
-        dropped: ``entry (reason)`` for each dropped entry.
+        dropped: the record of entries that are not carried, with the reasons.
         write: options for writing the files of a target.
         facets: further facts about single formats and layouts (``core.catalog.facets``), by class.
     """
@@ -113,7 +114,7 @@ class Catalog(Generic[ArrayT_co]):
     documents: Mapping[str, bytes] = field(default_factory=dict)
     zeros: Mapping[str, Sequence[Box]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
     write: WriteOptions = field(default_factory=WriteOptions)
     facets: Mapping[type, object] = field(default_factory=dict)
     _by_entry: Callable[[str, int], dict[int, list[Fragment[ArrayT_co]]]] = field(

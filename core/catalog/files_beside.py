@@ -11,7 +11,9 @@ from core.catalog.stored import ArrayT
 ADAPTER_CONFIG = "adapter_config.json"
 """The configuration of an adapter that peft wrote."""
 NOT_CARRIED = "files beside the weights"
-"""The reason for not carrying these files over; ``Catalog.dropped`` lists them after a colon."""
+"""The reason for not carrying these files over."""
+UNREAD = "other files of the directory"
+"""The reason for not carrying files over that no reader opened."""
 
 
 def carried_of(catalog: AnyCatalog) -> dict[str, str]:

@@ -167,21 +167,33 @@ def runs_of(numbers: Iterable[int]) -> list[list[int]]:
 def folded(lines: Iterable[str], *, end: str) -> list[str]:
     """Fold lines about keys that differ only in the numbers of layers and experts.
 
+    Args:
+        end: the text that ends the key, such as ``": "``; a line without it has no key.
+
+    Returns:
+        The lines, in order of first appearance.
+    """
+    parts = (line.partition(end) for line in lines)
+    return fold_labels((key, mark + rest) if mark else ("", key) for key, mark, rest in parts)
+
+
+def fold_labels(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Fold lines about keys that differ only in the numbers of layers and experts.
+
     ``layers.0.x (why)`` … become ``layers.[0-31].x (why)``. Brackets list exactly the numbers of
     the folded lines, so nothing is lost.
 
     Args:
-        end: the text that ends the key, such as ``" ("``; a line without it has no key.
+        lines: (key, ending) of each line; "" for a line that begins with no key.
 
     Returns:
         The lines, in order of first appearance.
     """
     # Group the lines that are equal except for their numbers.
     groups: dict[tuple[str, ...], list[_Row]] = {}
-    for line in lines:
-        key, mark, reason = line.partition(end)
-        parts = _NUMBER.split(key) if mark else [line]
-        groups.setdefault((*parts[::2], mark + reason), []).append(_Row(tuple(parts[1::2])))
+    for key, rest in lines:
+        parts = _NUMBER.split(key)
+        groups.setdefault((*parts[::2], rest), []).append(_Row(tuple(parts[1::2])))
     return [
         _label(texts, row) + ending
         for (*texts, ending), rows in groups.items()

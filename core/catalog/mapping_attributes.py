@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import Dropped, dropped_each, dropped_together
 from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import Path, containers, entries, join_path, map_leaves
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 VERSIONS = "_metadata"
 """The attribute that ``torch.nn.Module.state_dict`` sets."""
+ATTRIBUTES = "attributes of mappings"
+"""The reason for not carrying them over (``core.catalog.dropped``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def attributes_of(skeleton: object) -> list[MappingAttribute]:
         MappingAttribute(path, name, value)
         for path, node in containers(skeleton)
         if isinstance(node, Inert)
-        for name, value in _attributes(node)
+        for name, value in own_attributes(node)
     ]
 
 
@@ -72,6 +75,18 @@ def attributes_beside_tensors(skeleton: object) -> list[MappingAttribute]:
         if isinstance(entry.leaf, TensorLeaf):
             paths |= {entry.path[:depth] for depth in range(len(entry.path))}
     return [attribute for attribute in attributes if attribute.path in paths]
+
+
+def record_attributes(keys: Iterable[str]) -> tuple[Dropped, ...]:
+    """Return the record of attributes of mappings that are not carried, by their keys."""
+    versions: list[str] = []
+    others: list[str] = []
+    for key in keys:
+        (versions if key.rpartition(".")[2] == VERSIONS else others).append(key)
+    return (
+        *dropped_each(versions, "versions of modules, which torch sets anew"),
+        *dropped_together(others, ATTRIBUTES),
+    )
 
 
 def without_attributes(catalog: Catalog) -> Catalog:
@@ -89,7 +104,7 @@ def without_attributes(catalog: Catalog) -> Catalog:
     for path, node in containers(skeleton):
         if isinstance(node, Inert) and path in paths:
             # A class cannot be created without its arguments, so the mapping becomes a dict.
-            if any(name == _ARGUMENTS for name, _ in _attributes(node)):
+            if any(name == _ARGUMENTS for name, _ in own_attributes(node)):
                 node.how, node.fn = "reduce", Global("builtins", "dict")
                 node.args, node.kwargs, node.items = (), None, []
             node.state = NO_STATE
@@ -111,9 +126,9 @@ def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute])
 _ARGUMENTS = "arguments"
 
 
-def _attributes(node: Inert) -> Iterator[tuple[str, object]]:
+def own_attributes(node: object) -> Iterator[tuple[str, object]]:
     """Yield the name and value of each attribute of a mapping; none for other objects."""
-    if as_mapping(node) is None:
+    if not isinstance(node, Inert) or as_mapping(node) is None:
         return
     if node.state is not NO_STATE:
         # A tuple is (attributes, attributes in slots).

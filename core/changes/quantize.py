@@ -46,10 +46,10 @@ from core.arrays.dtypes import DType, dtype_called, dtype_of, is_float8, itemsiz
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.optimizer_keys import is_optimizer_key
+from core.catalog.removal import aliases_among
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor, compute_whole, stack
 from core.changes.rename import nest_again
-from core.changes.tie import aliases_among
 from core.changes.torchao_weights import dequantize_torchao
 from core.errors import CorruptError, UnsupportedError, UsageError, did_you_mean
 from core.pickle.inert import TensorLeaf

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attribute_keys
 from core.catalog.catalog import Catalog
-from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import LIST_THEM, matcher
-from core.catalog.mapping_attributes import attributes_of
 from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, state_of
+from core.catalog.removal import aliases_among, find_used_tensors
 from core.catalog.tensor import Tensor
 from core.changes.rename import add_prefix as add_prefix
 from core.changes.rename import owned_entries, with_parameters
@@ -25,7 +24,6 @@ from core.changes.rename import rename as rename
 from core.changes.rename import rename_entries as rename_entries
 from core.changes.rename import strip_prefix as strip_prefix
 from core.errors import UsageError
-from core.pickle.inert import TensorLeaf, walk
 from core.pickle.nesting import REMOVED, map_leaves
 
 
@@ -106,8 +104,6 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     Raises:
         UsageError: no tensor remains.
     """
-    from core.changes.tie import aliases_among
-
     keys = [*catalog.tensors, *catalog.objects]
     tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
     if not tensors:
@@ -128,26 +124,11 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     )
 
     # Hidden tensors remain if an entry that remains, or a carried file, refers to them.
-    hidden_keys = _referenced_tensors(remaining)
+    hidden_keys = find_used_tensors(remaining)
     hidden = {key: meta for key, meta in catalog.hidden.items() if key in hidden_keys}
     return Selection(
         replace(remaining, hidden=hidden), tuple(key for key in keys if not is_kept(key))
     )
-
-
-def _referenced_tensors(catalog: Catalog) -> set[str]:
-    """Return the keys of the hidden tensors that other entries and carried files refer to."""
-    model, optimizer = catalog.facet(MegatronModel), catalog.optimizer
-    values = [
-        catalog.common,
-        None if model is None else model.rng_states,
-        [] if optimizer is None else [optimizer.step, optimizer.entries],
-        [attribute.value for attribute in attributes_of(catalog.skeleton)],
-        *(item.value for item in catalog.objects.values()),
-    ]
-    keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
-    keys |= {item.raw_key for item in catalog.objects.values() if item.raw_key is not None}
-    return keys | set(catalog.carried.values())
 
 
 def without_optimizer(catalog: Catalog) -> Selection:

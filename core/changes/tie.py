@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.key_patterns import LIST_THEM
+from core.catalog.removal import aliases_among
 from core.catalog.tensor import Tensor
 from core.changes.rename import nest_again, new_path, owned_entries, with_parameters
 from core.errors import UsageError
@@ -223,23 +224,6 @@ def find_recorded_ties(target: TargetCatalog, images: Iterable[FileImage]) -> di
         for key, first in target.aliases.items()
         if key in target.tensors and not is_placed(key)
     }
-
-
-def aliases_among(aliases: Mapping[str, str], keys: Iterable[str]) -> dict[str, str]:
-    """Return the aliases among some tensors; the first tensor of each group is the original.
-
-    Args:
-        aliases: as ``Catalog.aliases``.
-        keys: keys of the tensors that remain, in order.
-    """
-    first_of: dict[str, str] = {}
-    result: dict[str, str] = {}
-    for key in keys:
-        group = aliases.get(key, key)
-        first = first_of.setdefault(group, key)
-        if first != key:
-            result[key] = first
-    return result
 
 
 def _aliases_without(catalog: Catalog, alias: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from shlex import quote as quoted_word
 from typing import TYPE_CHECKING
 
@@ -29,12 +29,11 @@ from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import some_of
-from core.catalog.mapping_attributes import attributes_of, without_tensors_of
+from core.catalog.mapping_attributes import attributes_of, record_attributes, without_tensors_of
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
 from core.changes.select import cast_of, select
 from core.convert.job import Job
-from core.convert.nesting_notes import attributes_note
 from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
@@ -126,8 +125,9 @@ def apply_changes(
     values = {id(attribute.value) for attribute in attributes_of(catalog.skeleton)}
     lost = [attribute for attribute in attributes if id(attribute.value) not in values]
     if lost:
+        record = record_attributes(attribute.key for attribute in lost)
         catalog = without_tensors_of(catalog, lost)
-        notes.append(attributes_note(lost))
+        catalog = replace(catalog, dropped=(*catalog.dropped, *record))
 
     # Let config.json follow.
     edits = {name: value for step in steps for name, value in step.edits.items()}

@@ -8,19 +8,16 @@ Every note names the entries that it is about, so that the user can look them up
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import TorchFileFacts
 from core.catalog.key_patterns import listed_keys
-from core.catalog.mapping_attributes import (
-    MappingAttribute,
-    attributes_beside_tensors,
-    attributes_of,
-)
+from core.catalog.mapping_attributes import MappingAttribute, record_attributes
 from core.pickle.inert import Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import ListIndex, Path, containers, entries, join_path
 
@@ -55,7 +52,7 @@ def nesting_notes(catalog: Catalog) -> list[str]:
             if first != entry.key:
                 names_of_note.setdefault(_SEPARATE, []).append(f"{entry.key} ({first})")
     notes = [f"{text}: {listed_keys(names)}" for text, names in names_of_note.items()]
-    return [*notes, *_attribute_notes(attributes_of(catalog.skeleton)), *_tensor_notes(catalog)]
+    return [*notes, *_tensor_notes(catalog)]
 
 
 def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
@@ -73,25 +70,18 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
         notes += root_notes(catalog)
     elif root is not None and as_mapping(root) is None:
         notes.append("the root is not a dict and becomes one")
-    notes += _attribute_notes(attributes_beside_tensors(catalog.skeleton))
     return notes + _tensor_notes(catalog)
 
 
-def attributes_note(attributes: Iterable[MappingAttribute]) -> str:
-    """Write a note on attributes of mappings that are dropped."""
-    names = listed_keys(attribute.key for attribute in attributes)
-    return f"attributes of mappings are dropped: {names}"
-
-
-def attribute_tensors_left_out(catalog: Catalog) -> list[str]:
-    """Describe each attribute of a mapping that is dropped although it holds a tensor."""
-    names = [
-        attribute.key for attribute in attributes_of(catalog.skeleton) if attribute.holds_tensor
-    ]
-    return [
-        f"{name} (a tensor in an attribute of a mapping; only torch files store those)"
-        for name in names
-    ]
+def record_lost_attributes(attributes: Sequence[MappingAttribute]) -> tuple[Dropped, ...]:
+    """Return the record of dropped attributes of mappings, those with tensors one by one."""
+    return (
+        *dropped_each(
+            (attribute.key for attribute in attributes if attribute.holds_tensor),
+            "a tensor in an attribute of a mapping; only torch files store those",
+        ),
+        *record_attributes(attribute.key for attribute in attributes if not attribute.holds_tensor),
+    )
 
 
 def n_leaves(skeleton: object) -> int:
@@ -149,12 +139,6 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
     return [
         f"tied tensors are stored once, under the name in brackets ({untie} writes both): {names}"
     ]
-
-
-def _attribute_notes(attributes: Iterable[MappingAttribute]) -> list[str]:
-    """Write a note on those attributes of mappings that hold no tensor."""
-    plain = [attribute for attribute in attributes if not attribute.holds_tensor]
-    return [attributes_note(plain)] if plain else []
 
 
 def _path_notes(catalog: Catalog) -> list[str]:

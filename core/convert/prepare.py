@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.files_beside import NOT_CARRIED, carried_of, without_carried
+from core.catalog.files_beside import NOT_CARRIED, UNREAD, carried_of, without_carried
 from core.catalog.key_patterns import folded, matcher
+from core.catalog.mapping_attributes import attributes_beside_tensors, attributes_of
 from core.catalog.tensor import without_fragments
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
@@ -24,10 +26,10 @@ from core.convert.job import Job as Job
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
 from core.convert.nesting_notes import (
-    attribute_tensors_left_out,
     flattening_notes,
     n_leaves,
     nesting_notes,
+    record_lost_attributes,
     recorded_notes,
     root_notes,
     sharing_notes,
@@ -35,12 +37,9 @@ from core.convert.nesting_notes import (
 from core.convert.object_memory import estimate_object_bytes, limit_objects
 from core.convert.options import HF_ALIASES, check_merge, has_model_form
 from core.convert.report.dropped import (
-    DroppedEntries,
     DroppedReason,
     dropped_lines,
     group_by_reason,
-    parse_dropped,
-    unread_entries,
 )
 from core.convert.report.load_line import load_line
 from core.convert.report.training_state import without_training_state
@@ -116,7 +115,7 @@ class Prepared:
     plan: Plan
     renamed: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    dropped_entries: tuple[DroppedEntries, ...]
+    dropped_entries: tuple[Dropped, ...]
     form: Catalog
     load_line: str
     n_tensors: int
@@ -463,7 +462,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     if not is_file:
         catalog, target = with_folders_beside(catalog, target, opened, format)
     unsafe = describe_unsafe_files(opened, carried_of(target) if not is_file else ())
-    target = without_carried(target, unsafe)
+    target = without_carried(target, (name for entry in unsafe for name in entry.names))
     copied_notes = check_copied_files(job, opened, catalog)
 
     # Collect what the user should know; steps may repeat a note of an earlier one.
@@ -498,9 +497,9 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *without_state.dropped,
         *form.dropped,
         *_describe_dropped(form.catalog, format, is_bare=is_bare),
-        *parse_dropped(list(unsafe.values())),
+        *unsafe,
     ]
-    dropped += [entry for entry in parse_dropped(target.dropped) if entry not in dropped]
+    dropped += [entry for entry in target.dropped if entry not in dropped]
     dropped += _describe_lost_files(opened, form.catalog, target, dropped, is_file=is_file)
 
     # Lay out the files.
@@ -702,7 +701,8 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     images = linked.images
     carried = carried_of(source.catalog)
     unsafe = describe_unsafe_files(source, carried)
-    linked_files = (*linked.files, *(path for path in carried if path not in unsafe))
+    refused = {name for entry in unsafe for name in entry.names}
+    linked_files = (*linked.files, *(path for path in carried if path not in refused))
     paths = {name: name for name in linked_files}
     if format.has_common_state:
         iteration = RELEASE if source.is_release else source.iteration
@@ -735,10 +735,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
             ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
             + " to the source's; no data was copied",
         ),
-        dropped_entries=(
-            *((unread_entries(unread),) if unread else ()),
-            *parse_dropped(list(unsafe.values())),
-        ),
+        dropped_entries=(*dropped_together(unread, UNREAD), *unsafe),
         form=linked.catalog,
         load_line=load_line(
             WrittenResult(
@@ -771,13 +768,17 @@ def _nesting_notes(catalog: Catalog, format: Format, *, is_bare: bool) -> list[s
     return [*root_notes(catalog), *nesting_notes(state_dict(catalog)), *sharing]
 
 
-def _describe_dropped(catalog: Catalog, format: Format, *, is_bare: bool) -> list[DroppedEntries]:
+def _describe_dropped(catalog: Catalog, format: Format, *, is_bare: bool) -> list[Dropped]:
     """Describe each entry that the destination cannot store, with the reason."""
-    # Attributes with tensors.
-    lines: list[str] = []
+    # Attributes of mappings. A mapping without tensors may be stored whole.
+    dropped: list[Dropped] = []
     if not is_model_form(catalog) and (is_bare or not keeps_containers(catalog, format)):
-        lines += attribute_tensors_left_out(catalog)
-    dropped = [*parse_dropped(lines)]
+        attributes = (
+            attributes_beside_tensors(catalog.skeleton)
+            if format.has_common_state or format.has_objects_beside
+            else attributes_of(state_dict(catalog).skeleton)
+        )
+        dropped += record_lost_attributes(attributes)
     if format.keeps_objects and not is_bare:
         return dropped
 
@@ -791,7 +792,7 @@ def _describe_dropped(catalog: Catalog, format: Format, *, is_bare: bool) -> lis
     for name, keys in groups.items():
         label = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
         line = f"{label}: not a tensor, so {format.title} cannot store it"
-        dropped.append(DroppedEntries(tuple(keys), f"{format.title} stores only tensors", line))
+        dropped.append(Dropped(tuple(keys), f"{format.title} stores only tensors", line))
     return dropped
 
 
@@ -799,10 +800,10 @@ def _describe_lost_files(
     source: Checkpoint,
     form: Catalog,
     target: TargetCatalog,
-    dropped: Sequence[DroppedEntries],
+    dropped: Sequence[Dropped],
     *,
     is_file: bool,
-) -> list[DroppedEntries]:
+) -> list[Dropped]:
     """Describe the files beside the weights, of the source or made, that are not written.
 
     Args:
@@ -822,7 +823,7 @@ def _describe_lost_files(
         for path, key in files.items()
         if path not in written and key not in keys and path not in described
     ]
-    return [*parse_dropped([f"{NOT_CARRIED}: {', '.join(lost)}"])] if lost else []
+    return [*dropped_together(lost, NOT_CARRIED)]
 
 
 def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:

@@ -21,6 +21,7 @@ from core.catalog.attributes import (
     without_stale_attributes,
 )
 from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import (
     HuggingFaceModel,
     MegatronModel,
@@ -38,7 +39,6 @@ from core.convert.global_form.form import GlobalForm, is_model_form
 from core.convert.global_form.request import load_rules
 from core.convert.job import Job
 from core.convert.options import cuts_experts, writes_fsdp_dtensor
-from core.convert.report.dropped import DroppedEntries, parse_dropped
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
@@ -108,14 +108,12 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
     if not format.keeps_unknown_classes:
         without = without_unknown_classes(form.catalog, format)
         form = replace(form, catalog=without.catalog, dropped=(*without.dropped, *form.dropped))
-    checked = check_safety(
+    catalog = check_safety(
         form.catalog, keeps_unknown=format.keeps_unknown_classes, drop_unknown=job.drop_unknown
     )
     weights_only = job.weights_only or not _has_live_objects(source)
-    catalog = replace(
-        checked.catalog, write=replace(checked.catalog.write, weights_only=weights_only)
-    )
-    return replace(form, catalog=catalog, dropped=(*form.dropped, *parse_dropped(checked.dropped)))
+    catalog = replace(catalog, write=replace(catalog.write, weights_only=weights_only))
+    return replace(form, catalog=catalog)
 
 
 def settle_attributes(
@@ -149,7 +147,7 @@ def settle_attributes(
     # What the user dropped is not listed: attributes, and tensors with theirs.
     exclude = [matcher(pattern) for pattern in job.exclude]
     include = [matcher(pattern) for pattern in job.include]
-    dropped = []
+    dropped: list[Dropped] = []
     for source in sources:
         before = drop_matching_attributes(
             load_attributes(source.catalog, source.store, load_object), job.exclude
@@ -162,7 +160,7 @@ def settle_attributes(
                 owner = "" if source is sources[0] else f" of {source.path.name}"
                 names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
                 reason = "metadata and attributes without a place in the destination"
-                dropped.append(DroppedEntries(names, reason, f"{reason}: {', '.join(names)}"))
+                dropped += dropped_together(names, reason)
     return replace(form, catalog=settled, notes=notes, dropped=(*form.dropped, *dropped))
 
 
@@ -201,13 +199,13 @@ def with_folders_beside(
     return catalog.with_hidden(sources), target.with_hidden(planned)
 
 
-def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> dict[str, str]:
-    """Return path → line for each file that is not carried, as its pickle would run code.
+def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> tuple[Dropped, ...]:
+    """Return the record of the files that are not carried, as their pickles would run code.
 
     Args:
         paths: paths of carried files of the source.
     """
-    lines = {}
+    dropped: list[Dropped] = []
     for path in paths:
         if not (has_pickled_name(path) or path.endswith((".pt", ".pth", ".ckpt", ".bin"))):
             continue
@@ -216,10 +214,11 @@ def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> dict[str,
         content = look_into(source.store, path, source.store.size(path))
         names = list_dangerous_names(content.uses)
         if names:
-            lines[path] = f"{path} (refers to {names[0]}, which would run code when loaded)"
+            reason = f"refers to {names[0]}, which would run code when loaded"
+            dropped.append(Dropped((path,), reason))
         elif content.unread:
-            lines[path] = f"{path} (not examined for code: {content.unread[0]})"
-    return lines
+            dropped.append(Dropped((path,), f"not examined for code: {content.unread[0]}"))
+    return tuple(dropped)
 
 
 def describe_loader_states(job: Job, target: TargetCatalog) -> list[str]:

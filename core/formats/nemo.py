@@ -32,6 +32,7 @@ from io import RawIOBase
 from typing import TYPE_CHECKING, cast
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import dropped_each
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats.format import Format, no_folders
 from core.formats.torch.format import catalog_of_tree
@@ -109,10 +110,10 @@ def read(store: ReadStore) -> Catalog:
             f"the archive has no {WEIGHTS}", file=file, hint="copy the archive again"
         )
     tree = parse(store, file, start=weights.offset, n_bytes=weights.n_bytes)
-    return replace(
-        catalog_of_tree(tree, format="nemo"),
-        dropped=tuple(f"{name} (other files of the archive)" for name in files if name != WEIGHTS),
-    )
+    others = (name for name in files if name != WEIGHTS)
+    catalog = catalog_of_tree(tree, format="nemo")
+    dropped = dropped_each(others, "other files of the archive")
+    return replace(catalog, dropped=(*catalog.dropped, *dropped))
 
 
 def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:

@@ -38,6 +38,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import dropped_each
 from core.catalog.files_beside import with_documents
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
@@ -146,7 +147,7 @@ def text_model_of(
         tensors={name: catalog.tensors[key] for name, key in names.items()},
         dropped=(
             *catalog.dropped,
-            *(f"{tower}.* (not part of the text model)" for tower in towers),
+            *dropped_each((f"{tower}.*" for tower in towers), "not part of the text model"),
         ),
     )
     text = with_documents(text, {CONFIG: document(text_config)})

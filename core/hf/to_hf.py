@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
@@ -213,28 +214,26 @@ def _true_vocab_size(catalog: Catalog) -> int:
     )
 
 
-def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
-    """List the entries that Hugging Face directories cannot store, as ``entries (reason)``."""
+def _dropped(catalog: Catalog, *, has_config: bool) -> list[Dropped]:
+    """Return the record of the entries that Hugging Face directories cannot store."""
     dropped = [*catalog.dropped]
     # Details of an optimizer that was dropped before mean nothing outside Megatron: one line for
     # all.
-    has_optimizer = any(text.startswith("optimizer") for text in dropped)
+    has_optimizer = any(entry.is_of_optimizer for entry in dropped)
     if catalog.optimizer is not None:
-        dropped += [
-            f"{name} of the optimizer (not stored under Hugging Face's names)"
-            for name in catalog.optimizer.entries
-        ]
+        parts = (f"{name} of the optimizer" for name in catalog.optimizer.entries)
+        dropped += dropped_each(parts, "not stored under Hugging Face's names")
     elif has_optimizer or any(map(is_optimizer_key, catalog.tensors)):
         dropped = [
-            f"optimizer ({NOT_IN_HF})",
-            *(text for text in dropped if not text.startswith("optimizer")),
+            Dropped(("optimizer",), NOT_IN_HF),
+            *(entry for entry in dropped if not entry.is_of_optimizer),
         ]
     names = _other_entries(catalog)
     if has_config and "args" in names:
         names.remove("args")
-        dropped.append(f"args ({CONFIG} describes the model)")
+        dropped += dropped_each(("args",), f"{CONFIG} describes the model")
     place = "in Hugging Face checkpoints" if has_config else "under Hugging Face's names"
-    return dropped + [f"{name} (not stored {place})" for name in names]
+    return [*dropped, *dropped_each(names, f"not stored {place}")]
 
 
 def _other_entries(catalog: Catalog) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped, dropped_each, dropped_together
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import NOT_CARRIED, carried_of
 from core.catalog.optimizer_keys import is_optimizer_key
@@ -241,7 +242,7 @@ def to_megatron(
         common=common,
         optimizer=None if restored is None else restored.optimizer,
         notes=(*catalog.notes, *notes),
-        dropped=tuple(_dropped(catalog, has_optimizer=restored is not None)),
+        dropped=_dropped(catalog, has_optimizer=restored is not None),
         facets={MegatronModel: facts, Topology: Topology()},
     )
     return result if separated is None else separated.joined(result)
@@ -344,16 +345,16 @@ def _building_notes(family: Family, config: Mapping[str, object], model: Model) 
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"
 
 
-def _dropped(catalog: Catalog, *, has_optimizer: bool) -> list[str]:
-    """List the entries that Megatron checkpoints cannot store, as ``entries (reason)``."""
+def _dropped(catalog: Catalog, *, has_optimizer: bool) -> tuple[Dropped, ...]:
+    """Return the record of the entries that Megatron checkpoints cannot store."""
     # Settings of the optimizer that is carried are in Megatron's groups, its steps as well.
     keys = [key for key in catalog.objects if not (has_optimizer and _is_of_states(catalog, key))]
-    dropped = [
-        *catalog.dropped,
-        *(f"{key} (Megatron checkpoints cannot store it)" for key in keys),
-    ]
     files = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
-    return [*dropped, f"{NOT_CARRIED}: {', '.join(files)}"] if files else dropped
+    return (
+        *catalog.dropped,
+        *dropped_each(keys, "Megatron checkpoints cannot store it"),
+        *dropped_together(files, NOT_CARRIED),
+    )
 
 
 def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:

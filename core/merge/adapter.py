@@ -25,10 +25,10 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.key_patterns import listed_keys
+from core.catalog.removal import aliases_among
 from core.catalog.stored import Encoding
 from core.catalog.tensor import Fragment, Tensor
 from core.changes.select import without_optimizer
-from core.changes.tie import aliases_among
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.hf.adapters.peft import Adaptation, Config, check_config, sorted_tensors

@@ -9,8 +9,8 @@ inert pickle or is set aside; for every other target the user has to pass ``drop
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from core.catalog.attributes import ENTRIES, turn_into_attributes
@@ -231,20 +231,7 @@ def _unsafe_place(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SafeCatalog:
-    """A catalog without the objects that must not be carried over.
-
-    Args:
-        catalog: the remaining entries.
-        dropped: ``key (reason)`` of every dropped object.
-    """
-
-    catalog: Catalog
-    dropped: tuple[str, ...]
-
-
-def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> SafeCatalog:
+def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Catalog:
     """Apply the policy of the module's docstring to a catalog with ``loaded`` objects.
 
     Args:
@@ -272,7 +259,8 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
                 + ", and find out who wrote this checkpoint",
             )
     if keeps_unknown:
-        return SafeCatalog(catalog, ())
+        return catalog
+    from core.catalog.removal import drop_entries
 
     # Drop or refuse objects of unknown classes. The common state is kept: it is not one object, so
     # it cannot be dropped.
@@ -291,34 +279,12 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
                 hint=KEEP_OBJECTS if is_all else "drop such objects with --drop-unknown",
             )
         dropped[item.key] = f"unknown class {unknown[0]}"
-    if not dropped:
-        return SafeCatalog(catalog, ())
-    lines = tuple(f"{key} ({reason})" for key, reason in dropped.items())
-    return SafeCatalog(_without_objects(catalog, dropped.keys()), lines)
+    return drop_entries(catalog, dropped)
 
 
 def has_tensors(objects: Iterable[StoredObject]) -> bool:
     """Return whether there are tensors inside some objects, which are loaded."""
     return any(isinstance(node, TensorLeaf) for item in objects for node in walk(item.value))
-
-
-def _without_objects(catalog: Catalog, keys: Set[str]) -> Catalog:
-    """Return the catalog without some of its objects and the tensors inside them."""
-    skeleton = catalog.skeleton
-    if skeleton is not None:
-        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in keys else entry.leaf)
-    inside = {
-        leaf.key
-        for key in keys
-        for leaf in walk(catalog.objects[key].value)
-        if isinstance(leaf, TensorLeaf)
-    }
-    return replace(
-        catalog,
-        objects={key: item for key, item in catalog.objects.items() if key not in keys},
-        hidden={key: meta for key, meta in catalog.hidden.items() if key not in inside},
-        skeleton=skeleton,
-    )
 
 
 def inlined(catalog: Catalog) -> Catalog:
@@ -410,12 +376,9 @@ def _without_rank_states(catalog: Catalog) -> Catalog:
     model = catalog.facet(MegatronModel)
     if model is None or not model.rng_states:
         return catalog
-    # Tensors that other entries contain too have to stay.
-    keys = {leaf.key for leaf in walk(model.rng_states) if isinstance(leaf, TensorLeaf)}
-    values = [catalog.common, *(item.value for item in catalog.objects.values())]
-    keys -= {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in keys}
-    return replace(catalog, hidden=hidden).with_facet(replace(model, rng_states={}))
+    from core.catalog.removal import without_unused_tensors
+
+    return without_unused_tensors(catalog.with_facet(replace(model, rng_states={})), catalog)
 
 
 def with_common(catalog: Catalog) -> Catalog:

@@ -60,8 +60,11 @@ def converted(source: Path, dst: Path, to: str, **options: Any) -> Report:
 
 def told(report: Report) -> tuple[str, str]:
     """What is said of attributes without tensors, and what of those with tensors."""
-    notes = [note for note in report.notes if "attributes of mappings" in note]
-    return "\n".join(notes), "\n".join(line for line in report.dropped if "attribute" in line)
+    assert not any("attributes" in note for note in report.notes)
+    lines = [line for line in report.dropped if "attribute" in line]
+    lines += [line for line in report.dropped if "(versions of modules" in line]
+    plain = [line for line in lines if "a tensor in" not in line]
+    return "\n".join(plain), "\n".join(line for line in lines if line not in plain)
 
 
 KINDS = [collections.OrderedDict, Table, Slotted]
@@ -79,7 +82,7 @@ def test_attributes_are_told_where_tensors_have_their_paths_as_names(
     )
     before = "" if is_root else "m."
     note, dropped = told(report)
-    assert note == f"attributes of mappings are dropped: {before}title"
+    assert note == f"attributes of mappings: {before}title"
     assert f"{before}ema (" in dropped and f"{before}queue (" in dropped
 
 
@@ -115,7 +118,7 @@ def test_a_torch_file_under_new_names_tells_what_is_left_out(tmp_path: Path) -> 
     report = converted(
         saved(state, tmp_path / "x.pt"), tmp_path / "y.pt", "torch", rename=(("^m", "n"),)
     )
-    assert "attributes of mappings are dropped: m.ema, m.title" in report.notes
+    assert "attributes of mappings: m.ema, m.title" in report.dropped
     assert torch.equal(torch.load(tmp_path / "y.pt")["n.w"], numbers(2))
 
 
@@ -127,7 +130,7 @@ def test_entries_that_are_left_out_take_the_attributes_of_their_mapping_along(
         "v": numbers(1),
     }
     report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "y.pt", "torch", exclude=("m",))
-    assert "attributes of mappings are dropped: m.ema" in report.notes
+    assert "attributes of mappings: m.ema" in report.dropped
 
 
 @pytest.mark.parametrize("to", FLAT)
@@ -150,7 +153,16 @@ def test_a_state_dict_of_torch_tells_that_its_versions_are_left_out(tmp_path: Pa
     source = saved({"model": torch.nn.BatchNorm1d(2).state_dict()}, tmp_path / "x.pt")
     for to in FLAT:
         report = converted(source, tmp_path / to, to)
-        assert told(report) == ("attributes of mappings are dropped: model._metadata", "")
+        assert told(report) == ("model._metadata (versions of modules, which torch sets anew)", "")
+
+
+def test_every_attribute_is_listed(tmp_path: Path) -> None:
+    names = [f"a{number}" for number in range(20)]
+    state = mapping(collections.OrderedDict, {"w": numbers(2)}, **dict.fromkeys(names, 1))
+    report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", "zarr")
+    assert told(report)[0] == f"attributes of mappings: {', '.join(names)}"
+    (reason,) = [item for item in report.dropped_reasons if "attributes" in item.reason]
+    assert reason.n_entries == 20
 
 
 def test_diff_compares_attributes_but_the_versions_of_modules(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import is_optimizer_key
-from core.changes.tie import aliases_among
+from core.catalog.removal import aliases_among
 
 LAYERS = ("layers", "layer", "h", "blocks", "block")
 """Names that come before the number of a model's layer."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from core.catalog.dropped import dropped_together
 from core.catalog.facets import MegatronModel, WeightDeltas
-from core.catalog.files_beside import ADAPTER_CONFIG, with_documents
+from core.catalog.files_beside import ADAPTER_CONFIG, UNREAD, with_documents
 from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.own_names import form_with_own_names
 from core.convert.global_form.refusals import check_request
@@ -32,7 +33,6 @@ from core.convert.global_form.request import (
 )
 from core.convert.global_form.unsharded import unshard_if_needed
 from core.convert.job import Job
-from core.convert.report.dropped import unread_entries
 from core.convert.report.training_state import without_training_state
 from core.convert.sizes import check_source_sizes
 from core.errors import UnsupportedError, UsageError
@@ -169,5 +169,5 @@ def global_form(
         from core.megatron.model.cut import without_unused_wrapper
 
         form = replace(form, catalog=without_unused_wrapper(form.catalog, request.rules))
-    files = (*without_state.dropped, *([unread_entries(unread)] if unread else []))
+    files = (*without_state.dropped, *dropped_together(unread, UNREAD))
     return replace(form, notes=(*notes, *form.notes), dropped=(*files, *form.dropped))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped
 from core.catalog.facets import HuggingFaceModel, MegatronModel
-from core.convert.report.dropped import DroppedEntries
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class GlobalForm:
     catalog: Catalog
     renamed: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    dropped: tuple[DroppedEntries, ...]
+    dropped: tuple[Dropped, ...]
 
 
 def is_model_form(catalog: Catalog) -> bool:

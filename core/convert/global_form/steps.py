@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped
 from core.catalog.optimizer_keys import NOT_IN_HF
 from core.changes.select import without_optimizer
 from core.convert.apply_changes import ChangedCatalog, apply_changes
 from core.convert.global_form.request import FormRequest
 from core.convert.job import Job
-from core.convert.report.dropped import DroppedEntries
 from core.errors import MissingShardError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
@@ -26,7 +26,7 @@ class GlobalStep:
 
     catalog: Catalog
     notes: tuple[str, ...] = ()
-    dropped: tuple[DroppedEntries, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 def merge_if_requested(request: FormRequest, step: GlobalStep, source: Checkpoint) -> GlobalStep:
@@ -64,10 +64,10 @@ def drop_optimizer(request: FormRequest, catalog: Catalog) -> GlobalStep:
         return GlobalStep(weights.catalog)
     # In a Hugging Face directory nobody misses the optimizer, so its entries are not counted.
     if request.writes_hf:
-        entries = DroppedEntries(("optimizer",), NOT_IN_HF, f"optimizer ({NOT_IN_HF})")
+        entries = Dropped(("optimizer",), NOT_IN_HF)
     else:
         line = f"optimizer ({len(weights.left_out)} entries)"
-        entries = DroppedEntries(weights.left_out, "optimizer left out as requested", line)
+        entries = Dropped(weights.left_out, "optimizer left out as requested", line)
     return GlobalStep(weights.catalog, dropped=(entries,))
 
 

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import TrainingState
 from core.changes.select import keep_entries
 from core.convert.job import Job
 from core.convert.options import has_model_form
-from core.convert.report.dropped import DroppedEntries
 from core.formats.format import Format
 from core.formats.torch.nested_names import uses_in
 from core.pickle.reader import judge
@@ -44,7 +44,7 @@ class WithoutState:
     """
 
     catalog: Catalog
-    dropped: tuple[DroppedEntries, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 def without_training_state(catalog: Catalog, job: Job, format: Format) -> WithoutState:
@@ -91,11 +91,11 @@ def _without(
     remaining = {entry: file for entry, file in state.files.items() if entry not in files}
     kept = keep_entries(catalog, _outside(files)).catalog
     names = tuple(files.values())
-    dropped = DroppedEntries(names, reason, f"{reason}: {', '.join(names)}")
     facet = replace(state, files=remaining, left_out=(*state.left_out, *names))
     # A note about a file begins with its name.
     notes = tuple(note for note in kept.notes if note.partition(" ")[0] not in names)
-    return WithoutState(replace(kept, notes=notes).with_facet(facet), (dropped,))
+    dropped = dropped_together(names, reason)
+    return WithoutState(replace(kept, notes=notes).with_facet(facet), dropped)
 
 
 def _outside(entries: Iterable[str]) -> Callable[[str], bool]:

@@ -80,6 +80,7 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
         objects={**catalog.objects, **tree.objects},
         skeleton={**skeleton, **root},
         aliases=tree.aliases,
+        dropped=(*catalog.dropped, *tree.dropped),
     ).noted(tree.notes)
     meta_entries = tuple(str(name) for name in root)
     return joined.with_facet(replace(_facts(catalog), meta_entries=meta_entries))

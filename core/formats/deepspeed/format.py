@@ -227,7 +227,11 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
         tree, format="deepspeed", version=version_of(model), files=[model.state, *expert_optim]
     )
     return replace(
-        catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes)
+        catalog,
+        iteration=iteration_of(model),
+        aliases=aliases,
+        notes=tuple(notes),
+        dropped=model.dropped,
     ).with_facet(ZeroFacts(0, dp if type(dp) is int else 1))
 
 

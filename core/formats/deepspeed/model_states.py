@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import Dropped, dropped_each
+from core.catalog.mapping_attributes import attributes_of, record_attributes
 from core.errors import UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT
 from core.formats.deepspeed.state_file import mapping_or_empty
@@ -34,6 +36,7 @@ class ModelStates:
         fragments: this file's part of each frozen parameter.
         shared: name → name of the parameter with which it shares its tensor.
         other_entries: all other entries.
+        dropped: what else the module has.
     """
 
     state: StateFile
@@ -44,6 +47,7 @@ class ModelStates:
     fragments: Mapping[str, StoredArray]
     shared: Mapping[str, str]
     other_entries: Mapping[str, object] = field(default_factory=dict)
+    dropped: tuple[Dropped, ...] = ()
 
 
 CONSUMED_MODEL = frozenset({
@@ -52,6 +56,8 @@ CONSUMED_MODEL = frozenset({
     "checkpoint_parallel_dimensions", "universal_checkpoint_info",
 })  # fmt: skip
 """Entries of a model file that are parsed, or that only describe the run's ranks."""
+NO_TENSOR = "not a tensor"
+"""The reason for not carrying an entry of a module or a layer over."""
 _AUTOEP = ("ds_autoep_layers", "autoep_layers")
 
 
@@ -71,10 +77,15 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     if not is_universal:
         _refuse_autoep(state)
     # Parameters and buffers of the module, which may also have entries that are not tensors.
-    module = {}
-    for name, value in mapping_or_empty(root["module"]).items():
-        if isinstance(value, TensorLeaf):
-            module[state.name(name, "module")] = state.arrays[value.key]
+    entries = mapping_or_empty(root["module"])
+    module = {
+        state.name(name, "module"): state.arrays[value.key]
+        for name, value in entries.items()
+        if isinstance(value, TensorLeaf)
+    }
+    attributes = (f"module.{item.key}" for item in attributes_of(root["module"]))
+    others = (f"module.{name}" for name, value in entries.items() if type(value) is not TensorLeaf)
+    dropped = (*record_attributes(attributes), *dropped_each(others, NO_TENSOR))
     path = "buffer_names"
     buffers = [state.name(name, path) for name in state.optional_items(root.get(path), path)]
     # Shapes of trained parameters by group; old versions stored a single group without a list.
@@ -101,7 +112,9 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
         for name, owner in state.optional_mapping(root.get(path), path).items()
     }
     other_entries = {str(name): value for name, value in root.items() if name not in CONSUMED_MODEL}
-    return ModelStates(state, module, buffers, groups, frozen, fragments, shared, other_entries)
+    return ModelStates(
+        state, module, buffers, groups, frozen, fragments, shared, other_entries, dropped
+    )
 
 
 def _refuse_autoep(state: StateFile) -> None:

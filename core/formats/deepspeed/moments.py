@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import Dropped
 from core.catalog.stored import StoredArray
 from core.catalog.tensor import whole_tensor
 from core.errors import ReplicaMismatchError
@@ -42,7 +43,7 @@ class StatesByParameter:
     """
 
     states: dict[str, dict[str, object]]
-    dropped: list[str]
+    dropped: list[Dropped]
 
 
 def states_by_parameter(
@@ -64,7 +65,7 @@ def states_by_parameter(
     # A state is flat or one value for its group; other states cannot be assigned to parameters.
     kinds = [_group_kinds(store, optim, group) for group in range(len(optim[0].fp32))]
     dropped = [
-        f"optimizer state {state!r} of flat group {group} ({_reason(kinds[group], state)})"
+        Dropped((f"optimizer state {state!r} of flat group {group}",), _reason(kinds[group], state))
         for group, group_kinds in enumerate(kinds)
         for state, kind in group_kinds.items()
         if kind is None

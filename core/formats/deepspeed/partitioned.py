@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import Dropped
 from core.catalog.facets import WeightCopies
 from core.catalog.key_patterns import some_of
 from core.errors import CheckpointingException, CorruptError, MissingShardError
@@ -72,7 +73,7 @@ class PartitionedStates:
     names_of: Mapping[int, Sequence[str]]
     other_entries: Mapping[str, object]
     notes: Sequence[str]
-    dropped: Sequence[str]
+    dropped: Sequence[Dropped]
     extras: Mapping[str, object] = field(default_factory=dict)
     copies: WeightCopies | None = None
     masters_of: Callable[[str], list[StoredRun]] = lambda name: []
@@ -218,7 +219,10 @@ def read_partitioned(
         names_of=names_of if len(model.groups) == len(head.fp32) else {},
         other_entries=head.other_entries,
         notes=[*_frozen_notes(model, weights), *unlisted.notes],
-        dropped=[*unlisted.dropped, *by_parameter.dropped],
+        dropped=[
+            *(*unlisted.dropped, *by_parameter.dropped),
+            *dict.fromkeys(entry for model in models for entry in model.dropped),
+        ],
         copies=None if head.stage == 3 else WeightCopies(lambda: pair_copies(model, shapes, runs)),
         masters_of=runs,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.key_patterns import some_of
 from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CheckpointingException, MissingShardError, UnsafeError
@@ -111,7 +112,7 @@ class UnlistedWeights:
 
     tensors: dict[str, Tensor]
     notes: list[str]
-    dropped: list[str]
+    dropped: tuple[Dropped, ...]
 
 
 def unlisted_weights(
@@ -134,9 +135,7 @@ def unlisted_weights(
             f"{some_of(names)} (zero_to_fp32 omits them)"
         )
     tensors = {name: whole_tensor(model.module[name]) for name in names}
-    return UnlistedWeights(
-        tensors, notes, [f"{name} (ZeRO-3 does not store its parts)" for name in lost]
-    )
+    return UnlistedWeights(tensors, notes, dropped_each(lost, "ZeRO-3 does not store its parts"))
 
 
 def with_shared(

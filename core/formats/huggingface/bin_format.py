@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import TrainingState, WeightFileFacts
 from core.catalog.stored import StoredArray
 from core.errors import (
@@ -274,6 +275,7 @@ class _ShardMerger:
         self._shard_of: dict[object, str] = {}
         self._aliases: dict[str, str] = {}
         self._notes: list[str] = []
+        self._dropped: list[Dropped] = []
         self._versions: set[str] = set()
 
     def catalog(self) -> Catalog:
@@ -320,7 +322,12 @@ class _ShardMerger:
             hidden=self._hidden,
             skeleton=self._skeleton,
         )
-        return replace(catalog, aliases=self._aliases, notes=tuple(self._notes))
+        return replace(
+            catalog,
+            aliases=self._aliases,
+            notes=tuple(self._notes),
+            dropped=tuple(self._dropped),
+        )
 
     def _add_shard(self, shard: str, report: Report = raising) -> None:
         """Read one shard and add its content.
@@ -371,6 +378,8 @@ class _ShardMerger:
             self._objects[plain(key)] = replace(item, key=plain(key))
         self._aliases |= {plain(key): plain(first) for key, first in tree.aliases.items()}
         self._notes += [note.replace(prefix, "") for note in tree.notes]
+        for entry in tree.dropped:
+            self._dropped += dropped_together(map(plain, entry.names), entry.reason)
         if tree.version is not None:
             self._versions.add(tree.version)
 

@@ -33,6 +33,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import Global, make_namespace
@@ -85,7 +86,10 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
     catalog = with_arguments(catalog, {}, fields, note=note)
     return replace(
         catalog,
-        dropped=(*catalog.dropped, f"{RUN_CONFIG} (its model section became the arguments)"),
+        dropped=(
+            *catalog.dropped,
+            Dropped((RUN_CONFIG,), "its model section became the arguments"),
+        ),
     )
 
 

@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING
 from core.arrays.dtypes import dtype_of
 from core.catalog.attributes import ROOT, Attributes, with_attributes
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped
 from core.catalog.facets import ZarrFacts
 from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
@@ -110,6 +111,7 @@ def read(store: ReadStore) -> Catalog:
     parts: dict[str, OrbaxItem] = {}
     arrays: dict[str, OrbaxArray] = {}
     objects: dict[str, StoredObject] = {}
+    dropped: list[Dropped] = []
     attributes = read_attributes(store)
     for root in roots:
         prefix = root.replace("/", ".") if len(roots) > 1 else ""
@@ -119,6 +121,7 @@ def read(store: ReadStore) -> Catalog:
         for name, value in part.objects.items():
             objects[prefix + name] = StoredObject(prefix + name, value=value)
         notes += part.notes
+        dropped += part.dropped
 
     # Building the fragments of an array may read the indexes of its shards.
     @lru_cache(maxsize=64)
@@ -144,7 +147,9 @@ def read(store: ReadStore) -> Catalog:
         }
     catalog = with_attributes(catalog, attributes)
     iteration, iteration_notes = _iteration(catalog, store, recorded)
-    catalog = replace(catalog, iteration=iteration, notes=(*notes, *iteration_notes))
+    catalog = replace(
+        catalog, iteration=iteration, notes=(*notes, *iteration_notes), dropped=tuple(dropped)
+    )
 
     # Record the arrays that may lack chunks; True if only the indexes of their shards show it.
     incomplete = {
@@ -165,6 +170,7 @@ class OrbaxItem:
         paths: name → path in the tree; None if the nesting is not stored.
         notes: messages to the user about files that are not read.
         attributes: name of an array, or of the tree's file → its attributes.
+        dropped: the record of what is read but not kept.
     """
 
     arrays: dict[str, OrbaxArray]
@@ -172,6 +178,7 @@ class OrbaxItem:
     paths: dict[str, Path] | None
     notes: tuple[str, ...] = ()
     attributes: Mapping[str, Attributes] = field(default_factory=dict)
+    dropped: tuple[Dropped, ...] = ()
 
 
 def _find_items(store: ReadStore) -> tuple[list[str], list[str]]:
@@ -254,10 +261,10 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
     paths |= {name: (name,) for name in arrays if name not in paths}
     # Only arrays of 32-bit words can be typed keys; other checkpoints save the reading.
     may_have_keys = any(array.array.dtype == "uint32" for array in arrays.values())
-    attributes = read_key_kinds(store, root) if may_have_keys else {}
+    attributes, dropped = read_key_kinds(store, root) if may_have_keys else ({}, ())
     if tree.get(CUSTOM) is not None:
         attributes[TREE] = {CUSTOM: tree[CUSTOM]}
-    return OrbaxItem(arrays, objects, paths, attributes=attributes)
+    return OrbaxItem(arrays, objects, paths, attributes=attributes, dropped=dropped)
 
 
 def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:

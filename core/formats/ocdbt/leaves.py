@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.key_patterns import rename_hint
+from core.catalog.removal import drop_entries
 from core.errors import UnsupportedError
 from core.formats.ocdbt.tree import CUSTOM, LIST_INDEX_KEY, NAME_KEY, RANDOM_KEY, STRING, TREE
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
@@ -71,7 +72,6 @@ class WrittenLeaf:
 def storable(catalog: Catalog) -> Catalog:
     """Return the catalog without the objects that cannot be leaves, which are listed as dropped."""
     dropped: dict[str, str] = {}
-    tensors_inside: set[str] = set()
     for key, item in catalog.objects.items():
         problem = _problem(item.value)
         inside = {node.key for node in walk(item.value) if isinstance(node, TensorLeaf)}
@@ -80,16 +80,8 @@ def storable(catalog: Catalog) -> Catalog:
         }:
             problem = "attributes of dicts"
         if problem is not None:
-            dropped[key] = f"{key} (Orbax trees cannot hold {problem})"
-            tensors_inside |= inside
-    if not dropped:
-        return catalog
-    return replace(
-        catalog,
-        objects={key: item for key, item in catalog.objects.items() if key not in dropped},
-        hidden={key: meta for key, meta in catalog.hidden.items() if key not in tensors_inside},
-        dropped=(*catalog.dropped, *dropped.values()),
-    )
+            dropped[key] = f"Orbax trees cannot hold {problem}"
+    return drop_entries(catalog, dropped)
 
 
 def _problem(value: object) -> str | None:

@@ -17,12 +17,13 @@ Source: ``_METADATA`` written by orbax-checkpoint 0.12.8.
 
 from __future__ import annotations
 
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.catalog.attributes import BY_PATH, ROOT, Attributes, parse_by_path
+from core.catalog.dropped import Dropped, dropped_together
 from core.errors import (
     UNLIKE_ANY_WRITER,
     CorruptError,
@@ -174,7 +175,9 @@ def read_attributes(store: ReadStore) -> dict[str, Attributes]:
     return {path: values for path, values in by_path.items() if values}
 
 
-def read_key_kinds(store: ReadStore, root: str) -> dict[str, Attributes]:
+def read_key_kinds(
+    store: ReadStore, root: str
+) -> tuple[dict[str, Attributes], tuple[Dropped, ...]]:
     """Read what ``array_metadatas`` says about arrays: above all, which are typed random keys.
 
     The device of a typed key is taken along, as Orbax makes it a typed key only on a device.
@@ -183,7 +186,8 @@ def read_key_kinds(store: ReadStore, root: str) -> dict[str, Attributes]:
         root: directory of the item; "" or ends with "/".
 
     Returns:
-        Name of the array → ``ext_metadata`` and its entry of ``_sharding``.
+        Name of the array → ``ext_metadata`` and its entry of ``_sharding``; and the record of the
+        other arrays' devices, if that file has been read.
 
     Raises:
         CorruptError: a file is malformed.
@@ -192,7 +196,7 @@ def read_key_kinds(store: ReadStore, root: str) -> dict[str, Attributes]:
     folder = root + ARRAY_METADATA
     name = next(iter(sorted(store.files(folder))), None)
     if name is None:
-        return {}
+        return {}, ()
     rows: Any = _read_json(store, f"{folder}/{name}").get("array_metadatas")
     attributes: dict[str, dict[str, object]] = {}
     try:
@@ -202,18 +206,28 @@ def read_key_kinds(store: ReadStore, root: str) -> dict[str, Attributes]:
                 attributes[str(facts["param_name"])] = dict(facts["ext_metadata"])
     except (AttributeError, KeyError, TypeError, ValueError) as err:
         raise CorruptError("array_metadatas is malformed", file=f"{folder}/{name}") from err
+    others: list[str] = []
     if attributes and store.exists(root + SHARDING):
-        shardings = _read_json(store, root + SHARDING)
-        for key, values in attributes.items():
-            text = shardings.get(encode_sharding_name(key))
-            if isinstance(text, str):
-                values[SHARDING] = text
-    return {**attributes}
+        for encoded, text in _read_json(store, root + SHARDING).items():
+            key = _decode_sharding_name(encoded)
+            if key in attributes and isinstance(text, str):
+                attributes[key][SHARDING] = text
+            else:
+                others.append(f"{SHARDING}.{key}")
+    return {**attributes}, dropped_together(others, "devices of arrays that are no random keys")
 
 
 def encode_sharding_name(name: str) -> str:
     """Return the name of a leaf in ``_sharding``."""
     return b64encode(name.encode()).decode()
+
+
+def _decode_sharding_name(name: str) -> str:
+    """Return the name of a leaf from ``_sharding``; the same if it has another form."""
+    try:
+        return b64decode(name, validate=True).decode()
+    except ValueError:
+        return name
 
 
 def _object_in(content: Mapping[str, object], name: str) -> Attributes:

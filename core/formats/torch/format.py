@@ -156,7 +156,7 @@ def catalog_of_tree(tree: TorchTree, *, format: str) -> Catalog:
         hidden=tree.hidden,
         skeleton=tree.value,
     )
-    return replace(catalog, aliases=tree.aliases, notes=tree.notes)
+    return replace(catalog, aliases=tree.aliases, notes=tree.notes, dropped=tree.dropped)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:

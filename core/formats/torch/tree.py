@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import StoredObject
+from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
 from core.errors import (
@@ -66,6 +67,7 @@ class TorchTree:
         objects: everything else reached through mappings and lists, with its value, by key.
         hidden: the tensors inside those objects, by the keys of their leaves.
         notes: notes to the user.
+        dropped: the record of Python attributes of tensors, which are not kept.
         version: the zip's version record, or ``legacy 1001``.
         shared: path of a container → earlier path of the same object. In ``value``, each path has
             its own copy.
@@ -79,6 +81,7 @@ class TorchTree:
     objects: dict[str, StoredObject] = field(default_factory=dict)
     hidden: dict[str, StoredArray] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
     version: str | None = None
     shared: dict[str, str] = field(default_factory=dict)
     is_set_aside: bool = False
@@ -442,9 +445,12 @@ class _TreeBuilder:
             hidden=hidden,
             notes=(
                 *self._content.notes,
-                *_attribute_notes(attributes),
                 *_part_notes(self._reader.taken_apart),
                 *_module_notes(classes),
+            ),
+            dropped=dropped_together(
+                (f"{key}.{name}" for key, names in attributes.items() for name in names),
+                "Python attributes of tensors",
             ),
             version=self._content.version,
             shared=_find_shared_containers(root),
@@ -587,17 +593,6 @@ def _find_shared_containers(root: object) -> dict[str, str]:
         if repeated:
             shared.setdefault(_dotted(entry.path), first[id(repeated[0])])
     return shared
-
-
-def _attribute_notes(attributes: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return a note that the Python attributes of tensors are lost, if there are any."""
-    if not attributes:
-        return ()
-    names = sorted({name for tensor_names in attributes.values() for name in tensor_names})
-    listed = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-    n_tensors = len(attributes)
-    subject = f"{n_tensors} tensors carry" if n_tensors > 1 else f"{next(iter(attributes))} carries"
-    return (f"{subject} Python attributes ({listed}), which are not kept",)
 
 
 def _part_notes(taken_apart: Mapping[str, int]) -> tuple[str, ...]:

@@ -200,7 +200,7 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
         skeleton=skeleton,
         aliases={key: first for family in merged for key, first in family.aliases.items()},
         notes=tuple(note for family in merged for note in family.notes),
-        dropped=tuple(line for family in merged for line in family.dropped),
+        dropped=tuple(entry for family in merged for entry in family.dropped),
     )
 
 

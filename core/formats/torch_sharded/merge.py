@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from core.arrays.box import Box, full_box
 from core.catalog.catalog import StoredObject
+from core.catalog.dropped import Dropped
 from core.catalog.key_patterns import some_of
 from core.catalog.stored import StoredArray, array_name
 from core.catalog.tensor import Fragment, Tensor, bind_argument
@@ -61,7 +62,7 @@ class MergedFiles:
     skeleton: object
     aliases: Mapping[str, str]
     notes: tuple[str, ...]
-    dropped: tuple[str, ...]
+    dropped: tuple[Dropped, ...]
 
 
 def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> MergedFiles:
@@ -125,7 +126,10 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
         skeleton=skeleton,
         aliases=_aliases(tensors),
         notes=tuple(notes),
-        dropped=merger.dropped(),
+        dropped=(
+            *merger.dropped(),
+            *dict.fromkeys(entry for file in files for entry in file.dropped),
+        ),
     )
 
 
@@ -229,10 +233,13 @@ class _Merger:
         tensors = {key: meta for key, meta in self._tensors.items() if key not in unread}
         return tensors, {**self._objects, **unread}
 
-    def dropped(self) -> tuple[str, ...]:
-        """Return a line for each value that ranks other than the first have differently."""
+    def dropped(self) -> tuple[Dropped, ...]:
+        """Return a record for each value that ranks other than the first have differently."""
         return tuple(
-            f"{key} of {_ranks_text(ranks)} (differs from that of rank {self._first[key][1].rank})"
+            Dropped(
+                (f"{key} of {_ranks_text(ranks)}",),
+                f"differs from that of rank {self._first[key][1].rank}",
+            )
             for key, ranks in self._differing.items()
             if key not in self._unsupported
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import Dropped
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.torch.tree import keys_of, parse
 from core.formats.torch_sharded.distributed import (
@@ -39,7 +40,7 @@ class TensorFile:
         hidden: tensors inside the values, by the keys of their leaves.
         unsupported: key → kind, for values that are tensors which cannot be read.
         paths: key → path in the tree.
-        notes: notes to the user.
+        notes, dropped: as in the catalog.
     """
 
     file: str
@@ -54,6 +55,7 @@ class TensorFile:
     unsupported: Mapping[str, str]
     paths: Mapping[str, Path]
     notes: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 def read_tensor_file(store: ReadStore, file: str, number: int) -> TensorFile:
@@ -123,6 +125,7 @@ def read_tensor_file(store: ReadStore, file: str, number: int) -> TensorFile:
         unsupported=unsupported,
         paths=paths,
         notes=tree.notes,
+        dropped=tree.dropped,
     )
 
 

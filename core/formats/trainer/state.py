@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped
 from core.catalog.facets import TrainingState, WeightFileFacts
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import tensors_of
@@ -122,7 +123,7 @@ class StateEntries:
         skeleton: what is there.
         arrays, objects, hidden: tensors, objects, and tensors inside objects, by key.
         aliases: as in ``Catalog``.
-        notes: notes for the user.
+        notes, dropped: as in the catalog.
     """
 
     entry: str
@@ -132,6 +133,7 @@ class StateEntries:
     hidden: Mapping[str, StoredArray]
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 def object_entry(entry: str, file: str, n_bytes: int) -> StateEntries:
@@ -211,6 +213,7 @@ def keyed_entries(
         tree.hidden,
         {new_key_of[key]: new_key_of[first] for key, first in tree.aliases.items()},
         notes,
+        tree.dropped,
     )
 
 
@@ -231,6 +234,7 @@ def with_entries(catalog: Catalog, skeleton: object, parts: list[StateEntries]) 
         },
         skeleton=rebuild(skeleton, root),
         aliases={**catalog.aliases, **{k: v for part in parts for k, v in part.aliases.items()}},
+        dropped=(*catalog.dropped, *(entry for part in parts for entry in part.dropped)),
     ).noted(note for part in parts for note in part.notes)
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import HuggingFaceModel, WeightFileFacts
 from core.catalog.files_beside import ADAPTER_CONFIG
 from core.catalog.key_patterns import listed_keys, natural_order
@@ -121,9 +122,9 @@ def adapter_to_peft(
             f"not, and {_TRANSPOSED} in {ADAPTER_CONFIG} is one value for all"
         )
 
-    dropped = [line for line in catalog.dropped if not line.startswith("optimizer")]
+    dropped = [entry for entry in catalog.dropped if not entry.is_of_optimizer]
     if len(dropped) < len(catalog.dropped):
-        dropped.append(f"optimizer ({NOT_IN_HF})")
+        dropped.append(Dropped(("optimizer",), NOT_IN_HF))
     objects = [key for key in catalog.objects if "_extra_state" not in key]
     names = dict.fromkeys((*objects, *map(str, common_of(catalog))))
     return Catalog(
@@ -132,7 +133,7 @@ def adapter_to_peft(
         tensors={name: tensors[name] for name in sorted(tensors, key=natural_order)},
         documents={ADAPTER_CONFIG: _completed(text, modules, is_transposed=True in orientations)},
         notes=catalog.notes,
-        dropped=(*dropped, *(f"{name} (not stored in adapters of peft)" for name in names)),
+        dropped=(*dropped, *dropped_each(names, "not stored in adapters of peft")),
         facets={
             HuggingFaceModel: HuggingFaceModel(family.model_type),
             WeightFileFacts: WeightFileFacts(_STEM),

@@ -38,6 +38,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
@@ -94,14 +95,14 @@ def from_torchtitan(
     shapes = {key: meta.shape for key, meta in catalog.tensors.items()}
     tensors: dict[str, Tensor] = {}
     parts: dict[str, str] = {}
-    dropped = []
+    dropped: list[Dropped] = []
     for key, meta in catalog.tensors.items():
         match = IN_LAYER.fullmatch(key)
         if match is not None and BUFFER.fullmatch(match["name"]):
-            dropped.append(f"{key} ({_NOT_IN_MODEL})")
+            dropped.append(Dropped((key,), _NOT_IN_MODEL))
             continue
         if key.startswith(_TRAINING_STATE):
-            dropped.append(f"{key} ({_NOT_WEIGHTS})")
+            dropped.append(Dropped((key,), _NOT_WEIGHTS))
             continue
         # A weight, or a state of a parameter.
         head, name, tail, shape = "", key, "", meta.shape

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer"
 RNG = "rng_state"
 RERUN = "rerun_state_machine"
+OF_RANKS = "belongs to the ranks that saved it; Megatron starts without it"
+"""The reason for not carrying ``RERUN`` over."""
 CONTENT = "content_metadata"
 EXTRA_STATE = "_extra_state"
 OLDEST = 2
@@ -315,8 +318,8 @@ def module_versions(container: object) -> dict[str, object]:
     return {name: value for name, value in metadata.items() if isinstance(name, str)}
 
 
-def note_dropped_optimizer(kind: str, *, optim: str) -> str:
-    """Return the note that optimizer state is dropped.
+def note_dropped_optimizer(kind: str, *, optim: str) -> Dropped:
+    """Return the record that optimizer state is dropped.
 
     Args:
         kind: the form of the state, in words for people.
@@ -331,7 +334,7 @@ def note_dropped_optimizer(kind: str, *, optim: str) -> str:
             hint="drop it with --no-optim: the weights are exact, and training starts with a fresh "
             "optimizer",
         )
-    return f"optimizer ({kind}; start Megatron with --no-load-optim)"
+    return Dropped((OPTIMIZER,), f"{kind}; start Megatron with --no-load-optim")
 
 
 def common_of(catalog: Catalog) -> Mapping[object, object]:
@@ -412,7 +415,7 @@ class RankExtras:
     common: dict[object, object]
     objects: dict[str, StoredObject]
     rng_states: dict[Rank, object]
-    dropped: tuple[str, ...]
+    dropped: tuple[Dropped, ...]
 
 
 def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topology) -> RankExtras:
@@ -429,7 +432,7 @@ def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topol
     # of them differ between ranks.
     roots = [(folder, as_mapping(root) or {}) for folder, root in ranks.values()]
     common: dict[object, object] = {}
-    dropped: list[str] = []
+    dropped: list[Dropped] = []
     for name in dict.fromkeys(name for _, root in roots for name in root):
         if is_chunk(name) or name in (OPTIMIZER, RNG):
             continue
@@ -437,7 +440,7 @@ def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topol
         if reason is None:
             common[name] = roots[0][1].get(name)
         else:
-            dropped.append(f"{name} ({reason})")
+            dropped += dropped_each((name,), reason)
 
     # torch_dist has one random state for each (PP, TP), that of the first such rank.
     objects: dict[str, StoredObject] = {}

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped
 from core.catalog.facets import MegatronModel
 from core.catalog.stored import StoredArray
 from core.files.store import ReadStore
@@ -139,7 +140,7 @@ def adapt_expert_states(
     packed = f"packed for the experts of EP {facts.topology.ep}"
     single = "of one expert; files have one state for all experts"
     dropped = [
-        f"{key} ({packed if key == new else single}; Transformer Engine creates it again)"
+        Dropped((key,), f"{packed if key == new else single}; Transformer Engine creates it again")
         for key, new in new_keys.items()
         if _is_filled(catalog, key)
     ]

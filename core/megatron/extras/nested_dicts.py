@@ -23,8 +23,11 @@ Source: Megatron-LM 00caa53a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from core.catalog.catalog import Catalog
+from core.catalog.facets import MegatronModel
+from core.catalog.mapping_attributes import VERSIONS, record_attributes
 from core.errors import CorruptError
 from core.megatron.extras.common_state import EXTRA_STATE, is_ordered, module_versions
 from core.megatron.rules.rules import GPT, Rules, Wrapper
@@ -81,6 +84,15 @@ def flattened(container: object, *, rank: str) -> FlatDict:
     flat = FlatDict()
     _flatten(container, "", flat, depth=0, rank=rank)
     return flat
+
+
+def drop_versions(catalog: Catalog) -> Catalog:
+    """Return the global form without the versions of modules, which only rank files store."""
+    model = catalog.facet(MegatronModel)
+    if model is None or not model.module_versions:
+        return catalog
+    dropped = (*catalog.dropped, *record_attributes([f"model.{VERSIONS}"]))
+    return replace(catalog, dropped=dropped).with_facet(replace(model, module_versions={}))
 
 
 def without_outer_names(flat: FlatDict, rules: Rules) -> FlatDict:

@@ -20,16 +20,17 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``get_rng_state``, ``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import MegatronModel
-from core.catalog.tensor import Tensor
+from core.catalog.removal import remove_entries, without_unused_tensors
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import RNG, common_of, sharded_object, unwrap_shard
+from core.megatron.extras.common_state import RNG, sharded_object, unwrap_shard
+from core.megatron.extras.nested_dicts import drop_versions
 from core.megatron.model.topology import Rank, Topology
-from core.pickle.inert import TensorLeaf, walk
 
 WITHOUT = "start Megatron with --no-load-rng"
 _HINT = f"use --rng drop, and {WITHOUT}"
@@ -43,11 +44,13 @@ class RandomStates:
         topology: parallel sizes of the run.
         by_rank: rank → the entry ``rng_state`` of its file.
         is_known: the states could be read and assigned to ranks.
+        others: keys of the states of data parallel ranks that have the stream of another.
     """
 
     topology: Topology
     by_rank: Mapping[Rank, object]
     is_known: bool = True
+    others: tuple[str, ...] = ()
 
     def reason_to_drop(self, topology: Topology) -> str | None:
         """Return the reason why some rank at other sizes has no state; None if each has one."""
@@ -59,10 +62,29 @@ class RandomStates:
         missing = next((rank for rank in topology.ranks() if rank not in self.by_rank), None)
         if missing is None:
             return None
-        rank_name = f"TP rank {missing.tp}, PP rank {missing.pp}"
-        if topology.ep > 1 or saved.ep > 1:
-            rank_name += f", EP rank {missing.ep}, ETP rank {missing.etp}"
+        rank_name = _name_rank(missing, has_experts=topology.ep > 1 or saved.ep > 1)
         return f"saved with {saved}, without any for {rank_name}"
+
+    def lost_at(self, topology: Topology) -> tuple[Dropped, ...]:
+        """Return the record of the states that other sizes with the same TP and PP do not keep."""
+        ranks = set(topology.ranks())
+        absent = (
+            f"{RNG} of {_name_rank(rank, has_experts=True)}"
+            for rank in self.by_rank
+            if rank not in ranks
+        )
+        return (
+            *dropped_together(absent, "random states of ranks that the destination does not have"),
+            *dropped_together(
+                self.others, "rank files have one random state for all data parallel ranks"
+            ),
+        )
+
+
+def _name_rank(rank: Rank, *, has_experts: bool) -> str:
+    """Return the coordinates of a rank in words."""
+    name = f"TP rank {rank.tp}, PP rank {rank.pp}"
+    return f"{name}, EP rank {rank.ep}, ETP rank {rank.etp}" if has_experts else name
 
 
 def random_states(catalog: Catalog, own: Topology) -> RandomStates | None:
@@ -89,14 +111,17 @@ def random_states(catalog: Catalog, own: Topology) -> RandomStates | None:
     # Assign the states to ranks. TP ranks vary faster than DP ranks; of DP ranks with the same
     # stream, the first counts.
     by_rank: dict[Rank, object] = {}
+    others: list[str] = []
     for key, shard in shards.items():
         item = catalog.objects[key]
         if shard is None or item.raw_key is not None:
             return RandomStates(sizes, {}, is_known=False)
         pp_rank, tp_rank, *dp_rank = shard[1]
         rank = sizes.rank_of(tp_rank + tp * sum(dp_rank), pp_rank)
+        if rank in by_rank:
+            others.append(key)
         by_rank.setdefault(rank, unwrap_shard(item.value))
-    return RandomStates(sizes, by_rank)
+    return RandomStates(sizes, by_rank, others=tuple(others))
 
 
 def _is_rng_key(key: str) -> bool:
@@ -110,11 +135,11 @@ class KeptStates:
 
     Args:
         by_rank: rank → its state; {} if the states are dropped.
-        dropped: the note on dropped states, if any.
+        dropped: the record of dropped states.
     """
 
     by_rank: Mapping[Rank, object]
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 def kept_states(
@@ -135,14 +160,16 @@ def kept_states(
         return KeptStates({})
     reason = states.reason_to_drop(topology)
     if reason is None:
-        return KeptStates(states.by_rank)
+        return KeptStates(states.by_rank, states.lost_at(topology))
     if rng == "keep":
         raise UnsupportedError(f"the random states cannot be kept: {reason}", hint=_HINT)
-    return KeptStates({}, (f"{RNG} ({reason}; {WITHOUT})",))
+    return KeptStates({}, (Dropped((RNG,), f"{reason}; {WITHOUT}"),))
 
 
 def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: bool) -> Catalog:
     """Return the global form without the random states that ``--rng`` or the destination drops.
+
+    A destination without ranks does not store the versions of modules either.
 
     Args:
         rng: ``keep``, ``drop`` or None.
@@ -158,41 +185,23 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
         reason = "the destination cannot store them" if states else "the checkpoint has none"
         raise UsageError(f"the random states cannot be kept: {reason}", hint="remove --rng")
 
-    # The states of all ranks are dropped silently where one state per (PP, TP) is kept.
     removed = states if rng == "drop" else set()
+    catalog = catalog if has_ranks else drop_versions(catalog)
     model = catalog.facet(MegatronModel) or MegatronModel()
     if not removed and (has_ranks or not model.rng_states):
         return catalog
 
-    objects = {key: item for key, item in catalog.objects.items() if key not in removed}
-    result = replace(
-        catalog,
-        objects=objects,
-        hidden=_needed_tensors(catalog, removed),
-        dropped=(*catalog.dropped, f"{RNG} ({WITHOUT})") if removed else catalog.dropped,
-    )
-    return result.with_facet(replace(model, rng_states={})) if model.rng_states else result
-
-
-def _needed_tensors(catalog: Catalog, removed: Collection[str]) -> dict[str, Tensor]:
-    """Return the hidden tensors that are still needed without some objects and all rank states.
-
-    Args:
-        removed: keys of the removed objects.
-    """
-    # A tensor to which nothing refers may be the optimizer's, and is kept.
-    model = catalog.facet(MegatronModel) or MegatronModel()
-    used = _tensor_keys([common_of(catalog)])
-    unused = _tensor_keys(model.rng_states.values())
-    for key, item in catalog.objects.items():
-        keys = _tensor_keys([item.value]) | ({item.raw_key} if item.raw_key is not None else set())
-        if key in removed:
-            unused |= keys
-        else:
-            used |= keys
-    return {key: meta for key, meta in catalog.hidden.items() if key in used or key not in unused}
-
-
-def _tensor_keys(values: Iterable[object]) -> set[str]:
-    """Return the keys of the tensors in inert trees."""
-    return {leaf.key for value in values for leaf in walk(value) if isinstance(leaf, TensorLeaf)}
+    result = catalog.with_facet(replace(model, rng_states={})) if model.rng_states else catalog
+    result = without_unused_tensors(result, catalog)
+    if removed:
+        result = remove_entries(result, removed)
+        return replace(result, dropped=(*catalog.dropped, Dropped((RNG,), WITHOUT)))
+    # An object has the state of the first rank of each (PP, TP).
+    others: list[str] = []
+    kept: set[tuple[int, int]] = set()
+    for rank in model.rng_states:
+        if (rank.tp, rank.pp) in kept:
+            others.append(f"{RNG} of {_name_rank(rank, has_experts=True)}")
+        kept.add((rank.tp, rank.pp))
+    reason = "only one random state for each TP and PP rank is kept"
+    return replace(result, dropped=(*catalog.dropped, *dropped_together(others, reason)))

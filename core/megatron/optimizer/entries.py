@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from core.catalog.dropped import Dropped
 from core.catalog.optimizer_keys import KINDS, MASTER, STEP, Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.optimizer.groups import is_muon, member_of
@@ -62,7 +63,7 @@ class ReadEntries:
     optimizer: Optimizer
     steps: tuple[str, ...] = ()
     sharding: str | None = None
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _combine_chain(chain: Sequence[_ChainedOptimizer], moments: tuple[str, ...])
 
     # The global form holds entries such as the loss scaler once.
     dropped = [
-        f"{name} of optimizer {number} (only that of optimizer 0 is kept)"
+        Dropped((f"{name} of optimizer {number}",), "only that of optimizer 0 is kept")
         for number, member in enumerate(chain[1:], start=1)
         for name in member.entries
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.arrays.fast_value import value
+from core.catalog.dropped import Dropped
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import Optimizer
 from core.catalog.stored import Coords, PlannedArray, StoredArray
@@ -73,7 +74,7 @@ class RankStates:
     steps: Sequence[StoredArray] = ()
     beside: Mapping[str, Sequence[StoredArray]] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    dropped: Sequence[str] = ()
+    dropped: Sequence[Dropped] = ()
 
 
 @value(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class OptimizerFiles(Protocol):
     arrays: dict[str, PlannedArray | JoinedArray]
     beside: dict[str, list[PlannedArray]]
     notes: list[str]
-    dropped: list[str]
+    dropped: list[Dropped]
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
         """Add the tensors of a rank's file, in order, and return the rank's entry ``optimizer``."""

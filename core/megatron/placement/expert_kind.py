@@ -25,9 +25,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import dropped_each
 from core.catalog.facets import MegatronModel
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
+from core.megatron.extras.nested_dicts import drop_versions
 from core.megatron.model.args import facts_of, fields_of, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.experts import OPTION
@@ -98,7 +100,7 @@ def with_expert_kind(
         return replace(catalog, args=args, common={**common_of(catalog), "args": args})
 
     # The order of names and the versions of modules are those of the other kind's modules.
-    catalog = _with_single_states(catalog, facts, rules)
+    catalog = drop_versions(_with_single_states(catalog, facts, rules))
     note = f"the experts become {kind} (start Megatron {_FLAGS[after]})"
     if after == "grouped":
         legacy = "" if is_local else " and --moe-use-legacy-grouped-gemm"
@@ -187,8 +189,5 @@ def _with_single_states(catalog: Catalog, facts: ModelFacts, rules: Rules) -> Ca
         catalog,
         tensors={key: meta for key, meta in catalog.tensors.items() if key not in packed},
         objects={**objects, **single},
-        dropped=(
-            *catalog.dropped,
-            *(f"{key} (packed for the experts of a rank)" for key in filled),
-        ),
+        dropped=(*catalog.dropped, *dropped_each(filled, "packed for the experts of a rank")),
     )

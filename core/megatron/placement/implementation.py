@@ -20,11 +20,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import dropped_each
 from core.catalog.facets import MegatronModel
 from core.catalog.optimizer_keys import Optimizer, state_key, state_of
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
 from core.megatron.extras.engine_states import states_of_rank_files
+from core.megatron.extras.nested_dicts import drop_versions
 from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.experts import OPTION
@@ -61,6 +63,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     # Rename the tensors. Extra states that are tensors are all dropped, but only filled ones noted:
     # an empty one is the same as none.
     filled_states = _filled_states(catalog)
+    catalog = drop_versions(catalog)
     new_of = {
         key: _renamed(key, facts, rules, to_fused=to_fused)
         for key in catalog.tensors
@@ -89,7 +92,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         optimizer=None if optimizer is None else _with_names(optimizer, new_of),
         dropped=(
             *catalog.dropped,
-            *(f"{key} (of the other transformer implementation)" for key in filled_states),
+            *dropped_each(filled_states, "of the other transformer implementation"),
         ),
     ).with_facet(
         replace(

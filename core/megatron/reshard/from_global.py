@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import filterfalse
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor
@@ -89,7 +90,7 @@ def unshard_global(
     facts = facts_of(
         entries.common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules))
     )
-    dropped: list[str] = []
+    dropped: list[Dropped] = []
     carries_optimizer = entries.has_optimizer and optim == "carry"
     if entries.has_optimizer and not carries_optimizer:
         dropped.append(note_dropped_optimizer(f"of {catalog.format}", optim=optim))
@@ -104,7 +105,7 @@ def unshard_global(
     keys = entries.model_keys(catalog)
     if prefix and any(map(is_random_state, keys)):
         keys = list(filterfalse(is_random_state, keys))
-        dropped.append("rng_state (of one rank; start Megatron with --no-load-rng)")
+        dropped.append(Dropped((RNG,), "of one rank; start Megatron with --no-load-rng"))
 
     # Find every tensor of the global form in the stored ones.
     stored = _find_tensors(
@@ -151,7 +152,7 @@ def unshard_global(
         carried={},
         documents={},
         notes=(*catalog.notes, *stored.notes),
-        dropped=tuple(dropped),
+        dropped=(*catalog.dropped, *dropped),
         facets=_torch_dist_facet(catalog) | {Topology: facts.topology, MegatronModel: megatron},
     )
     if not carries_optimizer:

@@ -31,7 +31,14 @@ from dataclasses import dataclass, field, replace
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import MegatronModel, RankFacts
+from core.catalog.mapping_attributes import (
+    VERSIONS,
+    attributes_of,
+    own_attributes,
+    record_attributes,
+)
 from core.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
 from core.catalog.tensor import (
@@ -202,12 +209,11 @@ def unshard_ranks(
         first, *others = map(whole_tensor, arrays)
         hidden[key] = first.with_replicas(*others)
 
-    unused = []
-    if facts.has_unused_head(facts.topology):
-        unused.append(
-            f"{facts.kind.head} (not used: with multi-token prediction and tied embeddings, the "
-            "last stage computes its output with its copy of the embedding)"
-        )
+    unused = dropped_each(
+        (facts.kind.head,) if facts.has_unused_head(facts.topology) else (),
+        "not used: with multi-token prediction and tied embeddings, the last stage computes its "
+        "output with its copy of the embedding",
+    )
     megatron = replace(
         _describe_files(model, ranks),
         vocab_size=true_shapes.n_rows,
@@ -235,7 +241,11 @@ def unshard_ranks(
         optimizer=optimizer.optimizer,
         aliases={},
         notes=tuple(notes),
-        dropped=(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
+        dropped=(
+            *catalog.dropped,
+            *record_attributes(_list_lost_attributes(ranks, optim=optim)),
+            *(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
+        ),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
 
@@ -288,7 +298,7 @@ class _RankOptimizer:
     states: Mapping[str, RankTensor] = field(default_factory=dict)
     copies: Mapping[str, Sequence[StoredArray]] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    dropped: Sequence[str] = ()
+    dropped: Sequence[Dropped] = ()
 
 
 def _read_optimizer(
@@ -343,16 +353,38 @@ def _read_optimizer(
     )
 
 
-def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
+def _list_lost_attributes(
+    ranks: Mapping[Coords, tuple[str, object]], *, optim: str
+) -> Iterator[str]:
+    """Yield the keys of the attributes of those mappings in rank files that are taken apart.
+
+    The versions of modules are kept (``MegatronModel``), and so is what is in extra states.
+    """
+    keys: dict[str, None] = {}
+    for _, root in ranks.values():
+        keys |= {name: None for name, _ in own_attributes(root)}
+        for name, value in (as_mapping(root) or {}).items():
+            if not (is_chunk(name) or (name == OPTIMIZER and optim == "carry")):
+                continue
+            keys |= {
+                f"{name}.{attribute.key}": None
+                for attribute in attributes_of(value)
+                if not (is_chunk(name) and attribute.name == VERSIONS)
+                and not any(str(part).endswith(EXTRA_STATE) for part in attribute.path)
+            }
+    yield from keys
+
+
+def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[Dropped]:
     """Empty the extra states that cannot be kept (``core.megatron.extras.extra_states``).
 
     Returns:
-        One note for each of them.
+        The record of each of them.
 
     Raises:
         UnsupportedError: an opaque tensor other than an extra state differs between ranks.
     """
-    dropped: list[str] = []
+    dropped: list[Dropped] = []
     # A state may be a tensor on some ranks and an object on others.
     tensors = {
         name: tensor for name, tensor in model.tensors.items() if tensor.rule.kind == "opaque"
@@ -365,7 +397,7 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
         if not name.endswith(EXTRA_STATE):
             problem = reason.partition(";")[0]
             raise UnsupportedError(f"opaque tensors cannot be resharded: {problem}", key=name)
-        dropped.append(f"{name} ({reason})")
+        dropped.append(Dropped((name,), reason))
         model.tensors.pop(name, None)
         model.extra_states[name] = [None]
     return dropped

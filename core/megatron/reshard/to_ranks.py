@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of, state_of
@@ -30,6 +31,7 @@ from core.catalog.tensor import (
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import (
     CONTENT,
+    OF_RANKS,
     OPTIMIZER,
     RERUN,
     RNG,
@@ -399,7 +401,7 @@ class _TopLevelEntries:
     names: Sequence[object]
     common: Mapping[object, object]
     rng_states: Mapping[Rank, object]
-    dropped: Sequence[str]
+    dropped: Sequence[Dropped]
 
     def of(self, rank: Rank) -> Iterator[tuple[object, object]]:
         """Yield (name, value) of a rank's entries; None for ``model`` and ``optimizer``."""
@@ -433,12 +435,13 @@ def _top_level_entries(plan: _ShardPlan, args: object, *, rng: str | None) -> _T
     dropped = list(states.dropped)
     reruns = [key for key in objects if key.startswith(f"{RERUN}_state/")]
     if common_of(plan.model).get(RERUN) is not None or reruns:
-        dropped.append(f"{RERUN} (belongs to the ranks that saved it; Megatron starts without it)")
-    dropped += [
-        f"{key} (cannot be stored in rank files)"
+        dropped.append(Dropped((RERUN,), OF_RANKS))
+    others = (
+        key
         for key in objects
         if not key.startswith(f"{RNG}/") and key not in reruns and sharded_object(key) is not None
-    ]
+    )
+    dropped += dropped_each(others, "cannot be stored in rank files")
 
     # The source's order comes first, then Megatron's usual one, then entries that neither names.
     names = dict.fromkeys([*(plan.megatron.top_level or ()), *TOP_LEVEL, *common])

@@ -33,6 +33,7 @@ from typing import Any
 
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.catalog.dropped import Dropped
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray, array_name
@@ -454,7 +455,7 @@ class _ExtraStates:
     """
 
     values: Mapping[str, object]
-    dropped: Sequence[str]
+    dropped: Sequence[Dropped]
 
 
 def _with_stored_rows(catalog: Catalog, topology: Topology, facts: ModelFacts) -> Catalog:
@@ -517,14 +518,14 @@ def _extra_states(
 
     # Separate packed states.
     states: dict[str, object] = {}
-    dropped: list[str] = []
+    dropped: list[Dropped] = []
     for key, value in values.items():
         expert = rules.expert_of(key)
         if expert is None or not rules.is_packed_state(key):
             states[key] = value
             continue
         if value is not None and (key not in catalog.tensors or catalog.tensors[key].n_elements):
-            dropped.append(f"{key} (packed for all experts of a rank)")
+            dropped.append(Dropped((key,), "packed for all experts of a rank"))
         states |= {expert.numbered(number): None for number in range(facts.n_experts or 0)}
     return _ExtraStates(states, dropped)
 
@@ -539,7 +540,7 @@ class _ShardedObjects:
     """
 
     by_key: dict[str, StoredObject]
-    dropped: Sequence[str]
+    dropped: Sequence[Dropped]
 
 
 def _sharded_objects(
@@ -570,12 +571,13 @@ def _sharded_objects(
             objects[key] = replace(item, coords=_file_coords(by_rng[shard[1]] if is_rng else 0))
 
     # An extra state is that of a layer and expert. Of a GPT model's output layer none is saved.
-    dropped: list[str] = []
+    dropped: list[Dropped] = []
     head = f"{GPT.head.removesuffix('weight')}{EXTRA_STATE}"
     for key, value in states.items():
         if names.facts.kind is GPT and key == head:
             if value is not None:
-                dropped.append(f"{key} (cannot be stored in torch_dist checkpoints of GPT models)")
+                reason = "cannot be stored in torch_dist checkpoints of GPT models"
+                dropped.append(Dropped((key,), reason))
             continue
         name, tensor = names.of(key)
         offset = ".".join(map(str, tensor.at)) or "0"

@@ -418,8 +418,8 @@ def test_entries_that_no_conversion_takes_along_are_listed(
     ]
     assert "flat group 0 (8 bits of bitsandbytes" in line
     assert main(["inspect", str(run_dir), "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)["dropped"]
-    assert entry in line
+    entry, attributes = json.loads(capsys.readouterr().out)["dropped"]
+    assert entry in line and attributes.startswith("module._metadata (versions of modules")
 
     # Of many reasons, the first are shown, and the number of the others.
     shown = [cell for _, cell in list_facts("not carried", [f"reason {n}" for n in range(40)])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,30 @@ def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> No
 
     _, catalog = opened(Zero(3, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen))
     assert "base" not in catalog.tensors
-    assert catalog.dropped == ("base (ZeRO-3 does not store its parts)",)
+    assert tuple(map(str, catalog.dropped)) == ("base (ZeRO-3 does not store its parts)",)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_attributes_of_the_module_and_what_is_no_tensor_are_listed(
+    tmp_path: Path, stage: int
+) -> None:
+    def with_more(name: str, content: dict[str, Any]) -> None:
+        if "module" in content:
+            content["module"] = OrderedDict(content["module"], state=b"recipe")
+            content["module"].ema = torch.ones(2)
+            content["module"]._metadata = {"": {"version": 1}}
+            if stage == 0:
+                content.pop("param_shapes", None)
+
+    path = Zero(stage or 1, 2).write(tmp_path / "x", with_more)
+    for file in path.glob("*optim_states.pt") if stage == 0 else ():
+        file.unlink()
+    _, catalog = opened(path)
+    assert list(map(str, catalog.dropped)) == [
+        "module._metadata (versions of modules, which torch sets anew)",
+        "attributes of mappings: module.ema",
+        "module.state (not a tensor)",
+    ]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -334,7 +358,7 @@ def test_states_of_another_length_are_reported(tmp_path: Path) -> None:
                 state["row"] = torch.ones(2, 3)
 
     _, catalog = opened(Zero(2, 2).write(tmp_path / "x", factored))
-    assert len(catalog.dropped) == 2 and "'row' of flat group 0" in catalog.dropped[0]
+    assert len(catalog.dropped) == 2 and "'row' of flat group 0" in str(catalog.dropped[0])
 
 
 def test_files_without_optimizer_state_still_give_weights(tmp_path: Path) -> None:

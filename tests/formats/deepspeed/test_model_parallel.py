@@ -142,6 +142,18 @@ def _frozen(file: str, content: Any) -> None:
         content["frozen"] = torch.arange(3.0, dtype=torch.bfloat16)
 
 
+def test_what_is_no_tensor_in_a_file_of_a_layer_is_listed(
+    deepspeed_parallel: Path, tmp_path: Path
+) -> None:
+    def with_state(file: str, content: Any) -> None:
+        if file.startswith("layer_01"):
+            content["_extra_state"] = b"recipe"
+
+    source = deepspeed_parallel / "pipeline_zero1" / "global_step2"
+    catalog = deepspeed.read(edited(source, tmp_path / "x", with_state))
+    assert list(map(str, catalog.dropped)) == ["1._extra_state (not a tensor)"]
+
+
 def test_what_only_files_of_layers_contain_is_read_with_a_note(
     deepspeed_parallel: Path, tmp_path: Path
 ) -> None:

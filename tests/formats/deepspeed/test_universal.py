@@ -95,6 +95,19 @@ def in_memory(
     )
 
 
+def test_copies_of_weights_in_the_model_file_are_listed(golden: Path) -> None:
+    for case in CASES:
+        _, catalog = opened(golden / "deepspeed_universal" / case)
+        listed = {name: entry.reason for entry in catalog.dropped for name in entry.names}
+        assert listed.pop("module._metadata").startswith("versions of modules")
+        # Those of ZeRO-3 are empty. Buffers are read from the model file.
+        weights = [key for key in catalog.tensors if not key.startswith("optimizer.")]
+        weights.remove("inv_freq")
+        wanted = [] if "zero3" in case else [f"module.{name}" for name in weights]
+        assert sorted(listed) == sorted(wanted)
+        assert all(reason.startswith("copies of weights") for reason in listed.values())
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_is_kept(check: Callable[..., None], tmp_path: Path) -> None:
     tensors = {

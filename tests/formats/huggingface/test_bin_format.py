@@ -91,7 +91,7 @@ def contents(catalog: Catalog, store: MemoryStore | LocalStore) -> dict[str, byt
 def as_torch_file(catalog: Catalog, store: MemoryStore | LocalStore) -> Any:
     """What torch loads when the catalog is written as one torch file."""
     source, target = source_and_target(
-        check_safety(catalog, keeps_unknown=True, drop_unknown=False).catalog, torch_file.FORMAT
+        check_safety(catalog, keeps_unknown=True, drop_unknown=False), torch_file.FORMAT
     )
     images = torch_file.lay_out(target)
     (data,) = materialized(images, target=target, source=source, store=store).values()

@@ -359,12 +359,9 @@ def test_tensors_with_python_attributes_are_read_without_them(tmp_path: Path) ->
     parameter = torch.nn.Parameter(filled(torch.float32, 5))
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     catalog, store = opened(saved({"plain": plain, "marked": marked, "parameter": parameter}))
-    assert catalog.notes == (
-        (
-            "2 tensors carry Python attributes (partition_dim, tensor_model_parallel), which are "
-            "not kept"
-        ),
-    )
+    (dropped,) = catalog.dropped
+    assert dropped.names == ("marked.partition_dim", "parameter.tensor_model_parallel")
+    assert dropped.reason == "Python attributes of tensors" and not catalog.notes
     for loaded in loads(written(catalog, store), tmp_path / "new.pt"):
         assert_same(
             loaded,

@@ -69,7 +69,9 @@ def states_of(target: Any) -> dict[Rank, object]:
 def test_ranks_that_were_there_before_keep_their_states(a: Topology, b: Topology) -> None:
     target = shard(seeded(a), b, rules=RULES, rng="keep")
     assert states_of(target) == {rank: [{"seed": str(rank)}] for rank in b.ranks()}
-    assert not any("rng" in text for text in target.dropped)
+    # Those of ranks that the destination does not have are listed.
+    listed = [name for entry in target.dropped for name in entry.names if "rng" in name]
+    assert len(listed) == len([*a.ranks()]) - len([*b.ranks()])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_other_ranks_have_none_and_keep_says_why(a: Topology, b: Topology, why: 
     source = seeded(a)
     target = shard(source, b, rules=RULES)
     assert set(states_of(target).values()) == {None}
-    (text,) = (text for text in target.dropped if "rng_state" in text)
+    (text,) = (text for text in map(str, target.dropped) if "rng_state" in text)
     assert why in text and "--no-load-rng" in text
     with pytest.raises(UnsupportedError, match="random states cannot be kept") as caught:
         shard(source, b, rules=RULES, rng="keep")
@@ -116,11 +118,24 @@ def test_states_can_be_dropped_and_absent_ones_cannot_be_kept() -> None:
     dropped = with_rng(source, "drop", has_place=True, has_ranks=True)
     target = shard(dropped, Topology(tp=2), rules=RULES)
     assert set(states_of(target).values()) == {None}
-    assert target.dropped == ("rng_state (start Megatron with --no-load-rng)",)
+    assert tuple(map(str, target.dropped)) == ("rng_state (start Megatron with --no-load-rng)",)
     assert with_rng(source, None, has_place=False, has_ranks=True) is source
     for catalog, has_place in ((dropped, True), (source, False)):
         with pytest.raises(UsageError, match="cannot be kept"):
             with_rng(catalog, "keep", has_place=has_place, has_ranks=True)
+
+
+def test_states_beyond_one_for_each_tensor_and_pipeline_rank_are_listed() -> None:
+    source = seeded(Topology(tp=2, pp=2, ep=4))
+    for has_place in (True, False):
+        result = with_rng(source, None, has_place=has_place, has_ranks=False)
+        (dropped,) = result.dropped
+        names = [f"rng_state of TP rank 0, PP rank {pp}, EP rank 2, ETP rank 0" for pp in (0, 1)]
+        assert len(dropped.names) == 12 and {*names} <= {*dropped.names}
+        assert dropped.reason == "only one random state for each TP and PP rank is kept"
+        assert not facet_of(result, MegatronModel).rng_states
+    result = with_rng(source, "drop", has_place=True, has_ranks=False)
+    assert list(map(str, result.dropped)) == ["rng_state (start Megatron with --no-load-rng)"]
 
 
 def test_torch_dist_has_one_state_for_each_tensor_and_pipeline_rank() -> None:
@@ -154,6 +169,8 @@ def test_states_by_data_parallel_rank_are_those_of_their_expert_ranks() -> None:
     found = with_facts(replace(source, objects=objects), MegatronModel, rng_states={})
     target = shard(found, topology, rules=RULES, rng="keep")
     assert states_of(target) == {rank: [{"seed": str(rank)}] for rank in topology.ranks()}
+    (dropped,) = target.dropped
+    assert dropped.names == tuple(f"rng_state/shard_0.0.{dp}_1.1.8" for dp in range(4, 8))
 
 
 def reshard(src: Path, dst: Path, *options: object) -> int:

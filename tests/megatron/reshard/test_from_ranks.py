@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from core.arrays.box import Box, full_box
+from core.catalog.dropped import Dropped
 from core.catalog.facets import MegatronModel
+from core.catalog.mapping_attributes import ATTRIBUTES
+from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
@@ -28,8 +34,10 @@ from tests.megatron.support.megatron_gold import (
     rank_files,
     topology,
 )
+from tests.support.edited import edit_rank
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
+from tests.support.rank_files import rank_dirs
 
 CASES = [(model, case) for model, cases in (DENSE | EXPERTS).items() for case in cases]
 CASES += [("dense_gqa", case) for case in VIRTUAL]
@@ -191,6 +199,32 @@ def test_a_vocabulary_that_does_not_fit_is_refused(golden: Path) -> None:
         unshard(catalog, rules=RULES, vocab_size=300, keep_padded_vocab=True)
 
 
+@pytest.mark.parametrize("files", [rank_files, dist_files])
+def test_what_was_dropped_before_stays_on_record(golden: Path, files: Any) -> None:
+    family = ("mcore_torch_dist",) if files is dist_files else ()
+    _, catalog = files(golden, *family, "dense_gqa", "tp2_pp2")
+    earlier = Dropped(("run_config.yaml",), "read")
+    result = unshard(replace(catalog, dropped=(earlier,)), rules=RULES, optim="drop")
+    assert result.dropped[0] == earlier
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch_dist", "torch"])
+def test_attributes_of_state_dicts_are_listed(golden: Path, tmp_path: Path, to: str) -> None:
+    shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp1", tmp_path / "src")
+    for number, path in enumerate(rank_dirs(tmp_path / "src").values()):
+
+        def change(loaded: dict[str, Any], number: int = number) -> None:
+            setattr(loaded["model"], f"ema{number}", torch.ones(2))
+            loaded["model"]._metadata = {"decoder": {"version": 1}}
+
+        edit_rank(path, change)
+    report = run(Job(src=tmp_path / "src", dst=tmp_path / "dst", to=to, fsync=False))
+    assert f"{ATTRIBUTES}: model.ema0, model.ema1" in report.dropped
+    # Only rank files have the versions of modules.
+    versions = "model._metadata (versions of modules, which torch sets anew)"
+    assert (versions in report.dropped) == (to != "megatron")
+
+
 @pytest.mark.parametrize("case", WITH_OPTIMIZER)
 def test_an_optimizer_is_refused_or_left_out_with_a_note(golden: Path, case: str) -> None:
     _, catalog = rank_files(golden, "dense_gqa", case)
@@ -198,7 +232,9 @@ def test_an_optimizer_is_refused_or_left_out_with_a_note(golden: Path, case: str
     with pytest.raises(UnsupportedError, match=rf"\({kind}\).*--no-optim"):
         unshard(catalog, rules=RULES, optim="refuse")
     found = unshard(catalog, rules=RULES, optim="drop")
-    assert found.dropped == (f"optimizer ({kind}; start Megatron with --no-load-optim)",)
+    assert tuple(map(str, found.dropped)) == (
+        f"optimizer ({kind}; start Megatron with --no-load-optim)",
+    )
     assert set(found.tensors) == set(global_form(golden, "dense_gqa", "tp1_pp1")[1].tensors)
     assert "opt_param_scheduler" in (found.common or {})
 

@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import dropped_each
 from core.catalog.facets import WeightCopies
 from core.catalog.key_patterns import some_of
 from core.catalog.tensor import Tensor, whole_tensor
@@ -37,7 +38,7 @@ from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined
 from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, plan_whole, rules_of
 from core.formats.deepspeed.model_parallel.whole import is_whole, read_hidden_size
-from core.formats.deepspeed.model_states import parse_model_states
+from core.formats.deepspeed.model_states import NO_TENSOR, parse_model_states
 from core.formats.deepspeed.partitioned import PartitionedStates, read_data_parallel
 from core.formats.deepspeed.runs import pair_with_copy
 from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, mapping_or_empty, read_state_file
@@ -102,7 +103,7 @@ def read_model_parallel(
             weights[name] = weights[name].with_replicas(tensor) if name in weights else tensor
         states = {**stage.states, **states}
     # What only the files of layers contain: frozen parameters and buffers.
-    untrained, plans = _untrained(store, layers, weights, rules, plans, head.model)
+    untrained, plans, others = _untrained(store, layers, weights, rules, plans, head.model)
     notes = [note for stage in stages for note in stage.notes]
     notes += _note_whole(plans)
     if untrained:
@@ -119,7 +120,10 @@ def read_model_parallel(
         param_groups=groups,
         names_of=names_of,
         notes=tuple(dict.fromkeys(notes)),
-        dropped=tuple(dict.fromkeys(item for stage in stages for item in stage.dropped)),
+        dropped=(
+            *dict.fromkeys(item for stage in stages for item in stage.dropped),
+            *dropped_each(others, NO_TENSOR),
+        ),
         extras={name: value for stage in stages for name, value in stage.extras.items()},
         copies=None
         if head.copies is None
@@ -197,8 +201,9 @@ def read_model_files(
     grid = grid_of(head, len(ranks), layers)
     rules = _read_rules(head, grid)
     if layers:
-        weights, plans = _untrained(store, layers, {}, rules, {}, head)
+        weights, plans, others = _untrained(store, layers, {}, rules, {}, head)
     else:
+        others = []
         experts = [read_state_file(store, name) for name in list_expert_files(store.files())]
         if experts and len(ranks) > 1:
             raise _refuse_experts(experts[0].file)
@@ -221,7 +226,10 @@ def read_model_files(
         names_of={},
         other_entries={},
         notes=_note_whole(plans),
-        dropped=[],
+        dropped=[
+            *dict.fromkeys(entry for model in models for entry in model.dropped),
+            *dropped_each(others, NO_TENSOR),
+        ],
         optimizers=trees if has_optimizer else [],
         files=[model.state for model in models[1:]],
     )
@@ -519,8 +527,10 @@ def _untrained(
     rules: TensorParallelRules,
     plans: Mapping[str, JoinPlan],
     model: ModelStates,
-) -> tuple[dict[str, Tensor], dict[str, JoinPlan]]:
+) -> tuple[dict[str, Tensor], dict[str, JoinPlan], list[str]]:
     """Return what the files of layers contain and the optimizer files do not, and its plans.
+
+    The last value are the names of entries that are no tensors.
 
     Args:
         plans: how the parameters in the optimizer files are joined.
@@ -536,6 +546,7 @@ def _untrained(
         if name.startswith("tied_modules.")
     }
     untrained = {}
+    others: list[str] = []
     plans = dict(plans)
     hidden_size = read_hidden_size(model, store)
     for layer, by_rank in sorted(layers.items()):
@@ -544,6 +555,7 @@ def _untrained(
         entries = sorted(files[0].root.items(), key=lambda item: str(item[0]).endswith(".bias"))
         for key, value in entries:
             if not isinstance(value, TensorLeaf):
+                others.append(f"{layer}.{key}")
                 continue
             short = files[0].name(key, "the file")
             shards = [whole_tensor(file.tensor(file.root.get(key), short)) for file in files]
@@ -567,7 +579,7 @@ def _untrained(
                     if plan is None
                     else _joined_tensor(store, name, shards, plan, model, is_weight=True)
                 )
-    return untrained, plans
+    return untrained, plans, others
 
 
 def _groups(

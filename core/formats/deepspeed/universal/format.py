@@ -32,7 +32,7 @@ separate file (``core.formats.torch.weights_only``). Shared parameters are recor
 size: ``core.formats.deepspeed.universal.expert_parallel``.
 
 Not carried: facts about the partition of the run that saved (``group_paddings`` …), and the model
-file's 16-bit ``module``, which the loader ignores.
+file's 16-bit ``module``, which the loader ignores; the latter is listed.
 
 ``Catalog.iteration`` and the facet ``ZeroFacts`` describe the run that saved.
 
@@ -47,6 +47,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import dropped_together
 from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import check_name
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "check", "for_universal", "lay_out", "read", "read_weights", "sniff"]
 
 _MAX_NAME_BYTES = 4096
+_COPIES = "copies of weights in the model file, which DeepSpeed ignores"
 
 
 def sniff(store: ReadStore) -> bool:
@@ -199,8 +201,19 @@ def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
     facts = ZeroFacts(
         stage=enum_number(optim.root.get("zero_stage")), dp=dp if type(dp) is int else None
     )
+    # Buffers and frozen parameters are read from the model file; that of ZeRO-3 has no others.
+    copies = (
+        f"module.{name}"
+        for name, array in model.module.items()
+        if array.n_bytes and name not in model.buffers and name not in model.frozen
+    )
+    dropped = (*model.dropped, *dropped_together(copies, _COPIES))
     return replace(
-        catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes)
+        catalog,
+        iteration=iteration_of(model),
+        aliases=aliases,
+        notes=tuple(notes),
+        dropped=dropped,
     ).with_facet(facts)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import lcm, prod
 
 from core.arrays.dtypes import DTYPES
+from core.catalog.dropped import Dropped
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import MASTER, state_key, state_of, trained
 from core.catalog.stored import Coords, PlannedArray
@@ -55,7 +56,7 @@ class FlatFiles:
         self.files: dict[Coords, object] = {}
         self.arrays: dict[str, PlannedArray | JoinedArray] = {}
         self.notes: list[str] = []
-        self.dropped: list[str] = []
+        self.dropped: list[Dropped] = []
         self._target = target
         self._planned = TargetArrays(target)
         self.beside = self._planned.beside

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from core.catalog.dropped import Dropped
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import MASTER, state_key, trained
 from core.catalog.stored import Coords, PlannedArray
@@ -36,7 +37,7 @@ class NumberedFiles:
         self.files: dict[Coords, object] = {}
         self.arrays: dict[str, PlannedArray | JoinedArray] = {}
         self.notes: list[str] = []
-        self.dropped: list[str] = []
+        self.dropped: list[Dropped] = []
         self._target = target
         self._planned = TargetArrays(target)
         self.beside = self._planned.beside

@@ -29,6 +29,7 @@ from functools import partial
 from math import prod
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped
 from core.catalog.optimizer_keys import MASTER, Optimizer, param_of, state_key
 from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -76,7 +77,7 @@ class GlobalStates:
     optimizer: Optimizer
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    dropped: Sequence[str] = ()
+    dropped: Sequence[Dropped] = ()
 
 
 def has_buckets(catalog: Catalog) -> bool:

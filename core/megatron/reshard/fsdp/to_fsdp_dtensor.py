@@ -35,9 +35,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel
 from core.catalog.optimizer_keys import param_of, trained
-from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OPTIMIZER, RERUN, RNG
+from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OF_RANKS, OPTIMIZER, RERUN, RNG
 from core.megatron.extras.random_states import WITHOUT
 from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.checks import with_gate
@@ -204,26 +205,19 @@ def _paths_of(
     return values
 
 
-def _dropped(catalog: Catalog) -> list[str]:
+def _dropped(catalog: Catalog) -> list[Dropped]:
     """Return the entries that an fsdp_dtensor checkpoint does not have, with the reasons."""
     model = catalog.facet(MegatronModel) or MegatronModel()
-    dropped = []
+    dropped: list[Dropped] = []
     if model.rng_states or any(key.partition("/")[0] == RNG for key in catalog.objects):
-        dropped.append(f"{RNG} ({WITHOUT})")
+        dropped.append(Dropped((RNG,), WITHOUT))
     if RERUN in (catalog.common or {}):
-        dropped.append(f"{RERUN} (belongs to the ranks that saved it; Megatron starts without it)")
-    dropped += [
-        f"{key} (Megatron-FSDP stores no extra states)"
-        for key, item in catalog.objects.items()
-        if key.endswith(EXTRA_STATE) and item.value is not None
-    ]
-    dropped += [
-        f"{key} (Megatron-FSDP stores no extra states)"
-        for key, meta in catalog.tensors.items()
-        if key.endswith(EXTRA_STATE) and meta.n_elements
-    ]
+        dropped.append(Dropped((RERUN,), OF_RANKS))
+    filled = [key for key, item in catalog.objects.items() if item.value is not None]
+    filled += [key for key, meta in catalog.tensors.items() if meta.n_elements]
+    states = (key for key in filled if key.endswith(EXTRA_STATE))
+    dropped += dropped_each(states, "Megatron-FSDP stores no extra states")
     if catalog.optimizer is not None:
-        dropped += [
-            f"optimizer.{name} ({FORMAT} has no place for it)" for name in catalog.optimizer.entries
-        ]
+        names = (f"optimizer.{name}" for name in catalog.optimizer.entries)
+        dropped += dropped_each(names, f"{FORMAT} has no place for it")
     return dropped

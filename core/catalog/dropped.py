@@ -1,0 +1,57 @@
+"""The record of what is not carried (``Catalog.dropped``), and the lines that tell of it.
+
+Every step between reading and writing that leaves something out adds to it:
+``core.catalog.removal.drop_entries`` where entries leave a catalog; readers, and steps that build a
+new catalog, with the functions of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.catalog.optimizer_keys import is_optimizer_key
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Entries of a checkpoint that are not carried over, for one reason.
+
+    ``str`` gives their line in the complete list, ``name (reason)`` for a single entry.
+
+    Args:
+        names: names of the entries: keys, or paths of files; at least one.
+        reason: why the destination does not hold them; "" if the name says it.
+        line: the line, if it is not that of a single entry.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+    line: str | None = None
+
+    def __str__(self) -> str:
+        return "".join(self.label_and_ending)
+
+    @property
+    def label_and_ending(self) -> tuple[str, str]:
+        """The key that begins the line, "" if none does, and the rest of the line."""
+        if self.line is None:
+            return self.names[0], f" ({self.reason})" if self.reason else ""
+        key, mark, rest = self.line.partition(" (")
+        return (key, mark + rest) if mark else ("", self.line)
+
+    @property
+    def is_of_optimizer(self) -> bool:
+        """True for the optimizer, or a part of it."""
+        return is_optimizer_key(self.names[0].partition(" ")[0])
+
+
+def dropped_each(names: Iterable[object], reason: str) -> tuple[Dropped, ...]:
+    """Return the record of entries that have a line each: ``name (reason)``."""
+    return tuple(Dropped((str(name),), reason) for name in names)
+
+
+def dropped_together(names: Iterable[str], reason: str) -> tuple[Dropped, ...]:
+    """Return the record of entries that share a line: ``reason: name, name``; none without any."""
+    names = tuple(names)
+    return (Dropped(names, reason, f"{reason}: {', '.join(names)}"),) if names else ()

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.removal import drop_entries, remove_entries
+from core.catalog.stored import Extent, StoredArray
+from core.pickle.inert import ObjectLeaf, TensorLeaf
+
+
+def make_catalog() -> Catalog:
+    """Return a catalog of three tied tensors, and two objects that share a hidden tensor."""
+    arrays = {
+        key: StoredArray(key, "float32", (2,), Extent("file", number * 8))
+        for number, key in enumerate(("a", "b", "c", "shared", "own", "unreferenced"))
+    }
+    tensors = catalog_of_arrays(format="torch", arrays={key: arrays[key] for key in "abc"})
+    skeleton = {key: TensorLeaf(key) for key in "abc"} | {key: ObjectLeaf(key) for key in "xy"}
+    return Catalog(
+        format="torch",
+        version=None,
+        tensors=tensors.tensors,
+        objects={
+            "x": StoredObject("x", value=[TensorLeaf("shared"), TensorLeaf("own")]),
+            "y": StoredObject("y", value=TensorLeaf("shared")),
+        },
+        skeleton=skeleton,
+        aliases={"b": "a", "c": "a"},
+    ).with_hidden({key: arrays[key] for key in ("shared", "own", "unreferenced")})
+
+
+def test_entries_leave_with_what_only_they_use_and_are_recorded() -> None:
+    catalog = drop_entries(make_catalog(), {"x": "no place", "a": "not wanted"})
+    assert catalog.tensors.keys() == {"b", "c"} and catalog.objects.keys() == {"y"}
+    assert catalog.hidden.keys() == {"shared", "unreferenced"}
+    assert catalog.skeleton == {"b": TensorLeaf("b"), "c": TensorLeaf("c"), "y": ObjectLeaf("y")}
+    # The first of the tied tensors that remain is the original.
+    assert catalog.aliases == {"c": "b"}
+    assert list(map(str, catalog.dropped)) == ["x (no place)", "a (not wanted)"]
+
+
+def test_removed_entries_are_not_recorded() -> None:
+    catalog = remove_entries(make_catalog(), {"x", "y"})
+    assert catalog.hidden.keys() == {"unreferenced"} and catalog.dropped == ()
