@@ -1,8 +1,10 @@
 """The record of what is not carried (``Catalog.dropped``), and the lines that tell of it.
 
-Every step between reading and writing that leaves something out adds to it:
-``core.catalog.removal.drop_entries`` where entries leave a catalog; readers, and steps that build a
-new catalog, with the functions of this file.
+Every step between reading and writing that leaves entries out, as the destination or the layout
+has no place for them, adds to it: ``core.catalog.removal.drop_entries`` where entries leave a
+catalog; readers, and steps that build a new catalog, with the functions of this file.
+``core.convert.prepare`` joins the records. What the user excluded, copies of weights, and a
+schedule that Megatron starts anew are notes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from core.catalog.stored import ArrayT
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The configuration of an adapter that peft wrote."""
-NOT_CARRIED = "files beside the weights"
+FILES_BESIDE = "files beside the weights"
 """The reason for not carrying these files over."""
 UNREAD = "other files of the directory"
 """The reason for not carrying files over that no reader opened."""

@@ -153,7 +153,8 @@ class StoredArray:
     """A dense array in a file of a checkpoint.
 
     Args:
-        name: unique within the checkpoint.
+        name: identity of the array in the files, for checksums and messages; unique within the
+            checkpoint. It is no key: it stays when the tensor gets another one.
         dtype: canonical dtype name.
         shape: in elements.
         extent: position and encoding of the array.

@@ -91,9 +91,9 @@ class Tensor(Generic[ArrayT_co]):
     Args:
         dtype: canonical dtype name (``core.arrays.dtypes``).
         shape: global shape, in elements.
-        pieces: the array that is exactly the tensor, or a function that returns the fragments that
-            tile it, replicas included, in a stable order. They are created when asked for, so that
-            a tensor of 10⁵ chunks does not need 10⁵ objects.
+        tiling: the array that is exactly the tensor, or a function that returns the fragments that
+            tile it; readers call ``fragments``, which answers for both. Fragments are created when
+            they are asked for, so that a tensor of 10⁵ chunks does not need 10⁵ objects.
         flexible: a reader may request another shape (the documented ``allow_shape_mismatch``).
         attributes: what the checkpoint says about the tensor besides (``core.catalog.attributes``);
             None if nothing.
@@ -101,7 +101,7 @@ class Tensor(Generic[ArrayT_co]):
 
     dtype: str
     shape: Shape
-    pieces: ArrayT_co | Callable[[], Sequence[Fragment[ArrayT_co]]] = field(
+    tiling: ArrayT_co | Callable[[], Sequence[Fragment[ArrayT_co]]] = field(
         default=_no_fragments, compare=False, repr=False
     )
     flexible: bool = False
@@ -109,8 +109,8 @@ class Tensor(Generic[ArrayT_co]):
 
     def fragments(self) -> Sequence[Fragment[ArrayT_co]]:
         """Return the fragments that tile the tensor, replicas included, in a stable order."""
-        pieces = self.pieces
-        return pieces() if callable(pieces) else (whole_fragment(pieces),)
+        tiling = self.tiling
+        return tiling() if callable(tiling) else (whole_fragment(tiling),)
 
     @property
     def n_elements(self) -> int:
@@ -150,7 +150,7 @@ class Tensor(Generic[ArrayT_co]):
         tensors = (self, *others)
         return replace(
             self,
-            pieces=lambda: [fragment for tensor in tensors for fragment in tensor.fragments()],
+            tiling=lambda: [fragment for tensor in tensors for fragment in tensor.fragments()],
         )
 
     def with_fragments(
@@ -160,7 +160,7 @@ class Tensor(Generic[ArrayT_co]):
         changed: Any = self
         return cast(
             "Tensor[ArrayT]",
-            replace(changed, pieces=lambda: [change(fragment) for fragment in self.fragments()]),
+            replace(changed, tiling=lambda: [change(fragment) for fragment in self.fragments()]),
         )
 
     def with_arrays(self, change: Callable[[ArrayT_co], ArrayT]) -> Tensor[ArrayT]:
@@ -181,7 +181,7 @@ TargetTensor: TypeAlias = Tensor[PlannedArray]
 
 def without_fragments(tensor: AnyTensor) -> Tensor[Any]:
     """Return what a tensor is, without where it lies; the result can be sent to other processes."""
-    return replace(tensor, pieces=_no_fragments)
+    return replace(tensor, tiling=_no_fragments)
 
 
 def bind_argument(function: Callable[[Any], ResultT], argument: object) -> Callable[[], ResultT]:
@@ -199,7 +199,7 @@ def whole_tensor(array: ArrayT) -> Tensor[ArrayT]:
 
 
 def compute_whole(compute: Callable[[], ArrayT]) -> Callable[[], tuple[Fragment[ArrayT]]]:
-    """Return the ``pieces`` of a tensor that is exactly one array.
+    """Return the ``tiling`` of a tensor that is exactly one array.
 
     Args:
         compute: builds the array; it is called once, when the fragments are first asked for.

@@ -213,7 +213,7 @@ def dequantize(
             replace(
                 tensor,
                 dtype=target.name,
-                pieces=compute_whole(partial(dequantize_weight, key)),
+                tiling=compute_whole(partial(dequantize_weight, key)),
             )
             if key in scales_of
             else tensor
@@ -486,7 +486,7 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
             (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:])) if kinds[key] == "block" else ()
         )
         tensors[key] = replace(
-            tensor, dtype="float8_e4m3fn", pieces=compute_whole(partial(quantize_weight, key))
+            tensor, dtype="float8_e4m3fn", tiling=compute_whole(partial(quantize_weight, key))
         )
         tensors[scales_of[key]] = Tensor(
             "float32", blocks, compute_whole(partial(compute_scales, key, blocks))

@@ -14,7 +14,7 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.files_beside import NOT_CARRIED, UNREAD, carried_of, without_carried
+from core.catalog.files_beside import FILES_BESIDE, UNREAD, carried_of, without_carried
 from core.catalog.key_patterns import folded, matcher
 from core.catalog.mapping_attributes import attributes_beside_tensors, attributes_of
 from core.catalog.tensor import without_fragments
@@ -823,7 +823,7 @@ def _describe_lost_files(
         for path, key in files.items()
         if path not in written and key not in keys and path not in described
     ]
-    return [*dropped_together(lost, NOT_CARRIED)]
+    return [*dropped_together(lost, FILES_BESIDE)]
 
 
 def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:

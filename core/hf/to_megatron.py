@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.dropped import Dropped, dropped_each, dropped_together
 from core.catalog.facets import MegatronModel
-from core.catalog.files_beside import NOT_CARRIED, carried_of
+from core.catalog.files_beside import FILES_BESIDE, carried_of
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import (
     MissingShardError,
@@ -353,7 +353,7 @@ def _dropped(catalog: Catalog, *, has_optimizer: bool) -> tuple[Dropped, ...]:
     return (
         *catalog.dropped,
         *dropped_each(keys, "Megatron checkpoints cannot store it"),
-        *dropped_together(files, NOT_CARRIED),
+        *dropped_together(files, FILES_BESIDE),
     )
 
 

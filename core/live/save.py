@@ -210,7 +210,7 @@ def target_of(
         format=format.name,
         version=None,
         tensors={
-            key: replace(tensor, pieces=bind_argument(plan_fragments, key))
+            key: replace(tensor, tiling=bind_argument(plan_fragments, key))
             for key, tensor in metas.items()
         },
         objects=objects,

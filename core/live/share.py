@@ -51,7 +51,7 @@ def find_share(
 
     def share_of(tensors: Mapping[str, TargetTensor]) -> dict[str, TargetTensor]:
         return {
-            key: replace(tensor, pieces=bind_argument(tuple, fragments[key]))
+            key: replace(tensor, tiling=bind_argument(tuple, fragments[key]))
             for key, tensor in tensors.items()
             if fragments.get(key)
         }

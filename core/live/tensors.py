@@ -130,7 +130,7 @@ def live_source(
         format="live",
         version=None,
         tensors={
-            key: replace(tensor, pieces=bind_argument(tuple, fragments.get(key, ())))
+            key: replace(tensor, tiling=bind_argument(tuple, fragments.get(key, ())))
             for key, tensor in metas_of_chunks(tensor.chunk for tensor in tensors).items()
         },
         hidden=hidden,
@@ -167,7 +167,7 @@ def live_target(
         format="live",
         version=None,
         tensors={
-            key: replace(tensor, pieces=bind_argument(tuple, fragments.get(key, ())))
+            key: replace(tensor, tiling=bind_argument(tuple, fragments.get(key, ())))
             for key, tensor in metas_of_chunks(tensor.chunk for tensor in tensors).items()
         },
     )

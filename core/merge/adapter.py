@@ -188,7 +188,7 @@ def fold_adapter(
         return computed_array(name, meta, meta.dtype, encoding)
 
     tensors = {
-        key: replace(tensor, pieces=partial(computed, key)) if key in changed else tensor
+        key: replace(tensor, tiling=partial(computed, key)) if key in changed else tensor
         for key, tensor in catalog.tensors.items()
     }
     folded = replace(catalog, tensors=tensors)

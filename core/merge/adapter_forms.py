@@ -127,5 +127,5 @@ def fold(
     for name, pair in pairs.items():
         parts = [folded.catalog.tensors[part.names[0]] for part in pair.tensors]
         fused = fuse.fuse_parts(pair.strips, parts, pair.shape)
-        tensors[name] = replace(tensors[name], pieces=fused.pieces)
+        tensors[name] = replace(tensors[name], tiling=fused.tiling)
     return MergedCatalog(replace(catalog, tensors=tensors), folded.notes)

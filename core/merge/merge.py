@@ -270,7 +270,7 @@ def _with_computed(
         return computed_array(key, first.tensors[key], floats[key], encoding)
 
     tensors = {
-        key: replace(tensor, pieces=partial(computed, key)) if key in floats else tensor
+        key: replace(tensor, tiling=partial(computed, key)) if key in floats else tensor
         for key, tensor in first.tensors.items()
     }
 

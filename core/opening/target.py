@@ -140,18 +140,18 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
         )
 
     def place(key: str, tensor: AnyTensor) -> TargetTensor:
-        array = tensor.pieces
-        pieces: PlannedArray | Callable[[], Sequence[TargetFragment]]
+        array = tensor.tiling
+        tiling: PlannedArray | Callable[[], Sequence[TargetFragment]]
         if by != "whole" and callable(array) and key in catalog.tensors:
-            pieces = bind_argument(plan_fragments, key)
+            tiling = bind_argument(plan_fragments, key)
         else:
             file = array.extent.file if isinstance(array, StoredArray) else ""
             number = file_number.get(file) if key in catalog.tensors else None
-            pieces = PlannedArray(key, tensor.dtype, tensor.shape, coords=_file_coords(number))
+            tiling = PlannedArray(key, tensor.dtype, tensor.shape, coords=_file_coords(number))
         return Tensor(
             tensor.dtype,
             tensor.shape,
-            pieces,
+            tiling,
             flexible=tensor.flexible,
             attributes=tensor.attributes,
         )

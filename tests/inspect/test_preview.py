@@ -21,7 +21,7 @@ from tests.support.late_items import ItemAt
 
 
 def catalog_of(meta: Tensor, fragments: Sequence[Fragment]) -> Catalog:
-    return Catalog("test", None, {"w": replace(meta, pieces=lambda: fragments)})
+    return Catalog("test", None, {"w": replace(meta, tiling=lambda: fragments)})
 
 
 def array(

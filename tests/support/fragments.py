@@ -16,7 +16,7 @@ def with_fragments(
 ) -> dict[str, Tensor[Any]]:
     """Return tensors with the fragments that a function returns for their keys."""
     return {
-        key: replace(tensor, pieces=partial(fragments_of, key)) for key, tensor in tensors.items()
+        key: replace(tensor, tiling=partial(fragments_of, key)) for key, tensor in tensors.items()
     }
 
 

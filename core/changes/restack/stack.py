@@ -137,7 +137,7 @@ def _replace_by_stacks(
         elif new not in tensors:
             layers = [catalog.tensors[layer] for layer in parts[new]]
             stacked = blocks[key].stack(layers) if key in blocks else stack(layers, axis)
-            tensors[new] = replace(tensor, shape=stacked.shape, pieces=stacked.pieces)
+            tensors[new] = replace(tensor, shape=stacked.shape, tiling=stacked.tiling)
 
     new_keys = {key: (new,) for key, new in new_of.items()}
     renamed = with_parameters(catalog, new_keys)

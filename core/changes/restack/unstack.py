@@ -184,7 +184,7 @@ def _replace_by_layers(
                         else catalog.entry(sibling, number, _axis_of(stacked, axis))
                     )
                     tensors[parts[sibling][number]] = replace(
-                        stacked, shape=layer.shape, pieces=layer.pieces
+                        stacked, shape=layer.shape, tiling=layer.tiling
                     )
 
     renamed = with_parameters(catalog, parts)

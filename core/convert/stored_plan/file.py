@@ -492,7 +492,7 @@ class StoredPlan:
         # Prove the work again.
         work = match(
             key,
-            replace(source, pieces=lambda: source_fragments),
+            replace(source, tiling=lambda: source_fragments),
             target,
             fragments=self._decoder.targets(key, target, targets),
             zeros=[Box(tuple(offset), tuple(shape)) for offset, shape in zeros],

@@ -192,7 +192,7 @@ def upload_part(
         # The tensor has to outlive the reads of its memory.
         tensor = resolve_tensor(item, planner)
         source, memory = live_source([bridge.live_tensor(chunk_of(item), tensor)])
-        tensor_of_item = replace(part.tensors[key], pieces=lambda: (fragment,))
+        tensor_of_item = replace(part.tensors[key], tiling=lambda: (fragment,))
         target: TargetCatalog = Catalog("live", None, {key: tensor_of_item})
         yield from ArrayBytes(ProcessShare(target, ()), source, memory).pieces(array)
         del tensor

@@ -98,7 +98,7 @@ class PlannedSave:
             "live",
             None,
             {
-                key: replace(tensor, pieces=bind_argument(list_pieces, key))
+                key: replace(tensor, tiling=bind_argument(list_pieces, key))
                 for key, tensor in self.tensors.items()
             },
             objects=objects,
@@ -293,7 +293,7 @@ def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
 
     tensors = {
         key: (
-            replace(tensor, pieces=bind_argument(list_pieces, key))
+            replace(tensor, tiling=bind_argument(list_pieces, key))
             if key in save.pieces
             else tensor
         )
@@ -329,7 +329,7 @@ class RankSave:
             "live",
             None,
             {
-                key: replace(tensor, pieces=partial(self.fragments.__getitem__, key))
+                key: replace(tensor, tiling=partial(self.fragments.__getitem__, key))
                 for key, tensor in self.tensors.items()
             },
         )

@@ -308,7 +308,7 @@ def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = 
                 key, meta = array_name(key, box), replace(meta, shape=box.shape)
                 box = replace(box, offset=(0,) * box.rank)
             parts = fragments.setdefault(key, [])
-            first = tensors.setdefault(key, replace(meta, pieces=bind_argument(tuple, parts)))
+            first = tensors.setdefault(key, replace(meta, tiling=bind_argument(tuple, parts)))
             if first != meta:
                 raise CorruptError(
                     f"the tensor is {first.dtype} of shape {first.shape} in one file, and "

@@ -258,7 +258,7 @@ class _Merger:
     def _add_meta(self, key: str, meta: Tensor, file: TensorFile) -> None:
         """Record dtype and shape of a tensor; raise CorruptError if the files disagree."""
         parts = self._fragments.setdefault(key, [])
-        first = self._tensors.setdefault(key, replace(meta, pieces=bind_argument(tuple, parts)))
+        first = self._tensors.setdefault(key, replace(meta, tiling=bind_argument(tuple, parts)))
         if first != meta:
             raise CorruptError(
                 f"the tensor is {first.dtype} of shape {first.shape} in "

@@ -68,7 +68,7 @@ def join_quantized(key: str, shape: Shape, parts: Sequence[QuantizedPart]) -> Jo
             for array in _replicas(name, fragment, parts):
                 named = replace(array, name=f"{array.extent.file}:{array_name(name, fragment.box)}")
                 fragments.append(replace(fragment, array=named))
-        tensors[name] = replace(tensor, pieces=bind_argument(tuple, fragments))
+        tensors[name] = replace(tensor, tiling=bind_argument(tuple, fragments))
     return replace(joined, tensors=tensors)
 
 

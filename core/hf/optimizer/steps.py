@@ -86,7 +86,7 @@ class MegatronStep:
         """
         if is_first:
             return self.tensor
-        return replace(self.tensor, pieces=lambda: self.tensor.fragments()[:1])
+        return replace(self.tensor, tiling=lambda: self.tensor.fragments()[:1])
 
 
 def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> MegatronStep | None:

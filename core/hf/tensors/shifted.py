@@ -113,4 +113,4 @@ def shifted(catalog: Catalog, key: str, name: str, shift: int) -> Tensor:
         extent = Extent(source.file, 0, encoding=Shifted(source, shift))
         return StoredArray(f"{name} of {source.origin}", source.dtype, source.shape, extent)
 
-    return replace(catalog.tensors[key], pieces=compute_whole(compute))
+    return replace(catalog.tensors[key], tiling=compute_whole(compute))

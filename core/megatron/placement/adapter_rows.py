@@ -102,7 +102,7 @@ def _reordered(catalog: Catalog, *, first: int, second: int) -> Catalog:
         return tuple(list_moved(key))
 
     tensors = {
-        key: replace(tensor, pieces=bind_argument(moved, key)) if key in keys else tensor
+        key: replace(tensor, tiling=bind_argument(moved, key)) if key in keys else tensor
         for key, tensor in catalog.tensors.items()
     }
     return replace(catalog, tensors=tensors)

@@ -67,7 +67,7 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
             tensors[key] = meta
         elif param not in tensors:
             whole = concat(parts_in_order[param], parts_of_key[param][0])
-            tensors[param] = replace(meta, shape=whole.shape, pieces=whole.pieces)
+            tensors[param] = replace(meta, shape=whole.shape, tiling=whole.tiling)
     return replace(catalog, tensors=tensors)
 
 
@@ -134,7 +134,7 @@ def separate_parts(
             range_of_key = meta.narrow(axis, start, extent)
             if is_target:
                 range_of_key = range_of_key.with_fragments(partial(_as_own_chunk, part))
-            tensors[part] = replace(meta, shape=range_of_key.shape, pieces=range_of_key.pieces)
+            tensors[part] = replace(meta, shape=range_of_key.shape, tiling=range_of_key.tiling)
             start += extent
     return replace(catalog, tensors=tensors)
 

@@ -223,7 +223,7 @@ def place_tensors(
         return fragments
 
     return {
-        name: replace(metas[name], pieces=partial(fragments_at, origin, metas[name].shape))
+        name: replace(metas[name], tiling=partial(fragments_at, origin, metas[name].shape))
         for name, origin in origins.items()
     }
 

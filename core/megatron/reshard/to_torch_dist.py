@@ -382,7 +382,7 @@ class _StackedModel:
         for key, group in self.groups.items():
             first = self.catalog.tensors[group[0].key]
             shape, fragments = (*group[0].shape, *first.shape), self._source_fragments
-            tensors[key] = replace(first, shape=shape, pieces=bind_argument(fragments, key))
+            tensors[key] = replace(first, shape=shape, tiling=bind_argument(fragments, key))
         return tensors
 
     def target_tensors(self) -> dict[str, TargetTensor]:
@@ -392,7 +392,7 @@ class _StackedModel:
             first: Any = self.catalog.tensors[group[0].key]
             shape = (*group[0].shape, *self.cuts[group[0].key].shape)
             fragments = bind_argument(self._target_fragments, key)
-            tensors[key] = replace(first, shape=shape, pieces=fragments)
+            tensors[key] = replace(first, shape=shape, tiling=fragments)
         return tensors
 
     def _source_fragments(self, key: str) -> Sequence[Fragment]:

@@ -139,7 +139,7 @@ def cut_experts(
         array = PlannedArray(entry.first, tensor.dtype, _stacked(tensor.shape, ep))
         at = (entry.ep_rank * tensor.shape[0], *(0 for _ in tensor.shape[1:]))
         fragment = Fragment(full_box(tensor.shape), array, at)
-        return replace(tensor, pieces=lambda: (fragment,))
+        return replace(tensor, tiling=lambda: (fragment,))
 
     # The steps of a directory are one tensor: the others become its copies.
     copies: dict[str, list[str]] = {}

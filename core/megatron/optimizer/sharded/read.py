@@ -250,7 +250,7 @@ def _in_true_shape(tensor: Tensor, shape: Shape) -> Tensor:
             for part in _unflatten(fragment, tensor.shape, shape)
         ]
 
-    return replace(tensor, shape=shape, pieces=fragments)
+    return replace(tensor, shape=shape, tiling=fragments)
 
 
 def _true_shape(key: str, meta: Tensor, value: object) -> Shape:

@@ -104,7 +104,7 @@ def with_padding(target: TargetCatalog) -> TargetCatalog:
         shape = facts.shapes[key]
         if shape != tensor.shape:
             padded = whole_tensor(PlannedArray(key, tensor.dtype, shape))
-            tensors[key] = replace(tensor, shape=shape, pieces=padded.pieces)
+            tensors[key] = replace(tensor, shape=shape, tiling=padded.tiling)
             n_rows, rest = tensor.shape[0], shape[1:]
             zeros[key] = [Box((n_rows, *(0 for _ in rest)), (shape[0] - n_rows, *rest))]
     return replace(target, tensors=tensors, zeros=zeros)

@@ -221,7 +221,7 @@ def test_elements_that_no_chunk_holds_are_missing() -> None:
     hollow = replace(
         catalog,
         tensors={
-            key: replace(tensor, pieces=lambda t=tensor: t.fragments()[1:])
+            key: replace(tensor, tiling=lambda t=tensor: t.fragments()[1:])
             if key.endswith(".exp_avg")
             else tensor
             for key, tensor in catalog.tensors.items()
