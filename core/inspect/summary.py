@@ -20,7 +20,6 @@ from core.catalog.facets import RankFacts, TorchDistFacts, TorchShardedFacts
 from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException
 from core.files.store import list_files_below
-from core.formats.torch.tree import load_object
 from core.inspect.capability import Capability, ModelTraits, list_plain_capabilities
 from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
@@ -237,7 +236,7 @@ def _load_attributes(checkpoint: Checkpoint) -> AttributesByPath:
     """Return the attributes of a checkpoint by path; ``ckpt validate`` reports damaged ones."""
     catalog = checkpoint.catalog
     with suppress(CheckpointingException):
-        catalog = load_attributes(catalog, checkpoint.store, load_object)
+        catalog = load_attributes(catalog, checkpoint.store)
     return collect_attributes(catalog)
 
 
@@ -331,7 +330,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
                     config=config,
                     is_undescribed=config is None,
                 )
-            catalog = loaded(catalog, store, load_object)
+            catalog = loaded(catalog, store)
         from core.megatron.reshard.reshard import unshard
         from core.megatron.rules.tables import load_rules
 
