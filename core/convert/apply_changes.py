@@ -34,7 +34,6 @@ from core.catalog.optimizer_keys import is_optimizer_key
 from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
 from core.changes.select import cast_of, select
 from core.convert.job import Job
-from core.convert.nesting_notes import attributes_note
 from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
@@ -126,6 +125,8 @@ def apply_changes(
     values = {id(attribute.value) for attribute in attributes_of(catalog.skeleton)}
     lost = [attribute for attribute in attributes if id(attribute.value) not in values]
     if lost:
+        from core.convert.nesting_notes import attributes_note
+
         catalog = without_tensors_of(catalog, lost)
         notes.append(attributes_note(lost))
 

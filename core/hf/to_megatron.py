@@ -36,7 +36,6 @@ from core.hf.family import Family
 from core.hf.name_tables import BODY, pairs_of
 from core.hf.notes import list_model_notes
 from core.hf.optimizer.groups import PARAM_GROUPS
-from core.hf.optimizer.restored import restored_optimizer
 from core.hf.optimizer.states import (
     carrying_option,
     named_state_of,
@@ -47,7 +46,6 @@ from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
 from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
 from core.hf.ties import with_embedding
-from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import Model, model_of
 from core.hf.value_head import NOTE as HEAD_NOTE
 from core.hf.value_head import find_value_head
@@ -129,6 +127,8 @@ def to_megatron(
     text = text_of(config, catalog.documents.get(CONFIG))
     separated = None
     if family is None and is_composite(config):
+        from core.hf.towers.to_megatron import separate_model
+
         separated = separate_model(catalog, config)
         catalog, config = separated.text, separated.config
     catalog = with_embedding(catalog, config)
@@ -179,6 +179,8 @@ def to_megatron(
     # Convert the optimizer's states in the same way.
     states, restored = NO_STATES, None
     if optimizer is not None and has_states:
+        from core.hf.optimizer.restored import restored_optimizer
+
         states = convert_states(catalog, pairs_of(family, model), tensors)
         used |= states.used
         restored = restored_optimizer(
