@@ -35,7 +35,6 @@ from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, pairs_of
 from core.hf.notes import list_model_notes
-from core.hf.optimizer.groups import PARAM_GROUPS
 from core.hf.optimizer.states import (
     carrying_option,
     named_state_of,
@@ -43,7 +42,6 @@ from core.hf.optimizer.states import (
 )
 from core.hf.optimizer.to_global import NO_STATES, convert_states
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
-from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
 from core.hf.ties import with_embedding
 from core.hf.traits import Model, model_of
@@ -256,6 +254,8 @@ def _trained_facts(tensor: GlobalTensor) -> tuple[int, str]:
 
 def _is_of_states(catalog: Catalog, key: str) -> bool:
     """Return whether an object is a setting of a parameter group, or a state of a parameter."""
+    from core.hf.optimizer.groups import PARAM_GROUPS
+
     return key.startswith(PARAM_GROUPS) or named_state_of(catalog, key) is not None
 
 
@@ -319,6 +319,8 @@ def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:
     """Yield the note about tensors whose numbers are others in Megatron."""
     shifted = [tensor.used[0] for tensor in tensors.values() if tensor.is_shifted]
     if shifted:
+        from core.hf.tensors.shifted import SHIFT_NOTE
+
         more = f" and {len(shifted) - 1} others" if shifted[1:] else ""
         yield f"{shifted[0]}{more}: {SHIFT_NOTE}"
 
