@@ -64,12 +64,11 @@ def model_view(
         from core.megatron.rules.tables import load_rules
 
         rules = own_rules or load_rules(None)
-        from core.megatron.reshard.from_global import is_one_rank
+        if not catalog.is_rank_local:
+            from core.megatron.reshard.from_global import is_one_rank
 
-        if not catalog.is_rank_local and (
-            not is_megatron(catalog, rules) or is_one_rank(catalog, rules)
-        ):
-            return ModelView()
+            if not is_megatron(catalog, rules) or is_one_rank(catalog, rules):
+                return ModelView()
     except CheckpointingException:
         return ModelView()  # reported by the checks of files
     from core.formats.megatron.format import choose_model_file

@@ -443,7 +443,6 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             refer to a storage in another file.
     """
     from core.formats.torch.zip.tree_layouts import TreePlans
-    from core.megatron.optimizer.flat.content import OptimFile
 
     facts = target.facet(RankFacts)
     if facts is None:
@@ -463,6 +462,10 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals)
         )
         optim = facts.optim_files.get(coords)
+        if optim is None:
+            continue
+        from core.megatron.optimizer.flat.content import OptimFile
+
         if isinstance(optim, OptimFile):
             plan = optim_plans.plan(optim.content, optim.joined.__getitem__)
             images.append(
