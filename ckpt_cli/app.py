@@ -12,28 +12,31 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import cache, partial
 from io import TextIOWrapper
 from itertools import pairwise
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from ckpt_cli.options.diff import DiffOptions
-from ckpt_cli.options.explore import ExploreOptions
-from ckpt_cli.options.inspect import InspectOptions
-from ckpt_cli.options.launch import LaunchOptions
-from ckpt_cli.options.manifest import ManifestOptions
-from ckpt_cli.options.merge import UNSHARED, MergeOptions
-from ckpt_cli.options.prune import PruneOptions
-from ckpt_cli.options.transfer import TransferOptions, accepts
+from ckpt_cli.options.transfer import UNSHARED, TransferOptions, accepts
 from ckpt_cli.options.typer_command import HELP_ALL, Command, Group, short_page
-from ckpt_cli.options.validate import ValidateOptions
 from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
 from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_cli.options.diff import DiffOptions
+    from ckpt_cli.options.explore import ExploreOptions
+    from ckpt_cli.options.inspect import InspectOptions
+    from ckpt_cli.options.launch import LaunchOptions
+    from ckpt_cli.options.manifest import ManifestOptions
+    from ckpt_cli.options.merge import MergeOptions
+    from ckpt_cli.options.prune import PruneOptions
+    from ckpt_cli.options.validate import ValidateOptions
 
 Work = Callable[[], int]
 """A parsed command that has not run yet; returns the exit code."""
@@ -138,7 +141,7 @@ def _root(
     cls=Command,
     short_help="Show what a checkpoint contains and what can be done with it.",
 )
-@accepts(InspectOptions)
+@accepts("inspect.InspectOptions")
 def _inspect(options: InspectOptions) -> Work:
     """Show what a checkpoint contains and what can be done with it.
 
@@ -150,7 +153,7 @@ def _inspect(options: InspectOptions) -> Work:
 
 
 @app.command("explore", cls=Command, short_help="Look around in a checkpoint, in the terminal.")
-@accepts(ExploreOptions)
+@accepts("explore.ExploreOptions")
 def _explore(options: ExploreOptions) -> Work:
     """Look around in a checkpoint: names, shapes, places, values, differences and damage.
 
@@ -167,7 +170,7 @@ def _explore(options: ExploreOptions) -> Work:
     epilog=_TRANSFER_EPILOG,
     short_help="Write a checkpoint in another format.",
 )
-@accepts(TransferOptions)
+@accepts("transfer.TransferOptions")
 def _convert(options: TransferOptions) -> Work:
     """Write a checkpoint in another format; tensors are streamed, so memory use stays small."""
     from ckpt_cli.commands.convert import convert
@@ -181,7 +184,7 @@ def _convert(options: TransferOptions) -> Work:
     epilog=_TRANSFER_EPILOG,
     short_help="Write a Megatron checkpoint with other parallel sizes.",
 )
-@accepts(TransferOptions)
+@accepts("transfer.TransferOptions")
 def _reshard(options: TransferOptions) -> Work:
     """Write a Megatron checkpoint with other parallel sizes (--tp-new, --pp-new, …)."""
     from ckpt_cli.commands.reshard import reshard
@@ -196,7 +199,7 @@ def _reshard(options: TransferOptions) -> Work:
     "the order that ckpt convert --help-all gives.",
     short_help="Average or add checkpoints, or fold in a LoRA adapter.",
 )
-@accepts(MergeOptions, TransferOptions, without=UNSHARED)
+@accepts("merge.MergeOptions", "transfer.TransferOptions", without=UNSHARED)
 def _merge(merge_options: MergeOptions, options: TransferOptions) -> Work:
     """Compute one checkpoint from several, in float32; optimizers are not merged."""
     from ckpt_cli.commands.merge import merge
@@ -209,7 +212,7 @@ def _merge(merge_options: MergeOptions, options: TransferOptions) -> Work:
     cls=Command,
     short_help="Record checksums and fingerprints, to verify a checkpoint later.",
 )
-@accepts(ManifestOptions)
+@accepts("manifest.ManifestOptions")
 def _manifest(options: ManifestOptions) -> Work:
     """Record file sizes, checksums and fingerprints in ckpt-manifest.json, to verify them later."""
     from ckpt_cli.commands.manifest import manifest
@@ -222,7 +225,7 @@ def _manifest(options: ManifestOptions) -> Work:
     cls=Command,
     short_help="Check a checkpoint for missing, damaged or inconsistent data.",
 )
-@accepts(ValidateOptions)
+@accepts("validate.ValidateOptions")
 def _validate(options: ValidateOptions) -> Work:
     """Check checkpoints for missing, damaged or inconsistent data; exit with 1 on errors."""
     from ckpt_cli.commands.validate import validate
@@ -231,7 +234,7 @@ def _validate(options: ValidateOptions) -> Work:
 
 
 @app.command("diff", cls=Command, short_help="Compare two checkpoints tensor by tensor.")
-@accepts(DiffOptions)
+@accepts("diff.DiffOptions")
 def _diff(options: DiffOptions) -> Work:
     """Compare two checkpoints tensor by tensor, across formats and layouts."""
     from ckpt_cli.commands.diff import run_diff
@@ -240,7 +243,7 @@ def _diff(options: DiffOptions) -> Work:
 
 
 @app.command("prune", cls=Command, short_help="Remove old iterations of a training run.")
-@accepts(PruneOptions)
+@accepts("prune.PruneOptions")
 def _prune(options: PruneOptions) -> Work:
     """Remove iterations of a training run that no rule keeps; asks before it does.
 
@@ -258,7 +261,7 @@ def _prune(options: PruneOptions) -> Work:
     context_settings={"allow_interspersed_args": False},  # words after the command belong to it
     short_help="Run a command with several workers, on one or more hosts.",
 )
-@accepts(LaunchOptions)
+@accepts("launch.LaunchOptions")
 def _launch(options: LaunchOptions) -> Work:
     """Run convert, reshard, merge, manifest, validate or diff with PyTorch's elastic launcher.
 
@@ -277,12 +280,17 @@ def _launch(options: LaunchOptions) -> Work:
 
 
 @cache
-def _command() -> TyperGroup:
-    """Return typer's command of ``app``; 50 ms once, because every option of every command is made.
+def _group_with(name: str) -> TyperGroup:
+    """Return typer's group of the one command with a name, or else of all commands.
 
-    ``app()`` itself would make it again for each command line.
+    Making all takes ten times as long, and imports the options of each.
     """
-    return get_group(app)
+    named = [command for command in app.registered_commands if command.name == name]
+    if not named:
+        return get_group(app)
+    program = copy(app)
+    program.registered_commands = named
+    return get_group(program)
 
 
 def parse_command(arguments: Sequence[str]) -> Work | int:
@@ -291,7 +299,14 @@ def parse_command(arguments: Sequence[str]) -> Work | int:
     Raises:
         Exception: the command line is invalid; ``failure_of`` translates the error.
     """
-    work = _command()(list(arguments), prog_name="ckpt", standalone_mode=False)
+    name = arguments[0].lower().replace("_", "-") if arguments else ""
+    try:
+        work = _group_with(name)(list(arguments), prog_name="ckpt", standalone_mode=False)
+    except Exception as err:
+        # The hint about an unknown option names the commands that have it: all must be there.
+        if not hasattr(err, "possibilities"):
+            raise
+        work = _group_with("")(list(arguments), prog_name="ckpt", standalone_mode=False)
     return work if callable(work) else int(work or 0)
 
 

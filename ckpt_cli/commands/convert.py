@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.transfer import build_job, transfer
 from ckpt_cli.options.transfer import CONTENT_OPTIONS, TARGETS
-from core.api.verbs import implied_format
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +24,11 @@ def convert(options: TransferOptions) -> int:
         UsageError: no option determines the format to write, or the options contradict each other.
         CheckpointingException: the checkpoint cannot be read, converted or written.
     """
-    to = options.to or implied_format(options.output or options.dst, options.names)
+    to = options.to
+    if not to:
+        from core.api.verbs import implied_format
+
+        to = implied_format(options.output or options.dst, options.names)
     if to is None and not any(getattr(options, name) for name in CONTENT_OPTIONS):
         dst = options.output or options.dst
         unknown = f", and the suffix {dst.suffix} implies no format" if dst and dst.suffix else ""

@@ -23,7 +23,6 @@ from ckpt_cli.findings.verdict import Verdict, exit_code_of
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.options.shared.values import check_file
 from ckpt_cli.screen.blocks import n_text
-from ckpt_cli.screen.output_file import check_report_path, write_lines
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
@@ -115,6 +114,8 @@ def _checkpoint_paths(options: ValidateOptions) -> dict[Path, UsageError | None]
 
 def _write_baseline(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
     """Write all findings to the file of ``--write-baseline``, including accepted ones."""
+    from ckpt_cli.screen.output_file import write_lines
+
     assert options.write_baseline is not None
     findings = [finding for verdict in verdicts for finding in verdict.validation.findings]
     write_lines(options.write_baseline, [baseline_text(findings).rstrip("\n")])
@@ -172,6 +173,8 @@ def _check_options(options: ValidateOptions) -> None:
             )
     for path in (options.output, options.write_baseline, *(options.report or ())):
         if path is not None:
+            from ckpt_cli.screen.output_file import check_report_path
+
             check_report_path(path)
     check_file(options.rules, option="--rules")
 
@@ -187,10 +190,14 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
 
             write_report(path, validate_html(verdicts), is_quiet=options.quiet)
         else:
+            from ckpt_cli.screen.output_file import write_lines
+
             write_lines(path, _report_lines(format, verdicts, options, Screen()))
     # With -o, the requested format goes to its file, and text to stdout.
     stdout_format = "json" if options.json else options.format
     if options.output is not None:
+        from ckpt_cli.screen.output_file import write_lines
+
         format = stdout_format or _SUFFIXES.get(options.output.suffix.lower(), "text")
         write_lines(options.output, _report_lines(format, verdicts, options, Screen()))
         stdout_format = "text"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
-from ckpt_cli.findings.grouping import FindingGroup, group_similar
 from ckpt_cli.findings.verdict import Verdict
 from ckpt_cli.screen.blocks import Cell, bytes_text, fact_list, facts, n_text, seconds_text, wrapped
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import find_code
+
+if TYPE_CHECKING:
+    from ckpt_cli.findings.grouping import FindingGroup
 
 _WIDTH = 100
 """Maximum width of a place and its message, and of a place, in files and pipes."""
@@ -123,6 +126,8 @@ def _code_lines(
     screen: Screen, code: str, severity: Severity, findings: list[Finding], limit: int, *, path: str
 ) -> Iterator[str]:
     """Yield the findings of one code: a title, places with their messages, and hints."""
+    from ckpt_cli.findings.grouping import group_similar
+
     # The title, with the number of findings; wrapped if it is too long for the terminal.
     entry = find_code(code)
     title = f" {entry.title}" if entry else ""

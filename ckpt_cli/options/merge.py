@@ -12,12 +12,6 @@ from ckpt_cli.options.transfer import CONTENT, MERGE, OUTPUT, Flag
 from core.errors import UsageError
 from core.files.remote_path import location_of
 
-UNSHARED = frozenset({
-    *("src", "dst", "iteration", "metadata_only", "no_optim"),
-    *("dequantize", "dequantize_optim", "param_order"),
-})  # fmt: skip
-"""Fields of ``TransferOptions`` that merge does not take: they move data, or concern one source."""
-
 
 def parse_numbers(text: str) -> tuple[float, ...]:
     """Parse the value of ``--weights``: ``0.5,0.3,0.2``.

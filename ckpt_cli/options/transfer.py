@@ -7,11 +7,12 @@ Words of long options may be separated with ``-`` or ``_``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
@@ -52,82 +53,109 @@ CONTENT_OPTIONS = (
     *("dtype", "quantize", "dequantize", "dequantize_optim"),
 )
 """Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
+UNSHARED = frozenset({
+    *("src", "dst", "iteration", "metadata_only", "no_optim"),
+    *("dequantize", "dequantize_optim", "param_order"),
+})  # fmt: skip
+"""Fields of ``TransferOptions`` that merge does not take: they move data, or concern one source."""
 
 
 WORDS = "words"
 """The field of a command's options that is not an option: the words of the command line."""
 
 
-def accepts(
-    *options: type, without: Collection[str] = ()
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Return a decorator that turns a function of values of ``options`` into a typer command.
+class _LazyCommand(Generic[Result]):
+    """A typer command that calls a function with values of option classes.
+
+    typer asks for the signature when it makes the command, which imports the classes; of all the
+    commands only the one that runs is made.
 
     Args:
-        options: dataclasses whose fields are annotated with typer's options and arguments; the
-            function takes a value of each.
+        body: the function, which takes a value of each class.
+        classes: module below ``ckpt_cli.options`` and name of each class, with a dot between.
         without: names of fields that keep their defaults and are no options of this command.
     """
-    hints = {kind: get_type_hints(kind, include_extras=True) for kind in options}
-    # Of two fields with one name, the first is the option; its value is that of both.
-    kind_of: dict[str, type] = {}
-    for kind in options:
-        for name in hints[kind]:
-            if name != WORDS and name not in without:
-                kind_of.setdefault(name, kind)
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[kind][field.name],
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+
+    def __init__(
+        self, body: Callable[..., Result], classes: Sequence[str], *, without: Collection[str]
+    ) -> None:
+        self._body, self._classes, self._without = body, classes, without
+        # typer reads a command's name and help text from the function itself, and its annotations
+        # before those of the signature.
+        self.__name__, self.__doc__ = body.__name__, body.__doc__
+        self.__annotations__: dict[str, object] = {}
+
+    @cached_property
+    def _hints(self) -> dict[type, dict[str, object]]:
+        """The annotations of the fields of each class."""
+        hints = {}
+        for name in self._classes:
+            module_name, _, class_name = name.partition(".")
+            kind = getattr(import_module(f"ckpt_cli.options.{module_name}"), class_name)
+            hints[kind] = get_type_hints(kind, include_extras=True)
+        return hints
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature that typer reads: a keyword for each option."""
+        # Of two fields with one name, the first is the option; its value is that of both.
+        parameters = {"help_all": _keyword("help_all", Annotated[bool, HELP_ALL], default=False)}
+        for kind, hints in self._hints.items():
+            for option in fields(kind):
+                if option.name == WORDS or option.name in self._without:
+                    continue
+                default = inspect.Parameter.empty if option.default is MISSING else option.default
+                parameter = _keyword(option.name, hints[option.name], default=default)
+                parameters.setdefault(option.name, parameter)
+        # --help-all is shown last.
+        parameters["help_all"] = parameters.pop("help_all")
+        return inspect.Signature([*parameters.values()])
+
+    def __call__(self, *, help_all: bool = False, **values: Any) -> Result:
+        """Call the function; ``help_all`` is False, as its callback prints the page and exits."""
+        # Checkpoints to read may be URLs. Everything else is local, and is refused here: for
+        # Python, Path("s3://bucket/x") is a local path.
+        urls: list[RemotePath] = []
+        for name, value in values.items():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if is_remote(item) and name in _CHECKPOINTS:
+                    urls.append(item)
+                elif isinstance(item, Path):
+                    refuse_url(item)
+        texts = values.get("storage_option") or ()
+        if "storage_option" in values and (urls or texts):
+            from core.files.object_client import limit_requests, set_storage_options
+
+            set_storage_options(parse_storage_options(texts, schemes={u.scheme for u in urls}))
+            limit_requests(values.get("threads"))
+        values[WORDS] = given_words()
+        return self._body(
+            *(
+                kind(**{name: values[name] for name in hints if name in values})
+                for kind, hints in self._hints.items()
+            )
         )
-        for kind in options
-        for field in fields(kind)
-        if kind_of.get(field.name) is kind
-    ]
-    parameters.append(
-        inspect.Parameter(
-            "help_all",
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[bool, HELP_ALL],
-            default=False,
-        )
+
+
+def _keyword(name: str, annotation: object, *, default: object) -> inspect.Parameter:
+    """Return a keyword-only parameter of a signature."""
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
     )
 
-    def decorate(body: Callable[..., Result]) -> Callable[..., Result]:
-        def command(*, help_all: bool = False, **values: Any) -> Result:
-            # help_all is False: its callback prints the page and exits.
-            # Checkpoints to read may be URLs. Everything else is local, and is refused here: for
-            # Python, Path("s3://bucket/x") is a local path.
-            urls: list[RemotePath] = []
-            for name, value in values.items():
-                for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if is_remote(item) and name in _CHECKPOINTS:
-                        urls.append(item)
-                    elif isinstance(item, Path):
-                        refuse_url(item)
-            texts = values.get("storage_option") or ()
-            if "storage_option" in values and (urls or texts):
-                from core.files.object_client import limit_requests, set_storage_options
 
-                set_storage_options(parse_storage_options(texts, schemes={u.scheme for u in urls}))
-                limit_requests(values.get("threads"))
-            values[WORDS] = given_words()
-            return body(
-                *(
-                    kind(**{name: values[name] for name in hints[kind] if name in values})
-                    for kind in options
-                )
-            )
+def accepts(
+    *classes: str, without: Collection[str] = ()
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Return a decorator that turns a function of values of option classes into a typer command.
 
-        # typer reads a command's name, help text and options from the function itself.
-        command.__name__ = body.__name__
-        command.__doc__ = body.__doc__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return command
-
-    return decorate
+    Args:
+        classes: dataclasses whose fields are annotated with typer's options and arguments, such as
+            ``diff.DiffOptions`` of ``ckpt_cli.options.diff``, imported when the command is used;
+            the function takes a value of each.
+        without: names of fields that keep their defaults and are no options of this command.
+    """
+    return lambda body: _LazyCommand(body, classes, without=without)
 
 
 Flag = partial(Option, show_default=False)

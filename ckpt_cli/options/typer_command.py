@@ -10,17 +10,17 @@ from __future__ import annotations
 import sys
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typer import BadParameter, Context, Exit, Option
 from typer.core import TyperCommand, TyperGroup
 
-from ckpt_cli.options.short_help import SHORT_HELP, documentation_of
-from ckpt_cli.screen.help_page import HelpPage, Section
-from ckpt_cli.screen.other_tools import COMMAND_HINTS
 from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError, did_you_mean
 from core.files.remote_path import location_of
+
+if TYPE_CHECKING:
+    from ckpt_cli.screen.help_page import HelpPage, Section
 
 PANELS = ("Merge", "Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
@@ -91,6 +91,8 @@ class Group(_Pages, TyperGroup):
         Raises:
             UsageError: there is no such command; the hint is the one that was probably meant.
         """
+        from ckpt_cli.screen.other_tools import COMMAND_HINTS
+
         name = args[0].lower().replace("_", "-")
         if name not in self.commands and not name.startswith("-"):
             hint = COMMAND_HINTS.get(name) or did_you_mean(name, self.commands)
@@ -100,6 +102,9 @@ class Group(_Pages, TyperGroup):
 
 def short_page(command: Any, ctx: Any) -> HelpPage:
     """Return the page of ``--help``: examples and the options used most."""
+    from ckpt_cli.options.short_help import SHORT_HELP, documentation_of
+    from ckpt_cli.screen.help_page import HelpPage, Section
+
     name = _name_of(command)
     short_help = SHORT_HELP[name]
     params = {long: param for param in command.get_params(ctx) for long in param.opts}
@@ -123,6 +128,9 @@ def short_page(command: Any, ctx: Any) -> HelpPage:
 
 def full_page(command: Any, ctx: Any) -> HelpPage:
     """Return the page of ``--help-all``: every option, by section."""
+    from ckpt_cli.options.short_help import documentation_of
+    from ckpt_cli.screen.help_page import HelpPage, Section
+
     panels: dict[str, list[tuple[str, str]]] = {"Options": []}
     panels |= {name: [] for name in PANELS + LAUNCH_PANELS}
     for param in command.get_params(ctx):
@@ -177,6 +185,8 @@ def _paragraphs(text: str | None) -> list[str]:
 
 def _argument_sections(command: Any, ctx: Any) -> list[Section]:
     """Return the section of the arguments, or none for a command without arguments."""
+    from ckpt_cli.screen.help_page import Section
+
     params = [param for param in command.get_params(ctx) if param.param_type_name == "argument"]
     rows = [(param.metavar, param.get_help_record(ctx)[1]) for param in params]
     return [Section("Arguments", rows)] if rows else []
@@ -184,6 +194,8 @@ def _argument_sections(command: Any, ctx: Any) -> list[Section]:
 
 def _command_sections(command: Any) -> list[Section]:
     """Return the section of the subcommands, or none for a command without any."""
+    from ckpt_cli.screen.help_page import Section
+
     commands = getattr(command, "commands", {})
     rows = [(name, child.short_help) for name, child in commands.items() if not child.hidden]
     return [Section("Commands", rows)] if rows else []

@@ -42,7 +42,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.errors import (
     CapacityError,
@@ -259,6 +258,8 @@ def _translated(err: BaseException, command: str) -> CheckpointingException | No
 
 def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
     """Return the UsageError for an error of typer, in the style of ckpt's own messages."""
+    from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
+
     context = getattr(err, "ctx", None)
     command = getattr(context, "command_path", command)
     # An option of another tool: the hint names the option of ckpt.

@@ -23,10 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from core.device.device import Device
 from core.files.syscalls import default_memory_bytes
 from core.team.protocol import ALONE, Figures, Team, summarize_figures
+
+if TYPE_CHECKING:
+    from core.device.device import Device
 
 _team: Team = ALONE
 _device: Device | None = None

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.terminal import Screen, screen_of
 from ckpt_cli.workers import current_team as teamwork
-from ckpt_cli.workers.work_state import Amounts, WorkState, bar_text, log_line, state_of
 from core.files.requests.traffic import Traffic, traffic_so_far
 from core.progress import OnProgress, Phase, Progress
 from core.team.protocol import is_lead
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from rich.progress import Progress as RichProgress
+
+    from ckpt_cli.workers.work_state import Amounts, WorkState
 
 SECONDS_PER_LINE = 30.0
 """Time between two lines of a log about the same phase."""
@@ -150,6 +151,8 @@ class PhaseTracker:
         Args:
             is_new: the phase has begun since the last call, so that earlier rates do not count.
         """
+        from ckpt_cli.workers.work_state import state_of
+
         progress = self._latest
         if progress is None:
             return None
@@ -192,6 +195,8 @@ def _write_lines(tracker: PhaseTracker, stop: Event, stream: TextIO, *, quiet_s:
         phases = tracker.begun_phases()[-1:]
     else:
         phases = tracker.begun_phases()
+    from ckpt_cli.workers.work_state import log_line
+
     next_line_at = 0.0
     while True:
         # Phases that are over already get their name only.
@@ -219,6 +224,8 @@ def _write_lines(tracker: PhaseTracker, stop: Event, stream: TextIO, *, quiet_s:
 
 def _draw_bar(tracker: PhaseTracker, stop: Event, stream: TextIO, screen: Screen) -> None:
     """Draw the progress as a bar until ``stop`` is set; then erase it."""
+    from ckpt_cli.workers.work_state import bar_text
+
     # Nothing is drawn, and rich is not imported, for work that is short.
     if stop.wait(_BAR_AFTER_S):
         return

@@ -196,8 +196,6 @@ def cast_of(
         UsageError: a dtype is unknown, a glob matches nothing, or a rule without a glob casts to
             8 bits; raised by the returned function if a float8 tensor with scales would be cast.
     """
-    from core.changes.quantize import companion
-
     # Parse the rules before anything is read.
     present = None if keys is None else dict.fromkeys(keys)
     for glob, _ in rules:
@@ -214,7 +212,11 @@ def cast_of(
         )
 
     def scales_of(key: str, meta: Tensor) -> str | None:
-        return None if present is None else companion(key, meta, present)
+        if present is None:
+            return None
+        from core.changes.quantize import companion
+
+        return companion(key, meta, present)
 
     def dtype_for(key: str, meta: Tensor) -> str:
         # The last rule that reaches the tensor wins.
@@ -237,9 +239,7 @@ def cast_of(
             if is_weight and not is_optimizer_key(key) and not _KEPT_PRECISION.search(key):
                 chosen = dtype
         # Without its scales a float8 number is not the weight, whichever rule reached it.
-        scales = (
-            companion(key, meta, present) if present is not None and chosen != meta.dtype else None
-        )
+        scales = scales_of(key, meta) if chosen != meta.dtype else None
         if scales is not None:
             raise UsageError(
                 f"--dtype: casting {meta.dtype} to {chosen} without applying the scales {scales!r} "

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
-from core.formats.torch.tree import load_object
 from core.opening.config_beside import may_have_arguments
 from core.opening.objects import loaded
 
@@ -58,18 +57,18 @@ def model_view(
     if catalog is None or (ranks is not None and ranks.is_single_rank):
         return ModelView()
     try:
-        catalog = loaded(catalog, store, load_object)
+        catalog = loaded(catalog, store)
         if not catalog.is_rank_local and not may_have_arguments(catalog):
             return ModelView()
         from core.megatron.extras.common_state import is_megatron
-        from core.megatron.reshard.from_global import is_one_rank
         from core.megatron.rules.tables import load_rules
 
         rules = own_rules or load_rules(None)
-        if not catalog.is_rank_local and (
-            not is_megatron(catalog, rules) or is_one_rank(catalog, rules)
-        ):
-            return ModelView()
+        if not catalog.is_rank_local:
+            from core.megatron.reshard.from_global import is_one_rank
+
+            if not is_megatron(catalog, rules) or is_one_rank(catalog, rules):
+                return ModelView()
     except CheckpointingException:
         return ModelView()  # reported by the checks of files
     from core.formats.megatron.format import choose_model_file

@@ -12,7 +12,6 @@ from core.checks.finding import Finding, Severity
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, MissingShardError, TruncatedError
-from core.pickle.cycles import ENDLESS, endless_error
 
 UNREADABLE = Code(
     "CK100",
@@ -36,7 +35,12 @@ def find_opening_error(subject: Subject) -> Iterator[Finding]:
 
 def find_endless_containers(subject: Subject) -> Iterator[Finding]:
     """Report containers that contain themselves, which no conversion can write."""
-    for key, kind in subject.catalog.refused.items() if subject.catalog is not None else ():
+    refused = {} if subject.catalog is None else subject.catalog.refused
+    if not refused:
+        return
+    from core.pickle.cycles import ENDLESS, endless_error
+
+    for key, kind in refused.items():
         if kind == ENDLESS:
             yield finding_of(endless_error(key), default=NOT_HANDLED, file=subject.store.entry)
 

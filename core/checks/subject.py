@@ -16,7 +16,6 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
 from core.files.source_store import SourceStore
 from core.files.syscalls import allowed_cores, default_memory_bytes
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from core.checks.plan_request import PlanRequest
     from core.checks.tensor_names import TensorNames
     from core.checks.watch import ByteScan
+    from core.device.device import Device
     from core.files.stated.checksum import StatedChecksums
     from core.fingerprint.definition import Fingerprint
     from core.formats.torch.other_pickles import PickledContent
@@ -399,6 +399,7 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         WorkerError: a rank of the team failed, or the ranks see different data.
     """
     from core.checks.watch import ByteScan, combine_watches
+    from core.device.device import FINGERPRINT, VALUES
     from core.formats.zarr.fill import fill_of
     from core.manifest.stated_crcs import StatedCrcReader
     from core.scan.run import scan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.stored import n_stored_bytes
 from core.errors import CheckpointingException
-from core.formats.torch.tree import load_object, parse
+from core.formats.torch.tree import parse
 from core.megatron.reshard.reshard import unshard
 from core.opening.objects import loaded
 
@@ -42,7 +42,7 @@ class TensorNames:
         catalogs = [] if stored is None else [stored]
         if stored is not None and stored.is_rank_local:
             with suppress(CheckpointingException):
-                with_objects = loaded(stored, store, load_object)
+                with_objects = loaded(stored, store)
                 catalogs.insert(0, unshard(with_objects, rules=rules, optim="carry", store=None))
         self._indexes = [_ByteIndex(_readable_arrays(catalog)) for catalog in catalogs]
 

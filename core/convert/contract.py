@@ -421,9 +421,8 @@ def _check_fragments(catalog: Catalog) -> None:
 
 def _objects(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     """Return the entries that are not tensors by key, those of a common state included."""
-    from core.formats.torch.tree import load_object
 
-    values = {key: item.value for key, item in loaded(catalog, store, load_object).objects.items()}
+    values = {key: item.value for key, item in loaded(catalog, store).objects.items()}
     common = catalog.common or {}
     values |= {str(key): value for key, value in common.items()}
     return {key: _plain(value) for key, value in _nest_keys(values).items()}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
-from core.catalog.copied_files import COPIED_HINT, CopiedFile
 from core.convert.job import Job
 from core.errors import CheckpointingException, CorruptError
 from core.files.store import list_files_below
 from core.opening.open import Checkpoint
+
+if TYPE_CHECKING:
+    from core.catalog.copied_files import CopiedFile
 
 
 def check_copied_files(job: Job, source: Checkpoint, used: Catalog) -> list[str]:
@@ -80,4 +83,6 @@ def _copied_files(
 
 
 def _error(copied: CopiedFile) -> CorruptError:
+    from core.catalog.copied_files import COPIED_HINT
+
     return CorruptError(copied.message, file=copied.file, hint=COPIED_HINT)

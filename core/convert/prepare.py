@@ -63,7 +63,6 @@ from core.files.url import find_location, refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of, file_images
 from core.formats.registry import format_called, formats
-from core.formats.torch.tree import load_object
 from core.megatron.model.topology import Topology
 from core.opening.code_in_pickles import naming_code_first
 from core.opening.objects import (
@@ -693,9 +692,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         if job.topology.is_change:
             planned = replace(job, metadata_only=False)
             cut_form(planned, global_form(planned, source, format).catalog, format)
-    check_safety(
-        loaded(linked.catalog, source.store, load_object), keeps_unknown=True, drop_unknown=False
-    )
+    check_safety(loaded(linked.catalog, source.store), keeps_unknown=True, drop_unknown=False)
 
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images

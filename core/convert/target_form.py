@@ -46,7 +46,6 @@ from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import is_tokenizer_file
 from core.formats.torch.refused import names_importable
 from core.formats.torch.stream import has_pickled_name
-from core.formats.torch.tree import load_object
 from core.opening.code_in_pickles import list_dangerous_names
 from core.opening.objects import check_safety, load_attributes, refuse_in_ranks
 from core.opening.open import Checkpoint
@@ -150,7 +149,7 @@ def settle_attributes(
     dropped: list[Dropped] = []
     for source in sources:
         before = drop_matching_attributes(
-            load_attributes(source.catalog, source.store, load_object), job.exclude
+            load_attributes(source.catalog, source.store), job.exclude
         )
         for path, values in find_lost_attributes(before, catalog).items():
             is_left_out = any(matches(path) for matches in exclude) or (

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from core.arrays.cast import Cast, count_overflows
 from core.arrays.checksum import RunSum, crc32
 from core.arrays.dtypes import itemsize
 from core.copy.ledger import CheckedRun, ItemRecord, WrittenRun
-from core.device.cast import cast_on
 from core.device.device import Device
 from core.files.store import TargetStore
 from core.plan.addresses import RecordCrc
 
 if TYPE_CHECKING:
+    from core.arrays.cast import Cast
     from core.copy.ledger import Ledger
     from core.copy.options import CopyOptions
     from core.plan.positions import Places
@@ -54,7 +53,11 @@ class Output:
         self._options = options
         self._dtypes = dtypes
         self._source_size, self._size = (itemsize(name) for name in dtypes)
-        self._cast: Cast | None = None if dtypes[0] == dtypes[1] else cast_on(device, *dtypes)
+        self._cast: Cast | None = None
+        if dtypes[0] != dtypes[1]:
+            from core.device.cast import cast_on
+
+            self._cast = cast_on(device, *dtypes)
         self._stage = stage
         self._places = places
         self._ledger = ledger
@@ -170,6 +173,8 @@ class Output:
         if self._cast is None:
             yield 0, data
             return
+        from core.arrays.cast import count_overflows
+
         n_elements = len(data) // self._source_size
         at_once = len(self._spare) // self._size
         for first in range(0, n_elements, at_once):

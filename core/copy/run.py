@@ -17,7 +17,6 @@ from core.arrays.checksum import BLOCK_BYTES, RunSum
 from core.catalog.decoded import DecodedStore
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
-from core.copy.announce import announce
 from core.copy.ledger import Ledger
 from core.copy.options import CopyOptions
 from core.copy.worker import CopyWorker, band_bytes_of
@@ -188,6 +187,8 @@ class CopyRun:
         if not self._source_store.is_remote:
             return items
         journal = self._options.journal
+        from core.copy.announce import announce
+
         return announce(
             items,
             self._source_store,

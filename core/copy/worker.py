@@ -10,9 +10,7 @@ from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import StridedLayout, dense_layout, is_dense, read_box
 from core.catalog.optimizer_keys import is_moment
-from core.copy.interleave import Interleaver
 from core.copy.output import Output
-from core.device.compare import is_equal
 from core.device.device import COMPARE, Device, cast_work, does
 from core.device.lane import PIECE_BYTES, host_buffer
 from core.errors import ReplicaMismatchError
@@ -135,6 +133,8 @@ class CopyWorker:
             done += n
 
     def _interleave(self, item: Interleave, out: Output) -> None:
+        from core.copy.interleave import Interleaver
+
         interleaver = Interleaver(self._source, self._band, self._raw)
         self.read_bytes += interleaver.interleave(item, out, is_stopped=self._is_stopped)
 
@@ -144,6 +144,8 @@ class CopyWorker:
         Raises:
             ReplicaMismatchError: two copies differ.
         """
+        from core.device.compare import is_equal
+
         size = itemsize(item.dtype)
         device = self._device_for(COMPARE)
         for band in item.bands:

@@ -30,7 +30,6 @@ from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.json_object import read_json_object
 from core.formats.huggingface.files import CONFIG, config_of
-from core.formats.torch.tree import load_object
 from core.inspect.preview import first_values
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER
 from core.megatron.model.args import facts_of
@@ -153,7 +152,7 @@ def _rank_by_rank(
         )
     sides = []
     for source, form in zip(sources, forms, strict=True):
-        catalog = loaded(source.catalog, source.store, load_object)
+        catalog = loaded(source.catalog, source.store)
         notes = () if form.failure is None else (f"compared rank by rank: {form.failure}",)
         sides.append(Side(source, catalog, _entries(catalog, source.store), (), notes))
     return sides[0], sides[1]

@@ -10,14 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.errors import UnsupportedError
 from core.hf.family import EXPERT, Family, NameRow
-from core.hf.tensors.fuse import Strip, chain_strips, interleave_by_group
-from core.hf.tensors.packed import PackedExpert
 from core.hf.traits import Model
 from core.hf.values import LAYERS
+
+if TYPE_CHECKING:
+    from core.hf.tensors.fuse import Strip
+    from core.hf.tensors.packed import PackedExpert
 
 MTP = "mtp.layers."
 BODY = "model."
@@ -123,6 +126,8 @@ def _strips_of(
         tensor_of: for each part, the number of the tensor that stores it.
         n_groups, n_alternations: those of the pair.
     """
+    from core.hf.tensors.fuse import chain_strips, interleave_by_group
+
     stored: list[list[Strip]] = [[] for _ in extents]
     for number in dict.fromkeys(tensor_of):
         members = [n for n, tensor in enumerate(tensor_of) if tensor == number]
@@ -140,6 +145,8 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         UnsupportedError: a row refers to a size that the model does not have, or several layers of
             multi-token prediction would share tensors.
     """
+    from core.hf.tensors.packed import PackedExpert
+
     layers = family.body + family.layers
     n_inner = len(model.prediction or "1")
     mtp = [

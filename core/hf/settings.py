@@ -47,9 +47,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
-from core.hf.block_configs import block_configs, check_blocks
 from core.hf.values import CONFIG, count_of
-from core.megatron.model.args import find_layers_without_indexer, linear_layers
 
 WAYS = (
     "number",
@@ -158,6 +156,8 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         every, n_first = _indexer_frequency(setting, config, n_layers)
         return every if setting.way == "indexers" else n_first
     if setting.way == "blocks":
+        from core.hf.block_configs import check_blocks
+
         check_blocks(setting.name, value)
         # Megatron's training script compares other values of the text with its arguments.
         return json.dumps(dict(config), sort_keys=True)
@@ -202,6 +202,8 @@ def setting_value(
         UnsupportedError: transformers has no such layers.
         CorruptError: the argument is malformed.
     """
+    from core.megatron.model.args import find_layers_without_indexer, linear_layers
+
     window = fields.get("window_size")
     if setting.way in ("window_layers", "positions"):
         return _layer_types(setting, argument, has_window=window is not None, n_layers=n_layers)
@@ -209,6 +211,8 @@ def setting_value(
         types = _layer_types(setting, argument, has_window=True, n_layers=n_layers)
         return [int(kind == "sliding_attention") for kind in types]
     if setting.way == "blocks":
+        from core.hf.block_configs import block_configs
+
         return block_configs(fields)
     if setting.way == "flag":
         return bool(argument)
@@ -359,6 +363,8 @@ def _indexer_frequency(
         CorruptError: the configuration is malformed.
         UnsupportedError: the layers with an indexer follow no such rule.
     """
+    from core.megatron.model.args import find_layers_without_indexer
+
     full = [kind == "full" for kind in indexer_types(config, n_layers, name=setting.name)]
     if all(full):
         return 1, 0

@@ -24,7 +24,6 @@ from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, re
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.notes import list_model_notes
-from core.hf.optimizer.to_named import hf_states
 from core.hf.tensors.hf_tensor import hf_tensors, weights_in
 from core.hf.ties import TIE
 from core.hf.towers.to_hf import separate_towers
@@ -103,6 +102,8 @@ def to_hf(
     # Convert the optimizer's states like the weights.
     objects: Mapping[str, StoredObject] = {}
     if catalog.optimizer is not None:
+        from core.hf.optimizer.to_named import hf_states
+
         states = hf_states(catalog, catalog.optimizer, pairs)
         tensors |= states.tensors
         objects = states.objects

@@ -36,8 +36,6 @@ from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, pairs_of
 from core.hf.notes import list_model_notes
-from core.hf.optimizer.groups import PARAM_GROUPS
-from core.hf.optimizer.restored import restored_optimizer
 from core.hf.optimizer.states import (
     carrying_option,
     named_state_of,
@@ -45,10 +43,8 @@ from core.hf.optimizer.states import (
 )
 from core.hf.optimizer.to_global import NO_STATES, convert_states
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
-from core.hf.tensors.shifted import SHIFT_NOTE
 from core.hf.text_model import is_composite
 from core.hf.ties import with_embedding
-from core.hf.towers.to_megatron import separate_model
 from core.hf.traits import Model, model_of
 from core.hf.value_head import NOTE as HEAD_NOTE
 from core.hf.value_head import find_value_head
@@ -130,6 +126,8 @@ def to_megatron(
     text = text_of(config, catalog.documents.get(CONFIG))
     separated = None
     if family is None and is_composite(config):
+        from core.hf.towers.to_megatron import separate_model
+
         separated = separate_model(catalog, config)
         catalog, config = separated.text, separated.config
     catalog = with_embedding(catalog, config)
@@ -180,6 +178,8 @@ def to_megatron(
     # Convert the optimizer's states in the same way.
     states, restored = NO_STATES, None
     if optimizer is not None and has_states:
+        from core.hf.optimizer.restored import restored_optimizer
+
         states = convert_states(catalog, pairs_of(family, model), tensors)
         used |= states.used
         restored = restored_optimizer(
@@ -255,6 +255,8 @@ def _trained_facts(tensor: GlobalTensor) -> tuple[int, str]:
 
 def _is_of_states(catalog: Catalog, key: str) -> bool:
     """Return whether an object is a setting of a parameter group, or a state of a parameter."""
+    from core.hf.optimizer.groups import PARAM_GROUPS
+
     return key.startswith(PARAM_GROUPS) or named_state_of(catalog, key) is not None
 
 
@@ -318,6 +320,8 @@ def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:
     """Yield the note about tensors whose numbers are others in Megatron."""
     shifted = [tensor.used[0] for tensor in tensors.values() if tensor.is_shifted]
     if shifted:
+        from core.hf.tensors.shifted import SHIFT_NOTE
+
         more = f" and {len(shifted) - 1} others" if shifted[1:] else ""
         yield f"{shifted[0]}{more}: {SHIFT_NOTE}"
 

@@ -45,9 +45,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.megatron.model.args import find_layers_without_indexer, linear_layers
 from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
-from core.megatron.model.hybrid import pattern_of
 
 FEATURES: Mapping[str, str] = {
     "tied": "untie_embeddings_and_output_weights",
@@ -195,6 +193,9 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         UnsupportedError: an argument is missing.
         CorruptError: an argument is invalid.
     """
+    from core.megatron.model.args import find_layers_without_indexer, linear_layers
+    from core.megatron.model.hybrid import pattern_of
+
     if fields.get("noop_layers"):
         raise UnsupportedError(
             f"layers {fields['noop_layers']!r:.40} are empty (MindSpeed's argument noop_layers), "

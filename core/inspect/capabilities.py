@@ -35,7 +35,14 @@ from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.registry import format_called, writable_formats
 from core.formats.torch.nested_names import uses_in
-from core.inspect.capability import HF, WITH_FLOAT32, WITHOUT_OPTIM, Capability, ModelTraits
+from core.inspect.capability import (
+    HF,
+    NEEDS_LAYOUT,
+    WITH_FLOAT32,
+    WITHOUT_OPTIM,
+    Capability,
+    ModelTraits,
+)
 from core.megatron.model.topology import Topology
 from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
@@ -87,7 +94,6 @@ _VOCABULARY = _Option(
 )
 _FLOAT32 = _Option(WITH_FLOAT32, {"dtype": ((None, "float32"),)})
 _MEGATRON = "megatron"
-_NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to torch_dist"
 
 
 def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capability, ...] | None:
@@ -214,7 +220,7 @@ class _Trials:
         is_possible, why = self._try_options(replace(job, to=megatron.name), megatron, options)
         if not is_possible:
             return False, why
-        return True, "; ".join([*([why] if why else []), _NEEDS_LAYOUT])
+        return True, "; ".join([*([why] if why else []), NEEDS_LAYOUT])
 
     def _try_options(
         self, job: Job, format: Format, options: list[_Option]

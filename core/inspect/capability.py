@@ -1,15 +1,20 @@
 """The conversions that are possible for a checkpoint, told from its metadata where that decides.
 
-``core.inspect.capabilities`` plans every conversion, for which it imports every format. A plain
-state dict needs no plan: its names, element types and values are such that each format can store
-them, so the rows of ``core.formats.registry`` say what is possible. What is not certain is planned.
+``core.inspect.capabilities`` plans every conversion, for which it imports every format. Two kinds
+of checkpoints need no plan, as the rows of ``core.formats.registry`` say what is possible:
+
+* a plain state dict: its names, element types and values are such that each format can store them;
+* the weights of a dense model under Hugging Face's names, which are such a state dict. That they
+  have a Megatron form is known, and all of its tensors are of kinds that every layout has.
+
+What is not certain is planned.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from core.arrays.box import full_box
@@ -21,11 +26,14 @@ from core.errors import CheckpointingException
 from core.formats.registry import BUILT_IN, Stores, has_plug_ins
 from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
-from core.pickle.inert import ObjectLeaf, TensorLeaf
+from core.pickle.inert import ObjectLeaf, TensorLeaf, attributes
 from core.pickle.reader import gc_paused, judge
 
 HF = "hf"
 """The value of ``--to`` for the safetensors format with Hugging Face's names."""
+FSDP_DTENSOR = "fsdp_dtensor"
+"""The value of ``--to`` for Megatron-FSDP's form of DCP."""
+NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to torch_dist"
 WITHOUT_OPTIM = "without the optimizer: --no-optim"
 WITH_FLOAT32 = "with the weights cast: --dtype float32"
 
@@ -50,6 +58,23 @@ _DTYPES = frozenset({
 _CAST = frozenset({"bfloat16", "float16"})
 _FACETS = frozenset({DcpFacts, TorchFileFacts, WeightFileFacts, ZarrFacts})
 """Facets that no conversion of a plain state dict fails for."""
+_MODEL_FILES = re.compile(
+    r"(generation_)?config\.json|tokenizer[^/]*|(special_tokens_map|added_tokens|vocab)\.json"
+    r"|merges\.txt|chat_template\.[a-z]+|(README|LICENSE|NOTICE)[^/]*"
+)
+"""Files beside the weights that each format copies or leaves out."""
+_DENSE = re.compile(
+    r"embedding\.word_embeddings\.weight|output_layer\.weight|decoder\.final_layernorm\.weight"
+    r"|decoder\.layers\.\d+\.(self_attention\.[qk]_layernorm\.weight"
+    r"|(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\.(weight|bias|layer_norm_weight))"
+)
+"""Names in Megatron's global form of the tensors of Llama, Mistral, Qwen and their like."""
+_USUAL_ARGS = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
+_UNUSUAL_ARGS = (
+    "num_experts", "mtp_num_layers", "multi_latent_attention", "hybrid_override_pattern",
+    "heterogeneous_layers_config_encoded_json", "linear_attention_freq", "window_size",
+)  # fmt: skip
+"""Training arguments of models whose layers are not all alike, or not dense."""
 _STATE = re.compile(r"optimizer\.state\.(?P<parameter>.+)\.(?P<state>[^.]+)")
 _GROUPS = "optimizer.param_groups."
 _MASTER, _STEP = "fp32_param", "step"
@@ -155,6 +180,52 @@ def list_plain_capabilities(
         *(Capability("convert", True, tuple(names), why) for why, names in possible.items()),
         Capability("convert", False, tuple(refused), reason),
         Capability("reshard", False, (), reason),
+    )
+
+
+def list_dense_capabilities(
+    checkpoint: Checkpoint, model: ModelTraits, unsharded: Catalog
+) -> tuple[Capability, ...] | None:
+    """Return the possible conversions of the weights of a dense model, which need no plan.
+
+    Args:
+        unsharded: the model's global Megatron form.
+
+    Returns:
+        None if only plans can tell: ``core.inspect.capabilities``.
+    """
+    if not model.is_hf or model.layout_refusal is not None or checkpoint.format.has_layout:
+        return None
+    if model.has_optimizer or model.has_scales or has_plug_ins():
+        return None
+    if any(judge(use) != "known" for use in checkpoint.uses):
+        return None
+    arguments = attributes(unsharded.args) or {}
+    if any(arguments.get(name) != value for name, value in _USUAL_ARGS.items()):
+        return None
+    if any(map(arguments.get, _UNUSUAL_ARGS)) or not all(map(_DENSE.fullmatch, unsharded.tensors)):
+        return None
+    # The files beside the weights are the only hidden tensors.
+    catalog = checkpoint.catalog
+    if catalog.objects or not all(map(_MODEL_FILES.fullmatch, catalog.carried)):
+        return None
+    if {*catalog.hidden} != {*catalog.carried.values()}:
+        return None
+    if not _is_plain(replace(catalog, hidden={}, carried={})):
+        return None
+    masters = _condition_of_masters(catalog)
+    if masters is None or masters.leaves_optim_out:
+        return None
+
+    possible: dict[str | None, list[str]] = {}
+    for row in BUILT_IN:
+        if row.stores is not None and row.names[0] != checkpoint.format.name:
+            why = masters.why if row.stores is Stores.MASTERS else None
+            possible.setdefault(why, []).append(row.names[0])
+    possible.setdefault(None, []).append(FSDP_DTENSOR)
+    return (
+        *(Capability("convert", True, tuple(names), why) for why, names in possible.items()),
+        Capability("reshard", True, (), NEEDS_LAYOUT),
     )
 
 

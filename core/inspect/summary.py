@@ -20,8 +20,12 @@ from core.catalog.facets import RankFacts, TorchDistFacts, TorchShardedFacts
 from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException
 from core.files.store import list_files_below
-from core.formats.torch.tree import load_object
-from core.inspect.capability import Capability, ModelTraits, list_plain_capabilities
+from core.inspect.capability import (
+    Capability,
+    ModelTraits,
+    list_dense_capabilities,
+    list_plain_capabilities,
+)
 from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
@@ -196,6 +200,8 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
             is_undescribed=unsharded.is_undescribed,
         )
         capabilities = list_plain_capabilities(checkpoint, traits)
+        if capabilities is None and unsharded.catalog is not None:
+            capabilities = list_dense_capabilities(checkpoint, traits, unsharded.catalog)
         if capabilities is None:
             from core.inspect.capabilities import capabilities_of
 
@@ -237,7 +243,7 @@ def _load_attributes(checkpoint: Checkpoint) -> AttributesByPath:
     """Return the attributes of a checkpoint by path; ``ckpt validate`` reports damaged ones."""
     catalog = checkpoint.catalog
     with suppress(CheckpointingException):
-        catalog = load_attributes(catalog, checkpoint.store, load_object)
+        catalog = load_attributes(catalog, checkpoint.store)
     return collect_attributes(catalog)
 
 
@@ -331,7 +337,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
                     config=config,
                     is_undescribed=config is None,
                 )
-            catalog = loaded(catalog, store, load_object)
+            catalog = loaded(catalog, store)
         from core.megatron.reshard.reshard import unshard
         from core.megatron.rules.tables import load_rules
 
@@ -358,8 +364,6 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
 def _unshard_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
     """Convert a model with Hugging Face's names to Megatron's global form, with scales applied."""
     from core.changes.select import without_optimizer
-    from core.convert.apply_changes import apply_changes
-    from core.convert.job import Job
     from core.hf.to_megatron import to_megatron
 
     # Neither Megatron's global form nor Hugging Face's can hold the optimizer.
@@ -367,6 +371,9 @@ def _unshard_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
     has_scales = bool(quantized_weights(catalog.tensors, config))
     try:
         if has_scales:
+            from core.convert.apply_changes import apply_changes
+            from core.convert.job import Job
+
             catalog = apply_changes(
                 catalog, Job(src=Path(), dequantize="bfloat16"), config=config
             ).catalog

@@ -26,7 +26,6 @@ from core.changes.select import without_optimizer
 from core.errors import UnsupportedError, UsageError
 from core.files.json_object import parse_json_object
 from core.files.store import ReadStore
-from core.formats.torch.tree import load_object
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import is_megatron
 from core.megatron.reshard.reshard import unshard
@@ -55,7 +54,7 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
     from core.megatron.placement.adapter_rows import is_adapter
 
     label = str(other.path)
-    catalog = loaded(other.catalog, other.store, load_object)
+    catalog = loaded(other.catalog, other.store)
     if catalog.is_rank_local or is_megatron(catalog, options.rules):
         catalog = unshard(catalog, rules=options.rules, optim="drop")
         if is_adapter(catalog):

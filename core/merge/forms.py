@@ -23,7 +23,6 @@ from core.catalog.facets import MegatronModel
 from core.catalog.stored import StoredArray, files_read
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError
-from core.formats.torch.tree import load_object
 from core.megatron.extras.common_state import is_megatron
 from core.megatron.model.args import facts_of
 from core.megatron.placement.implementation import with_implementation
@@ -74,7 +73,7 @@ def form_like(
     from core.hf.to_hf import to_hf
     from core.hf.to_megatron import to_megatron
 
-    catalog = turn_into_attributes(loaded(other.catalog, other.store, load_object))
+    catalog = turn_into_attributes(loaded(other.catalog, other.store))
     rules = options.rules
     other_config = config_of_source(other)
     has_layout = catalog.is_rank_local or is_megatron(catalog, rules)

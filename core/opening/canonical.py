@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.errors import CheckpointingException
 from core.files.store import ReadStore
-from core.formats.torch.tree import load_object
 from core.opening.config_beside import may_have_arguments
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
@@ -59,7 +58,7 @@ def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules | None) -> C
     """
     is_rank_local = stored.is_rank_local
     try:
-        catalog = loaded(stored, store, load_object)
+        catalog = loaded(stored, store)
         if not is_rank_local and not may_have_arguments(catalog):
             return Canonical(catalog, is_global=True, has_layout=False)
         from core.megatron.extras.common_state import is_megatron

@@ -9,11 +9,10 @@ inert pickle or is set aside; for every other target the user has to pass ``drop
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from core.catalog.attributes import ENTRIES, turn_into_attributes
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import matcher
@@ -22,9 +21,6 @@ from core.catalog.stored import StoredArray
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import ReadStore
 from core.formats.torch.nested_names import uses_in, with_nested
-from core.formats.torch.tree import load_object
-from core.opening.code_in_pickles import HINT
-from core.opening.object_streams import expect_streams
 from core.opening.open import Checkpoint
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.names import dangerous_uses
@@ -42,21 +38,11 @@ KEEP_OBJECTS = (
 """The hint where all tensors of a source are in objects that a destination does not store."""
 
 
-class Loader(Protocol):
-    """A parser of one object's own stream, such as ``core.formats.torch.format.load_object``."""
-
-    def __call__(
-        self, store: ReadStore, array: StoredArray, *, key: str
-    ) -> tuple[object, Mapping[str, StoredArray]]:
-        """Return the inert value, and key → array for the tensors inside it."""
-
-
-def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
+def loaded(catalog: Catalog, store: ReadStore) -> Catalog:
     """Load every raw object of a catalog; the tensors inside become hidden tensors.
 
     Args:
         store: the files of the catalog.
-        load: parses one object's stream.
 
     Returns:
         A catalog whose objects have no ``raw_key``.
@@ -67,6 +53,9 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     raw = [item for item in catalog.objects.values() if item.raw_key is not None]
     if not raw:
         return catalog
+    from core.formats.torch.tree import load_object
+    from core.opening.object_streams import expect_streams
+
     expect_streams(store, catalog, (item.raw_key for item in raw))
     objects = dict(catalog.objects)
     arrays: dict[str, StoredArray] = {}
@@ -75,7 +64,7 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
         # The stream itself was listed as a hidden tensor of bytes; it is dropped below.
         stream = catalog.fragments(item.raw_key)[0].array
         assert stream is not None
-        value, inside = load(store, stream, key=item.key)
+        value, inside = load_object(store, stream, key=item.key)
         arrays |= inside
         objects[item.key] = replace(item, value=value, raw_key=None)
     streams = {item.raw_key for item in raw}
@@ -83,19 +72,21 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
 
 
-def load_attributes(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
+def load_attributes(catalog: Catalog, store: ReadStore) -> Catalog:
     """Turn the entries that hold attributes into attributes; load no other object.
 
     Args:
-        store, load: as for ``loaded``.
+        store: the files of the catalog.
 
     Raises:
         CorruptError, UnsafeError, UnsupportedError: the stream of such an entry cannot be parsed.
     """
+    from core.catalog.attributes import ENTRIES, turn_into_attributes
+
     objects = {
         key: item for key, item in catalog.objects.items() if key.partition(".")[0] in ENTRIES
     }
-    part = loaded(replace(catalog, objects=objects), store, load)
+    part = loaded(replace(catalog, objects=objects), store)
     return turn_into_attributes(replace(part, objects={**catalog.objects, **part.objects}))
 
 
@@ -112,8 +103,10 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
         CheckpointingException: a stream is damaged.
         UnsafeError: a pickle refers to something dangerous that none of the objects contains.
     """
+    from core.catalog.attributes import turn_into_attributes
+
     with noting_uses() as uses:
-        source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
+        source = replace(source, catalog=loaded(source.catalog, source.store))
     refuse_hidden(source.uses | uses, source.store, source.catalog, exclude=exclude)
     return replace(source, catalog=turn_into_attributes(source.catalog))
 
@@ -133,6 +126,8 @@ def refuse_in_ranks(
     Raises:
         UnsafeError: an object does; the error has its key without the rank.
     """
+    from core.opening.code_in_pickles import HINT
+
     if not catalog.is_rank_local:
         return
     bare = {key: key.partition(":")[2] for key in catalog.objects}
@@ -386,6 +381,7 @@ def with_common(catalog: Catalog) -> Catalog:
 
     A catalog that already has a common state is returned unchanged.
     """
+
     if catalog.common is not None:
         return catalog
     if catalog.skeleton is None:
@@ -424,6 +420,7 @@ def with_objects(catalog: Catalog) -> Catalog:
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     """Give a catalog another skeleton, and key every tensor by its path in it."""
+
     old_key_of: dict[str, str] = {}
 
     def rekeyed(entry: LeafEntry) -> object:

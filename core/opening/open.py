@@ -61,9 +61,7 @@ from core.files.url import is_hub_page, refuse_url
 from core.formats.dcp.folders import DIST_CKPT
 from core.formats.format import LOADER_STATE, NEMO_FOLDERS, Format
 from core.formats.huggingface.files import with_files, with_folder
-from core.formats.missing_entries import leaving_out_missing
 from core.formats.registry import sniffed
-from core.opening.code_in_pickles import list_dangerous_names, naming_code_first
 from core.opening.config_beside import HUGGING_FACE, with_description
 from core.opening.iterations import (
     ITERATION_DIR,
@@ -179,6 +177,9 @@ def open_checkpoint(
         UnsafeError: the tracker's name leads out of the root, or a pickle is hostile.
         StorageError: a file cannot be read.
     """
+    from core.formats.missing_entries import leaving_out_missing
+    from core.opening.code_in_pickles import naming_code_first
+
     # Find the checkpoint, and read its metadata; ``uses`` collects the names in its pickles.
     location = locate_checkpoint(path, iteration=iteration)
     store, format = location.store, location.format
@@ -282,6 +283,8 @@ def _with_intact_iteration(hint: str | None, location: Located) -> str | None:
     Args:
         hint: what else the user can do.
     """
+    from core.opening.code_in_pickles import list_dangerous_names
+
     for path in list_other_iterations(location.passed, location.path)[:_MOST_TRIED]:
         # Whatever is wrong with another iteration, the error about this one is the one to report.
         with (

@@ -20,7 +20,6 @@ from typing import Literal
 
 from core.pickle.call_table import constructor
 from core.pickle.inert import Global, walk
-from core.pickle.known_packages import is_known_package
 from core.pickle.uses import How, Use
 
 Verdict = Literal["known", "unknown", "dangerous"]
@@ -42,6 +41,8 @@ def classify(name: Global, how: How = "named") -> Verdict:
     Args:
         how: what the pickle does with the name; by default it only mentions it.
     """
+    from core.pickle.known_packages import is_known_package
+
     if how == "unread":
         return "dangerous"
     if name.module.partition(".")[0] == _SCRIPT:
@@ -78,6 +79,8 @@ def _verdict_of_table(name: Global, how: How) -> Verdict | None:
 
 def is_foreign(use: Use) -> bool:
     """Return whether only the user can judge a use: not dangerous, but of an unknown module."""
+    from core.pickle.known_packages import is_known_package
+
     return not is_known_package(use.name.module) and judge(use) == "unknown"
 
 
@@ -93,6 +96,8 @@ def globals_of(tree: object) -> set[Global]:
 
 def _is_known_attack(name: Global) -> bool:
     """Return whether a name has no legitimate use in a pickle, not even to be mentioned."""
+    from core.pickle.known_packages import is_known_package
+
     modules = name.module.split(".")
     parts = name.name.split(".")
     # Modules inside a known package count too: ``package.os`` may be the module ``os``.

@@ -30,7 +30,6 @@ from core.catalog.key_patterns import ranges
 from core.errors import CheckpointingException
 from core.files.remote_path import location_of
 from core.formats.megatron.format import possible_dirs
-from core.formats.torch.tree import load_object
 from core.inspect.optimizer_states import is_state
 from core.megatron.model.args import facts_of, fields_of, topology_of
 from core.megatron.model.facts import PREDICTION_STACK
@@ -322,7 +321,7 @@ def _grid_of_torch_dist(checkpoint: Checkpoint) -> RankGrid | None:
     """
     catalog = checkpoint.catalog
     if catalog.args is None and "args" in catalog.objects:
-        catalog = loaded(catalog, checkpoint.store, load_object)
+        catalog = loaded(catalog, checkpoint.store)
     topology = topology_of(catalog.args)
     contents: dict[Position, _CellContent] = {
         _position(rank): _CellContent() for rank in topology.ranks()

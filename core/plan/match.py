@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.arrays.box import Box, Shape, full_box
-from core.arrays.cast import check_cast
 from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
 from core.arrays.fast_value import value
 from core.catalog.stored import AnyArray, StoredArray
@@ -117,6 +116,8 @@ def _match_arrays(
     if not (is_all(fragment, array, source) and is_all(written, planned, target)):
         return None
     if array.dtype != target.dtype:
+        from core.arrays.cast import check_cast
+
         check_cast(array.dtype, target.dtype, key=key)
     box = fragment.box
     return Match(key, target, array.dtype, [(box, fragment)], (), [written], [(0, 0, box)])
@@ -190,6 +191,8 @@ def _check_targets(
                 key=key,
             )
     if dtype != tensor.dtype:
+        from core.arrays.cast import check_cast
+
         check_cast(dtype, tensor.dtype, key=key)
 
 

@@ -27,12 +27,11 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.file_image import FileImage
 from core.errors import CapacityError
-from core.plan.items import Portion
 from core.plan.match import Match, match
 from core.plan.positions import ArrayCoverage, Places
 
 if TYPE_CHECKING:
-    pass
+    from core.plan.items import Portion
 
 MIB = 1 << 20
 DEFAULT_THREADS = 2
@@ -114,6 +113,8 @@ class Plan:
 
     def portions(self) -> Iterator[Portion]:
         """Yield the work of all keys, each as one portion, as ``core.copy.run.Work`` defines."""
+        from core.plan.items import Portion
+
         return (Portion(number, self.match(key)) for number, key in enumerate(self.keys()))
 
     def match(self, key: str) -> Match:

@@ -14,7 +14,6 @@ from core.checks.finding import HOSTILE, Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import checks
 from core.checks.subject import Subject
-from core.device.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
 from core.files.syscalls import default_memory_bytes
 from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations, listed
@@ -26,6 +25,7 @@ from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
 if TYPE_CHECKING:
     from core.checks.plan_request import PlanRequest
+    from core.device.device import Device
     from core.megatron.rules.rules import Rules
 
 

@@ -21,7 +21,6 @@ from core.convert.job import Report
 from core.convert.run import Job, run
 from core.diff.run import DiffJob, diff
 from core.errors import UsageError
-from core.formats.torch.format import load_object
 from core.merge.request import Merge
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
@@ -54,7 +53,7 @@ TARGETS = {
 def read_attributes(path: Path) -> Found:
     """Return all attributes of a checkpoint, also those that are entries of its state dict."""
     checkpoint = open_checkpoint(path)
-    catalog = turn_into_attributes(loaded(checkpoint.catalog, checkpoint.store, load_object))
+    catalog = turn_into_attributes(loaded(checkpoint.catalog, checkpoint.store))
     by_path = {key: dict(values) for key, values in collect_attributes(catalog).items()}
     for name in ("__metadata__", "__attributes__"):
         value = (catalog.common or {}).get(name)

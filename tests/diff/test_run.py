@@ -19,7 +19,6 @@ from core.diff import tensor_pass as diff_work
 from core.diff.result import Diff, TensorDiff
 from core.diff.run import DiffJob, diff
 from core.errors import CapacityError, CheckpointingException, UnsupportedError, UsageError
-from core.formats.torch.format import load_object
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.numbers.difference import Tolerance
@@ -136,7 +135,7 @@ def test_one_flipped_bit_is_found_in_another_layout(
     copy = tmp_path / "copy"
     shutil.copytree(golden / "mcore_legacy/dense_gqa" / case, copy)
     source = open_checkpoint(copy)
-    catalog = unshard(loaded(source.catalog, source.store, load_object), rules=load_rules())
+    catalog = unshard(loaded(source.catalog, source.store), rules=load_rules())
     for fragment in catalog.fragments(key):
         box, array = fragment.box, fragment.array
         assert array is not None

@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.errors import UsageError
-from core.formats.torch.format import load_object
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
@@ -43,7 +42,7 @@ def made(
     """A conversion to DCP, as torch reads it: tensors, other entries, and the notes."""
     report = run(Job(src=golden / source, dst=tmp_path / "out", to="dcp", fsync=False, **options))
     found = open_checkpoint(tmp_path / "out")
-    catalog = loaded(found.catalog, found.store, load_object)
+    catalog = loaded(found.catalog, found.store)
     return (
         read_dcp(tmp_path / "out"),
         {key: item.value for key, item in catalog.objects.items()},
@@ -242,9 +241,7 @@ def test_group_names_come_back_into_the_global_form(golden: Path, tmp_path: Path
     )
     run(back)
     found = open_checkpoint(tmp_path / "b")
-    optimizer = unshard(
-        loaded(found.catalog, found.store, load_object), rules=load_rules()
-    ).optimizer
+    optimizer = unshard(loaded(found.catalog, found.store), rules=load_rules()).optimizer
     assert optimizer is not None
     assert "decoder.layers.1.mlp.linear_fc1.weight" in (optimizer.groups[0].params or ())
 

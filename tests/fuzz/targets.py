@@ -271,7 +271,7 @@ def _explored(catalog: Catalog, store: MemoryStore) -> None:
             _explored_tensor(catalog, store, key)
         except CheckpointingException as err:
             str(err)
-    loaded(catalog, store, torch_file.load_object)
+    loaded(catalog, store)
 
 
 def _explored_tensor(catalog: Catalog, store: MemoryStore, key: str) -> None:

@@ -14,7 +14,6 @@ from core.catalog.facets import HuggingFaceModel
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
-from core.formats.torch.format import load_object
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.megatron.model.topology import Topology
@@ -88,11 +87,7 @@ def test_a_torch_dist_checkpoint_of_a_model_makes_the_same_model(name: str, tmp_
         stacked.target, filled(stacked.target, stacked.source, store), tmp_path / "dist"
     )
     ours_store = LocalStore(ours)
-    read = loaded(
-        torch_dist.read(ours_store),
-        ours_store,
-        lambda s, array, key: load_object(s, array, key=key),
-    )
+    read = loaded(torch_dist.read(ours_store), ours_store)
     made = to_hf(unshard(read, rules=RULES))
     assert_same(contents(made, ours_store), tensors(folder))
 

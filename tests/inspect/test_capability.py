@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from core.errors import CheckpointingException
+from core.hf.to_megatron import to_megatron
 from core.inspect.capabilities import capabilities_of
-from core.inspect.capability import ModelTraits, list_plain_capabilities
+from core.inspect.capability import (
+    ModelTraits,
+    list_dense_capabilities,
+    list_plain_capabilities,
+)
 from core.opening.open import open_checkpoint
+from tests.hf.models import DENSE, MOE, config_of, saved
 
 UNDESCRIBED = "neither training arguments of Megatron nor a config.json (--config names one)"
 GOLDEN = [
@@ -95,3 +101,43 @@ def test_anything_else_is_planned(what: str, tmp_path: Path) -> None:
     except CheckpointingException:
         return
     assert plain is None
+
+
+OF_MODEL = ModelTraits(layout_refusal=None, is_hf=True, has_optimizer=False, has_scales=False)
+
+
+def model_answers(path: Path) -> tuple[object, object]:
+    """The answers for a model of transformers without plans, None if there are none, and with."""
+    opened = open_checkpoint(path)
+    try:
+        unsharded = to_megatron(opened.catalog, config_of(path))
+        dense = list_dense_capabilities(opened, OF_MODEL, unsharded)
+        return dense, None if dense is None else capabilities_of(opened, OF_MODEL)
+    finally:
+        opened.store.close()
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_models_get_the_answers_of_plans(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    dense, planned = model_answers(saved(name, tmp_path / "model", dtype=dtype))
+    assert dense == planned
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mistral", "phi3", "qwen2", "qwen3"])
+def test_usual_models_need_no_plan(name: str, tmp_path: Path) -> None:
+    dense, _ = model_answers(saved(name, tmp_path / "model"))
+    assert dense is not None
+
+
+@pytest.mark.parametrize("name", MOE[:3])
+def test_models_with_experts_are_planned(name: str, tmp_path: Path) -> None:
+    assert model_answers(saved(name, tmp_path / "model")) == (None, None)
+
+
+def test_a_model_beside_unusual_files_is_planned(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    assert model_answers(folder)[0] is not None
+    (folder / "trainer_notes.json").write_text("{}")
+    assert model_answers(folder) == (None, None)

@@ -41,7 +41,7 @@ def saved(folder: Path, *, last: int = 5, state: dict[str, object] | None = None
     states = {
         number: {
             "exp_avg": torch.rand(tensor.shape),
-            "master_param": tensor.float() + torch.rand(tensor.shape) * 1e-6,
+            "master_param": tensor.float() * (1 + torch.rand(tensor.shape) * 1e-6),
         }
         for number, tensor in enumerate(model.values())
     }

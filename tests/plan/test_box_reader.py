@@ -17,7 +17,6 @@ from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Fragment, Tensor
 from core.errors import MissingShardError
 from core.files.store import MemoryStore
-from core.formats.torch.format import load_object
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
@@ -129,7 +128,7 @@ def test_a_missing_piece_is_an_error_before_anything_is_read() -> None:
 )
 def test_bands_of_real_checkpoints_are_their_tensors(golden: Path, case: str) -> None:
     source = open_checkpoint(golden / case)
-    catalog = loaded(source.catalog, source.store, load_object)
+    catalog = loaded(source.catalog, source.store)
     catalog = unshard(catalog, rules=RULES, store=source.store)
     reader = BoxReader(catalog, source.store)
     for key, meta in catalog.tensors.items():

@@ -17,7 +17,6 @@ _FACTS = (
         "common",
         "optimizer",
         "aliases",
-        "unsupported",
         "attributes",
         "carried",
         "documents",

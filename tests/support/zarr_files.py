@@ -20,7 +20,6 @@ from core.catalog.tensor import Fragment, Tensor
 from core.copy.run import execute
 from core.files.store import MemoryStore, ReadStore
 from core.formats.format import Format
-from core.formats.torch.format import load_object
 from core.manifest.of_copy import finish_files
 from core.opening.objects import loaded
 from core.opening.target import source_and_target
@@ -94,7 +93,7 @@ def written(
     Args:
         options: of ``WriteOptions``.
     """
-    source, target = source_and_target(loaded(catalog, store, load_object), format)
+    source, target = source_and_target(loaded(catalog, store), format)
     return filled(source, store, replace(target, write=WriteOptions(**options)), format, folder)
 
 

@@ -19,7 +19,6 @@ from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.formats.torch.tensors import unknown_storage
-from core.formats.torch.tree import load_object
 from core.pickle.inert import PLAIN, walk
 
 DIFFERS = Code(
@@ -92,6 +91,8 @@ def _check_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Find
 
 def check_object_items(subject: Subject) -> Iterator[Finding]:
     """Read every object that is stored as a stream of its own (CK209)."""
+    from core.formats.torch.tree import load_object
+
     catalog = subject.salvaged.catalog
     if catalog is None:
         return

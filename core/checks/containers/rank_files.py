@@ -20,9 +20,6 @@ from core.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
 from core.checks.finding import Finding
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.formats.deepspeed.files import name_of_rank, parse_zero_name
-from core.formats.deepspeed.optim_states import recorded_ranks
-from core.formats.deepspeed.universal.parameter import lacking_files
 from core.formats.megatron.format import (
     MODEL_FILE,
     OPTIM_FILE,
@@ -154,6 +151,9 @@ def _check_rank_dirs(
 
 def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
     """Check that the files of all data-parallel ranks exist."""
+    from core.formats.deepspeed.files import parse_zero_name
+    from core.formats.deepspeed.optim_states import recorded_ranks
+
     if subject.catalog is not None:
         return
     # Each model-parallel rank has files of its own.
@@ -197,6 +197,8 @@ def _missing_ranks(
         kind: kind of the files, for the message.
         n_ranks: recorded number of ranks; None if unknown.
     """
+    from core.formats.deepspeed.files import name_of_rank
+
     total = min(max(n_ranks or 0, max(files) + 1), _MOST_RANKS)
     sibling = next(iter(files.values()))
     for rank in range(total):
@@ -212,6 +214,8 @@ def _missing_ranks(
 
 def check_universal_files(subject: Subject) -> Iterator[Finding]:
     """Check the files of a universal checkpoint, including those in the parameters' directories."""
+    from core.formats.deepspeed.universal.parameter import lacking_files
+
     # The files of the model's state and of the optimizer's groups.
     models = _files_by_rank(subject.files, _ZERO_MODEL)
     if models:

@@ -23,7 +23,7 @@ from core.checks.subject import Subject
 from core.errors import CheckpointingException, Report
 from core.files.store import ReadStore
 from core.formats.torch.item import DESCRIPTOR32, DESCRIPTOR64, DESCRIPTOR_SIGNATURE
-from core.formats.torch.tree import parse, stream_kind
+from core.formats.torch.stream import stream_kind
 from core.formats.torch.zip.container import Archive, Record, check_kind, read_archive
 from core.formats.torch.zip.records import is_big_endian, read_record
 
@@ -80,6 +80,8 @@ def check_torch_files(subject: Subject) -> Iterator[Finding]:
 
 def _check_torch_file(subject: Subject, name: str) -> Iterator[Finding]:
     """Check the container of one file, and parse its pickle if reading the metadata did not."""
+    from core.formats.torch.tree import parse
+
     store, size = subject.store, subject.files[name]
     try:
         kind = stream_kind(store, name, 0, size)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from core.arrays.checksum import ALGORITHM
 from core.arrays.dtypes import itemsize
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
@@ -104,6 +103,8 @@ def _check_listed_file(subject: Subject, file: FileSum, manifest_name: str) -> I
 
 def check_contents(subject: Subject) -> Iterator[Finding]:
     """Compare the CRC and digest of every file and every array with the manifest (CK805, CK806)."""
+    from core.arrays.checksum import ALGORITHM
+
     manifest = _manifest(subject)
     if manifest is None:
         return
@@ -136,6 +137,8 @@ def check_contents(subject: Subject) -> Iterator[Finding]:
 
 def _first_difference(crc: int | None, digest: str | None, actual: Sum) -> tuple[str, str] | None:
     """Return (expected, found) of the first checksum that differs; None if none does."""
+    from core.arrays.checksum import ALGORITHM
+
     if crc is not None and actual.crc is not None and crc != actual.crc:
         return f"CRC-32 {crc:08x}", f"{actual.crc:08x}"
     if digest is not None and actual.digest is not None and digest != actual.digest:

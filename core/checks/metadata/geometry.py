@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from core.arrays.box import Box, full_box
-from core.arrays.coverage import first_hole, first_overlap, is_tiled
 from core.catalog.emptied import EMPTIED_HINT
 from core.catalog.tensor import Fragment, Tensor
 from core.checks.check import Check, Code
@@ -113,6 +112,8 @@ def _check_chunks(
         lists_chunks: the metadata lists each chunk once, so that equal boxes are an error; in
             other formats they are replicas.
     """
+    from core.arrays.coverage import is_tiled
+
     region = full_box(meta.shape)
     counts = Counter(fragment.box for fragment in fragments if not fragment.box.is_empty)
     # Report chunks outside the tensor, and ignore them from here on.
@@ -145,6 +146,8 @@ def _locate_gap_and_overlap(
     key: str, meta: Tensor, fragments: Sequence[Fragment], boxes: Sequence[Box]
 ) -> Iterator[Finding]:
     """Report the first overlap and the first gap of chunks that do not tile their tensor."""
+    from core.arrays.coverage import first_hole, first_overlap
+
     region = full_box(meta.shape)
     pair = first_overlap(boxes)
     if pair is not None:

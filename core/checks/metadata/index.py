@@ -24,7 +24,6 @@ from core.files.json_object import parse_json_object, read_small_file
 from core.formats.huggingface.index import STALE_INDEX_HINT, WeightIndex, list_indexed, read_index
 from core.formats.safetensors.files import further_models, is_piece
 from core.formats.safetensors.header import read_header
-from core.formats.torch.tree import parse
 
 BROKEN = Code("CK520", Severity.ERROR, "an index is malformed", "copy the index again")
 NOT_HELD = Code(
@@ -167,6 +166,8 @@ def _names_in_shard(subject: Subject, name: str) -> set[str] | None:
     Returns:
         None if the shard cannot be read, which other checks report.
     """
+    from core.formats.torch.tree import parse
+
     try:
         if name.endswith(".safetensors"):
             return set(read_header(subject.store, name).arrays)

@@ -149,10 +149,12 @@ def _is_megatron_core(subject: Subject) -> bool:
         from core.formats.mcore.common_state import COMMON_FILE
 
         return COMMON_FILE in subject.files
+    catalog = subject.salvaged.catalog if subject.format.lists_chunks else None
+    if catalog is None:
+        return False
     from core.formats.mcore.objects import COMMON_OBJECT
 
-    catalog = subject.salvaged.catalog if subject.format.lists_chunks else None
-    return catalog is not None and COMMON_OBJECT in catalog.objects
+    return COMMON_OBJECT in catalog.objects
 
 
 def check_trackers(subject: Subject) -> Iterator[Finding]:

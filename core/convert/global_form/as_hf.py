@@ -22,13 +22,14 @@ def form_as_hf(request: FormRequest, step: GlobalStep) -> GlobalForm:
         UsageError: the changes leave an incomplete model.
         UnsupportedError: a model of megatron.legacy.
     """
-    from core.hf.adapters.to_peft import adapter_to_peft
     from core.hf.to_hf import to_hf
     from core.megatron.placement.adapter_rows import is_adapter
 
     job = request.job
     first = apply_checked(step.catalog, replace(job, quantize=()))
     if is_adapter(first.catalog):
+        from core.hf.adapters.to_peft import adapter_to_peft
+
         peft = adapter_to_peft(
             first.catalog,
             model_type=request.model_type,

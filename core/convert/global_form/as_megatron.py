@@ -24,7 +24,6 @@ from core.convert.options import check_vocabulary, refuse_quantizing
 from core.errors import UsageError
 from core.formats.huggingface.files import CONFIG
 from core.megatron.model.args import fields_of
-from core.megatron.placement.expert_kind import with_expert_kind
 from core.opening.open import Checkpoint
 
 VOCAB_DIVISOR = 128
@@ -87,6 +86,8 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
             optimizer=OptimizerTarget(request.format.has_common_state, source.store),
         )
     if job.experts is not None:
+        from core.megatron.placement.expert_kind import with_expert_kind
+
         catalog = with_expert_kind(catalog, job.experts, rules=request.rules)
     elif request.format.is_rank_local and fields_of(catalog.args).get("moe_grouped_gemm"):
         # In rank files, unlike torch_dist, names depend on the module of the experts.

@@ -38,7 +38,6 @@ from core.convert.sizes import check_source_sizes
 from core.errors import UnsupportedError, UsageError
 from core.formats.format import Format
 from core.formats.torch.object_tensors import with_array_tensors
-from core.formats.torch.tree import load_object
 from core.opening.config_beside import lacks_arguments
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
@@ -71,9 +70,7 @@ def global_form(
             )
     # Read the objects, the layout rules and the configuration that describes the model.
     without_state = without_training_state(source.catalog, job, format)
-    catalog = with_documents(
-        loaded(without_state.catalog, source.store, load_object), documents_above(source)
-    )
+    catalog = with_documents(loaded(without_state.catalog, source.store), documents_above(source))
     if not (format.has_live_objects or format.keeps_unknown_classes):
         catalog = with_array_tensors(catalog, source.store)
     if job.param_order is not None:

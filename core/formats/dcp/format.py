@@ -63,10 +63,8 @@ from core.errors import (
     MissingShardError,
     Report,
 )
-from core.formats.dcp.facts import with_run_facts
 from core.formats.dcp.folders import dcp_folders
 from core.formats.dcp.lightning_meta import split_meta, with_meta
-from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import (
     folders_of,
@@ -75,7 +73,6 @@ from core.formats.dcp.reading.stored_metadata import (
     metadata_of,
     salvaged,
 )
-from core.formats.dcp.reading.wrapped_tensors import with_parts
 from core.formats.format import MEGATRON_FOLDERS, Format, imported_on_call
 
 if TYPE_CHECKING:
@@ -106,6 +103,10 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: items are stored in a way that is not supported.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
+    from core.formats.dcp.facts import with_run_facts
+    from core.formats.dcp.reading.catalog import catalog_of
+    from core.formats.dcp.reading.wrapped_tensors import with_parts
+
     metadata = metadata_of(store)
     # With Megatron's metadata.json, the directory would have been recognized as torch_dist.
     if any("/shard_" in key for key in metadata.objects):
@@ -155,6 +156,8 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         MissingShardError: ``.metadata`` is missing.
         CorruptError, UnsupportedError, UnsafeError: nothing of it can be read.
     """
+    from core.formats.dcp.reading.catalog import catalog_of
+
     metadata = salvaged(store, report)
     # Compressed objects would have to be inflated now, which may fail.
     return catalog_of(metadata, format="dcp", without=tuple(metadata.object_descriptors))

@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from core.arrays.box import Shape
-from core.files.sandbox import run_sandboxed
 from core.formats.dcp.records import FAST_FROM_BYTES, read_by_c, read_by_machine
 from core.pickle.inert import Global, Inert
 from core.pickle.reader import gc_paused
@@ -125,6 +124,8 @@ def read_plans(data: bytes, *, label: str) -> list[list[PlanRow]] | None:
     Raises:
         CorruptError, UnsafeError: the pickle is damaged, or exceeds a limit.
     """
+    from core.files.sandbox import run_sandboxed
+
     packed = None
     with gc_paused():
         # As in ``core.formats.dcp.metadata``, the C unpickler is worth a child process.

@@ -58,7 +58,6 @@ from core.errors import (
 )
 from core.formats.dcp.folders import joined, list_torch_dist_folders
 from core.formats.dcp.metadata import DcpMetadata
-from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.dcp.reading.data_files import METADATA, check_files
 from core.formats.dcp.reading.stored_metadata import (
     folders_of,
@@ -66,7 +65,6 @@ from core.formats.dcp.reading.stored_metadata import (
     metadata_of,
     read_metadata_in,
 )
-from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.format import MEGATRON_FOLDERS, Format, imported_on_call
 from core.formats.mcore.common_state import (
     COMMON_FILE,
@@ -83,7 +81,6 @@ from core.formats.mcore.metadata_json import (
     names_backend,
 )
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
-from core.formats.mcore.run_config import with_run_config
 from core.formats.torch.tree import load_object
 from core.pickle.inert import as_mapping
 
@@ -135,6 +132,9 @@ def read(store: ReadStore) -> Catalog:
             that is not supported.
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
+    from core.formats.dcp.reading.catalog import catalog_of
+    from core.formats.mcore.run_config import with_run_config
+
     folders = folders_of(store)
     if folders:
         return _read_folders(store, folders)
@@ -169,6 +169,8 @@ def _read_common(store: ReadStore, metadata: DcpMetadata, *, folder: str = "") -
         CorruptError: there are both, or it is malformed.
         MissingShardError: there is neither.
     """
+    from core.formats.dcp.reading.catalog import catalog_of
+
     has_object = COMMON_OBJECT in metadata.objects
     if store.exists(folder + COMMON_FILE):
         value, arrays = read_common_file(store, folder + COMMON_FILE)
@@ -191,6 +193,8 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
     Raises:
         UnsupportedError: two directories contain an entry with the same name.
     """
+    from core.formats.dcp.reading.catalog import catalog_of
+    from core.formats.dcp.safetensors_items import with_raw_files
     from core.megatron.extras.common_state import CONTENT
 
     parts: list[tuple[str, DcpMetadata]] = []
@@ -238,6 +242,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         CorruptError, UnsupportedError, UnsafeError: nothing of ``.metadata`` can be read.
     """
     from core.formats.dcp import format as dcp
+    from core.formats.mcore.run_config import with_run_config
 
     catalog = replace(dcp.salvage(store, report), format="torch_dist")
     common: dict[object, object] = {}

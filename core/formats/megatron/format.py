@@ -48,11 +48,9 @@ from core.catalog.stored import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
 from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.megatron.ranks import RankContent, RankFiles
-from core.formats.torch.zip.tree_layouts import TreePlans
 from core.megatron.extras.common_state import OPTIMIZER, iteration_of
 from core.megatron.model.args import disagreements, fields_of, topology_of
 from core.megatron.model.topology import Topology, matched_dirs, rank_dirs
-from core.megatron.optimizer.flat.content import OptimFile
 from core.pickle.inert import as_mapping
 
 if TYPE_CHECKING:
@@ -444,6 +442,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         UnsupportedError: the target was not sharded, so it has no rank files; or a file would
             refer to a storage in another file.
     """
+    from core.formats.torch.zip.tree_layouts import TreePlans
+
     facts = target.facet(RankFacts)
     if facts is None:
         raise UnsupportedError(
@@ -462,6 +462,10 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals)
         )
         optim = facts.optim_files.get(coords)
+        if optim is None:
+            continue
+        from core.megatron.optimizer.flat.content import OptimFile
+
         if isinstance(optim, OptimFile):
             plan = optim_plans.plan(optim.content, optim.joined.__getitem__)
             images.append(

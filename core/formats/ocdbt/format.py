@@ -56,7 +56,6 @@ from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format, imported_on_call
 from core.formats.missing_entries import report_missing
-from core.formats.ocdbt.arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.ocdbt.tree import (
     CHECKPOINT,
@@ -73,6 +72,7 @@ from core.pickle.nesting import Path, nest_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.formats.ocdbt.arrays import OrbaxArray
 
 _AGGREGATE = "checkpoint"
 _PROCESS = re.compile(r"ocdbt\.process_\w+")
@@ -231,6 +231,8 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
         MissingShardError: the item was not merged, or an array that ``_METADATA`` lists is missing.
         CheckpointingException: its files cannot be read, see ``arrays_in`` and ``leaves_of``.
     """
+    from core.formats.ocdbt.arrays import arrays_in
+
     _refuse_unmerged(store, root)
     arrays = arrays_in(store, root)
     # Old versions of Orbax store nesting and other values in a msgpack file.

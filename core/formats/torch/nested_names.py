@@ -28,8 +28,6 @@ from core.errors import (
 )
 from core.files.store import MemoryStore
 from core.formats.torch.stream import stream_kind, tar_members
-from core.formats.torch.zip.container import read_archive
-from core.formats.torch.zip.records import read_pickle
 from core.pickle.inert import Global, Inert, Persistent, walk
 from core.pickle.reader import (
     PickleLimits,
@@ -334,6 +332,9 @@ def _read_zip_pickles(
             that a damaged pickle does not hide them.
         CheckpointingException: the zip cannot be read, or a pickle is refused.
     """
+    from core.formats.torch.zip.container import read_archive
+    from core.formats.torch.zip.records import read_pickle
+
     archive = read_archive(store, file, start=start, n_bytes=n_bytes)
     failure: CheckpointingException | None = None
     for name, record in archive.records.items():

@@ -29,7 +29,6 @@ from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
-from core.formats.torch.tree import load_object
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.pickle.plain import from_plain, to_plain
@@ -144,6 +143,8 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
     path = OBJECTS_FILE
     if not store.exists(path):
         return None
+    from core.formats.torch.tree import load_object
+
     stream = StoredArray(path, "uint8", (store.size(path),), Extent(path, 0))
     root, hidden = load_object(store, stream, key=path)
     if not isinstance(root, dict) or not isinstance(root.get("objects"), dict):
@@ -176,6 +177,7 @@ def _parse_skeleton(plain_tree: object, *, file: str) -> object:
     Raises:
         CorruptError: the skeleton is malformed, or has a mark of an unknown kind.
     """
+
     if plain_tree is None:
         return None
     try:
@@ -229,6 +231,7 @@ def with_objects(catalog: Catalog, contents: ObjectsBeside | None) -> Catalog:
 
 def _find_mismatch(contents: ObjectsBeside, tensors: Mapping[str, Tensor]) -> str | None:
     """Return the first key that is only in the skeleton or only in the checkpoint, or None."""
+
     placed: dict[str, None] = {}
     for entry in entries(contents.skeleton):
         if isinstance(entry.leaf, TensorLeaf):

@@ -38,7 +38,6 @@ from core.arrays.box import Shape, is_c_contiguous
 from core.arrays.dtypes import BY_STORAGE, DTYPES
 from core.arrays.gather import byte_span
 from core.errors import CorruptError
-from core.formats.torch.tensor_parts import parts_of_tensor
 from core.pickle.inert import Global, Inert, Persistent, Size, TensorLeaf
 
 MAX_RANK = 64  # torch's own limit is lower
@@ -185,6 +184,8 @@ class TensorHooks:
 
     def _from_type(self, fn: object, kind: object, args: object, state: object) -> object:
         """Build a tensor that has Python attributes; a subclass of Tensor stays inert."""
+        from core.formats.torch.tensor_parts import parts_of_tensor
+
         rebuild = self.hooks.get((fn.module, fn.name)) if isinstance(fn, Global) else None
         if (
             rebuild is None
@@ -263,6 +264,7 @@ def locate(
     Raises:
         CorruptError: the tensor is malformed, or reaches outside its storage.
     """
+
     # Check all values from the pickle before any arithmetic with them.
     kind, key, numel = storage_of(storage)
     first, shape, strides = _check_geometry(offset, size, stride)

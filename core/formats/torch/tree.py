@@ -33,7 +33,6 @@ from core.formats.torch.stream import stream_kind as stream_kind
 from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
 from core.formats.torch.weights_only import put_back
 from core.formats.torch.zip.container import Record, check_kind, read_archive
-from core.formats.torch.zip.local_headers import read_local_headers
 from core.formats.torch.zip.records import (
     encoded,
     is_big_endian,
@@ -203,6 +202,8 @@ def _read_damaged_zip(
         err: the error of reading the directory; it is reported with the number of tensors that can
             be read, or raised if the pickle cannot be read.
     """
+    from core.formats.torch.zip.local_headers import read_local_headers
+
     records: dict[str, Record] = {}
     value: object = None
     lengths: dict[str, int] = {}

@@ -40,13 +40,13 @@ from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import tensors_of
 from core.errors import CheckpointingException
 from core.files.json_object import read_json_object
-from core.formats.torch.tree import TorchTree, keys_of, parse
 from core.formats.trainer.files import is_optimizer, state_files
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
+    from core.formats.torch.tree import TorchTree
     from core.formats.trainer.optimizer import Weights
 
 _CONFIG = "config.json"
@@ -153,6 +153,7 @@ def _optimizer_part(
     entry: str, file: str, store: ReadStore, weights: Weights
 ) -> StateEntries | None:
     """Return the part of an optimizer's file; None if it is not an optimizer's state dict."""
+    from core.formats.torch.tree import parse
     from core.formats.trainer.optimizer import is_state_dict, named, numbers_of, with_names
 
     try:
@@ -182,6 +183,8 @@ def keyed_entries(
     Args:
         value: the state dict in the file, in which numbers may have become names.
     """
+    from core.formats.torch.tree import keys_of
+
     leaves = list(entries(value, (entry,)))
     keys = iter(keys_of(leaves, reserved=tree.hidden))
     new_key_of: dict[str, str] = {}

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from core.arrays.sharding import padded_vocab_size
 from core.errors import UnsupportedError
 from core.hf.config_json.experts import expert_arguments, expert_config, has_experts
 from core.hf.config_json.hybrid import (
@@ -32,7 +31,6 @@ from core.hf.config_json.hybrid import (
     prediction_arguments,
     prediction_config,
 )
-from core.hf.config_json.rope import rope_arguments, rope_config
 from core.hf.family import Family
 from core.hf.settings import setting_argument, setting_value
 from core.hf.traits import FEATURES, Model
@@ -142,6 +140,9 @@ def arguments_of(
         CorruptError: the configuration lacks a value, or contradicts itself.
         UnsupportedError: Megatron has no arguments for a value.
     """
+    from core.arrays.sharding import padded_vocab_size
+    from core.hf.config_json.rope import rope_arguments
+
     config = completed(config, family)
     _check_fixed(config, family)
     # Start with fixed arguments and those that only have another name in config.json.
@@ -315,6 +316,8 @@ def config_of(
     Raises:
         UnsupportedError: transformers has no counterpart of an argument, or an argument is missing.
     """
+    from core.hf.config_json.rope import rope_config
+
     # Values of every family. transformers 4 reads torch_dtype, transformers 5 reads dtype.
     has_moe = "moe" in model.features
     config: dict[str, object] = {

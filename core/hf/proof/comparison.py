@@ -30,7 +30,6 @@ from core.hf.config_json.experts import dense_layers
 from core.hf.config_json.hybrid import completed, count_predictions
 from core.hf.family import Family
 from core.hf.name_tables import BODY
-from core.hf.proof.any_family import find_problems
 from core.hf.proof.expected import (
     Described,
     Expected,
@@ -81,6 +80,8 @@ def find_differences(
     has_own_file = any(name in files for name in OWN_FILES)
     try:
         if model is None:
+            from core.hf.proof.any_family import find_problems
+
             return tuple(find_problems(tensors, config, has_own_file=has_own_file))
         return tuple(_find_all(_prepare_case(tensors, config, model), has_own_file=has_own_file))
     except CorruptError as err:  # a missing or invalid size

@@ -21,7 +21,6 @@ from core.arrays.box import Shape
 from core.hf.config_json.config import groups_of, stated_blocks
 from core.hf.config_json.experts import dense_layers, has_experts, shared_size
 from core.hf.config_json.hybrid import PATTERN, PREDICTION, completed
-from core.hf.config_json.per_layer import per_layer_arguments
 from core.hf.family import Family, families
 from core.hf.name_tables import BODY, pairs_of
 from core.hf.settings import indexer_types
@@ -35,8 +34,6 @@ from core.hf.traits import (
     mamba_sizes,
 )
 from core.hf.values import count_of, number_of
-from core.megatron.model.args import linear_layers
-from core.megatron.model.blocks import window_layers_of
 
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
@@ -356,11 +353,16 @@ def _derive_model(
         if isinstance(types, list) and len(types) >= n_layers:
             linear = frozenset(n for n in range(n_layers) if types[n] == "linear_attention")
         else:
+            from core.megatron.model.args import linear_layers
+
             every = family.settings["linear_attention_freq"].every
             interval = count_of(config, "full_attention_interval", default=every)
             linear = linear_layers({"linear_attention_freq": interval}, n_layers)
     window = None
     if "head_gate" in family.requires:
+        from core.hf.config_json.per_layer import per_layer_arguments
+        from core.megatron.model.blocks import window_layers_of
+
         n_all = count_of(config, "num_hidden_layers")
         window = window_layers_of({**per_layer_arguments(config), "num_layers": n_all})
         if window is not None:

@@ -17,7 +17,6 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
 )
-from core.hf.optimizer.states import carrying_option
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.expected import describe_model, unchecked_text
 from core.hf.proof.problem import Kind, Problem, more_text
@@ -115,6 +114,8 @@ def _prefix_error(
     takes_optimizer: bool,
 ) -> UnknownTensorError:
     """Build the error for names with a surplus prefix."""
+    from core.hf.optimizer.states import carrying_option
+
     model_type = str(config.get("model_type"))[:80]
     remaining = find_differences(_without(weights, prefix), config, files=files)
     options = f"--strip-prefix {prefix}"

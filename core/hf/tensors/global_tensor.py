@@ -11,8 +11,6 @@ from core.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
-from core.hf.tensors.packed import transpose_tensor, unpack_expert
-from core.hf.tensors.shifted import shifted
 from core.hf.values import CONFIG
 from core.quantize.schemes import check_numbers
 
@@ -45,6 +43,8 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
         return GlobalTensor(catalog.entry(key, index), (key,))
     # Or a matrix of a tensor that holds those of all experts in another order.
     if (packed := pair.packed) is not None:
+        from core.hf.tensors.packed import unpack_expert
+
         key = _find_part(catalog, (packed.key,), pair)
         _check_shape(catalog, key, packed.tensor_shape(pair.shape))
         check_numbers(key, catalog.tensors[key])
@@ -61,12 +61,16 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
         _check_shape(catalog, key, pair.shape)
     _check_dtypes(catalog, (*keys, *copies), name)
     if (shift := pair.shift) is not None:
+        from core.hf.tensors.shifted import shifted
+
         return GlobalTensor(shifted(catalog, keys[0], name, -shift), (keys[0],), is_shifted=True)
     if pair.is_flat:
         return GlobalTensor(catalog.tensors[keys[0]].select(0, 0), (keys[0],))
     if pair.entry is not None:
         parts = [catalog.entry(key, pair.entry[0]) for key in keys]
     elif pair.is_transposed:
+        from core.hf.tensors.packed import transpose_tensor
+
         parts = [transpose_tensor(catalog, key, key) for key in keys]
     else:
         parts = [catalog.tensors[key] for key in keys]

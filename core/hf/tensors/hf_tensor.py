@@ -12,8 +12,6 @@ from core.catalog.tensor import Tensor, stack
 from core.errors import CorruptError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
-from core.hf.tensors.packed import pack_experts, transpose_tensor
-from core.hf.tensors.shifted import shifted
 from core.quantize.schemes import check_numbers
 
 _EXTRA = "_extra_state"
@@ -75,6 +73,8 @@ def _split_tensor(catalog: Catalog, name: str, pair: Pair) -> dict[str, Tensor]:
             key=name,
         )
     if (shift := pair.shift) is not None:
+        from core.hf.tensors.shifted import shifted
+
         key = pair.tensors[0].names[0]
         return {key: shifted(catalog, name, key, shift)}
     if pair.is_flat:
@@ -91,6 +91,8 @@ def _split_tensor(catalog: Catalog, name: str, pair: Pair) -> dict[str, Tensor]:
         rows = shape[::-1] if pair.is_transposed else shape
         part = fuse.take_apart(pair.strips, number, tensor, rows)
         if pair.is_transposed:
+            from core.hf.tensors.packed import transpose_tensor
+
             part = transpose_tensor(replace(catalog, tensors={key: part}), key, key)
         tensors[key] = part
     return tensors
@@ -136,5 +138,7 @@ def _packed_tensor(catalog: Catalog, key: str, pairs: Sequence[tuple[str, Pair]]
                 "but they are one tensor in Hugging Face models",
                 key=key,
             )
+    from core.hf.tensors.packed import pack_experts
+
     experts = [(name, pair.packed) for name, pair in pairs if pair.packed is not None]
     return pack_experts(catalog, experts, shape)

@@ -22,7 +22,6 @@ from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
 from core.hf.text_model import THINKER, text_config_of, thinking_part
 from core.hf.towers.models import CompositeModel, composite_models
 from core.hf.towers.tensors import hf_tower_tensors
-from core.hf.towers.to_megatron import EXPERTS_ARGUMENT, NAMES_ARGUMENT, PLAIN, TRANSPOSED
 from core.hf.values import CONFIG
 from core.megatron.rules.tables import load_rules
 
@@ -62,6 +61,8 @@ class SeparatedTowers:
         Raises:
             CorruptError: two tensors would have the same name.
         """
+        from core.hf.towers.to_megatron import NAMES_ARGUMENT
+
         towers = self.towers
         if self.model.has_expert_stacks:
             text = self._with_stacks(text)
@@ -99,6 +100,8 @@ class SeparatedTowers:
         Raises:
             CorruptError: the argument that says how their matrices lie has another value.
         """
+        from core.hf.towers.to_megatron import EXPERTS_ARGUMENT, PLAIN, TRANSPOSED
+
         form = self.fields.get(EXPERTS_ARGUMENT)
         notes = text.notes
         if form is None:
@@ -251,6 +254,8 @@ def _beginnings_of(fields: Mapping[str, object], model: CompositeModel) -> dict[
     Raises:
         CorruptError: the argument with the names is malformed.
     """
+    from core.hf.towers.to_megatron import NAMES_ARGUMENT
+
     result = {**model.text, **{tower.megatron: tower.hf[0] for tower in model.towers}}
     text = fields.get(NAMES_ARGUMENT)
     if text is None:

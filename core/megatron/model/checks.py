@@ -9,7 +9,6 @@ from dataclasses import replace
 from math import prod
 
 from core.arrays.box import Shape
-from core.catalog.sister_layers import find_deviations
 from core.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
@@ -55,6 +54,8 @@ def check_complete(
         CorruptError: the checkpoint has more layers or experts than the arguments specify, a layer
             of another kind than the pattern says, or a tower's layer of another shape.
     """
+    from core.catalog.sister_layers import find_deviations
+
     present = set(tensors)
     if all(ADAPTER in name for name in present):
         return  # a checkpoint of adapters does not contain the model that they adapt

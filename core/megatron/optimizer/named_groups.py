@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import trained
-from core.megatron.optimizer.target_groups import numbers_of_groups
 from core.megatron.rules.rules import Rules
 
 
@@ -28,6 +27,8 @@ def with_named_groups(catalog: Catalog, rules: Rules) -> Catalog:
     optimizer = catalog.optimizer
     if optimizer is None or all(group.params is not None for group in optimizer.groups):
         return catalog
+    from core.megatron.optimizer.target_groups import numbers_of_groups
+
     numbers = numbers_of_groups(optimizer, trained(catalog.tensors), args=catalog.args, rules=rules)
     groups = tuple(
         replace(group, params=tuple(name for name, owner in numbers.items() if owner == number))

@@ -35,7 +35,6 @@ from core.catalog.stored import StoredArray
 from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.files.store import ReadStore
-from core.megatron.optimizer.proof import pairs_of_masters, sample
 
 _LARGEST = 1 << 15
 """Largest absolute value of a remainder."""
@@ -53,6 +52,8 @@ def are_remainders(
     Args:
         store: store that holds the array; None to judge by the dtype alone.
     """
+    from core.megatron.optimizer.proof import sample
+
     if dtype_of(masters.dtype).kind == "int":
         return True
     if store is None or masters.dtype != "float32":
@@ -90,6 +91,8 @@ def check_values(model: Catalog, store: ReadStore, strange: Sequence[str]) -> No
     Raises:
         UnsupportedError: they are.
     """
+    from core.megatron.optimizer.proof import pairs_of_masters
+
     # The largest array tells most.
     names = frozenset(strange)
     pairs = [pair for pair in pairs_of_masters(model) if pair[0] in names]

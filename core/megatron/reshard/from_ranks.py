@@ -76,9 +76,7 @@ from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.pipeline_args import is_v_shaped
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
-from core.megatron.placement.qkv_order import CURRENT, old_rows, rows_by_part
 from core.megatron.reshard.equal_shards import one_of_each_kind, raise_if_equal_shards
-from core.megatron.reshard.padding_place import find_misplaced_padding
 from core.megatron.reshard.rank_model import (
     RankModel,
     RankPart,
@@ -86,7 +84,6 @@ from core.megatron.reshard.rank_model import (
     merge_ranks,
     with_v_shape,
 )
-from core.megatron.reshard.rank_optimizer import read_states
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, as_mapping, walk
 
@@ -133,6 +130,8 @@ def unshard_ranks(
         raise_if_equal_shards(tensors, facts.topology, store)
         misplaced = None
         if not have_numbers(ranks.values()):
+            from core.megatron.reshard.padding_place import find_misplaced_padding
+
             misplaced = find_misplaced_padding(tensors, facts, store)
         if misplaced is not None:
             raise misplaced
@@ -164,6 +163,8 @@ def unshard_ranks(
     tensors = {**model.tensors, **optimizer.states}
     common = extras.common
     if version < OLDEST:
+        from core.megatron.placement.qkv_order import CURRENT, old_rows
+
         for key, tensor in tensors.items():
             shape = tensor.parts[0].array.shape
             tensor.old_rows = old_rows(
@@ -177,6 +178,8 @@ def unshard_ranks(
 
     args = catalog.args
     if facts.kind.is_legacy and is_multi_query(fields_of(args)):
+        from core.megatron.placement.qkv_order import rows_by_part
+
         for key, tensor in tensors.items():
             shape = tensor.parts[0].array.shape
             tensor.old_rows = rows_by_part(
@@ -327,6 +330,8 @@ def _read_optimizer(
         return _RankOptimizer(dropped=[note_dropped_optimizer(str(kind), optim=optim)])
 
     # Put the states of all ranks under the global names of their parameters.
+    from core.megatron.reshard.rank_optimizer import read_states
+
     result = read_states(catalog, tuple(model.files.values()), facts, rules, store=store)
     states: dict[str, RankTensor] = {}
     for state in result.states:

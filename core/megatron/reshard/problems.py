@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
@@ -23,17 +24,12 @@ from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_complete, check_shapes
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, with_sizes
-from core.megatron.optimizer.rank_state import RankFile
-from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
-from core.megatron.placement.joined import join_parts
-from core.megatron.placement.origins import meta_of, origins_of, with_stacked_tower
 from core.megatron.reshard.equal_shards import (
     EqualShards,
     find_equal_shards,
     kind_of,
     one_of_each_kind,
 )
-from core.megatron.reshard.from_global import is_random_state
 from core.megatron.reshard.from_ranks import facts_of_ranks, global_shape_of, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
 from core.megatron.reshard.rank_model import (
@@ -42,9 +38,11 @@ from core.megatron.reshard.rank_model import (
     RankTensor,
     merge_ranks,
 )
-from core.megatron.rules.prefixes import numbered_names, prefix_of, without_prefix
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, walk
+
+if TYPE_CHECKING:
+    from core.megatron.optimizer.rank_state import RankFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +222,12 @@ def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankP
 
 def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     """Read the model of a catalog of global tensors, and report its problems."""
+    from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
+    from core.megatron.placement.joined import join_parts
+    from core.megatron.placement.origins import meta_of, origins_of, with_stacked_tower
+    from core.megatron.reshard.from_global import is_random_state
+    from core.megatron.rules.prefixes import numbered_names, prefix_of, without_prefix
+
     catalog = join_parts(from_fsdp_dtensor(catalog, carries_optimizer=False), rules)
     prefix = prefix_of(catalog, rules)
     common = common_entries(catalog)

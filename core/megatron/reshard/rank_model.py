@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog
@@ -31,9 +32,11 @@ from core.megatron.model.topology import Rank
 from core.megatron.optimizer.rank_state import Param, RankFile
 from core.megatron.placement.chunk import ModelChunk, chunk_of
 from core.megatron.placement.homes import FINAL_NORM
-from core.megatron.placement.qkv_order import OldRows
 from core.megatron.rules.rules import Rule, Rules, Wrapper
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
+
+if TYPE_CHECKING:
+    from core.megatron.placement.qkv_order import OldRows
 
 
 @value(frozen=True, slots=True)

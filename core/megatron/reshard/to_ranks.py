@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_each
@@ -59,15 +60,15 @@ from core.megatron.model.facts import ModelFacts, pipeline_notes
 from core.megatron.model.new_args import update_args
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.topology import Rank, Topology, check_rank_files, rank_dir
-from core.megatron.model.version import MegatronVersion
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.optimizer.rank_state import HeldParam, OptimizerFiles
-from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.placement.homes import Home, Homes, by_chunk, by_rank, homes_at, tied_of
-from core.megatron.reshard.rank_optimizer import optimizer_files
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import GPT, Rules, has_value_head
 from core.pickle.inert import TensorLeaf, ValueCounter
+
+if TYPE_CHECKING:
+    from core.megatron.model.version import MegatronVersion
 
 
 def shard(
@@ -120,6 +121,9 @@ def shard(
     # The optimizer's files take its states; everything below is about the model.
     optimizer = None
     if catalog.optimizer is not None:
+        from core.megatron.optimizer.reshard_target import ReshardTarget
+        from core.megatron.reshard.rank_optimizer import optimizer_files
+
         optimizer = optimizer_files(
             ReshardTarget(
                 catalog=catalog,

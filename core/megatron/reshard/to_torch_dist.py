@@ -62,7 +62,6 @@ from core.megatron.model.parts import with_sizes
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
-from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.sharded.write import StackedOptimizer
 from core.megatron.placement.adapter_rows import is_halved, to_stored_order
 from core.megatron.placement.joined import separate_parts
@@ -177,6 +176,8 @@ def stack(
     names = _StackedNames(stages, topology, facts, rules, is_stacked, wrapper, n_tower_layers)
     target = None
     if catalog.optimizer is not None:
+        from core.megatron.optimizer.reshard_target import ReshardTarget
+
         target = ReshardTarget(
             catalog=catalog,
             optimizer=catalog.optimizer,

@@ -36,7 +36,6 @@ from core.errors import (
 from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata import read_metadata
-from core.formats.torch.format import load_object
 from core.opening.objects import loaded
 from core.opening.target import partitioned
 from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, make_namespace
@@ -130,7 +129,7 @@ def read(folder: Path) -> tuple[Catalog, LocalStore]:
 def read_whole(folder: Path) -> tuple[Catalog, LocalStore]:
     """The catalog with its objects loaded, as the engine has it before writing."""
     catalog, store = read(folder)
-    return loaded(catalog, store, lambda s, array, key: load_object(s, array, key=key)), store
+    return loaded(catalog, store), store
 
 
 def laid_out(target: TargetCatalog) -> list[FileImage]:

@@ -15,7 +15,6 @@ import torch
 from core.catalog.catalog import Catalog
 from core.files.store import ReadStore
 from core.formats.deepspeed.universal import format as deepspeed_universal
-from core.formats.torch.format import load_object
 from core.opening.objects import loaded
 from core.opening.target import source_and_target
 from tests.support.materialize import materialized, write_files
@@ -227,8 +226,6 @@ class Zero:
 
 def written(catalog: Catalog, store: ReadStore, folder: Path) -> Path:
     """A universal checkpoint made of a catalog."""
-    source, target = source_and_target(
-        loaded(catalog, store, load_object), deepspeed_universal.FORMAT
-    )
+    source, target = source_and_target(loaded(catalog, store), deepspeed_universal.FORMAT)
     images = deepspeed_universal.lay_out(target)
     return write_files(materialized(images, target=target, source=source, store=store), folder)

@@ -58,7 +58,7 @@ def rewritten(
     source_dir: Path, folder: Path, *, by: str = "as_stored", dialect: str | None = None
 ) -> Path:
     source, store = read(source_dir)
-    source = loaded(source, store, lambda s, array, key: load_object(s, array, key=key))
+    source = loaded(source, store)
     target = partitioned(source, format="torch_dist", by=by)
     if dialect is not None:
         target = with_facts(target, TorchDistFacts, dialect=dialect)

@@ -16,7 +16,6 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import TorchDistFacts, WriteOptions
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
-from core.formats.torch.format import load_object
 from core.opening.objects import loaded
 from core.opening.target import partitioned
 from tests.support.asked import asked
@@ -139,9 +138,7 @@ That one without ``args``: those of the newer version name enums that 0.16.1 doe
 
 def catalog_of(folder: Path) -> Catalog:
     store = LocalStore(folder)
-    return loaded(
-        torch_dist.FORMAT.read(store), store, lambda s, array, key: load_object(s, array, key=key)
-    )
+    return loaded(torch_dist.FORMAT.read(store), store)
 
 
 def rewritten(source: Catalog, source_dir: Path, folder: Path, *, by: str = "as_stored") -> Path:

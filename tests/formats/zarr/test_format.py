@@ -33,7 +33,6 @@ from core.errors import (
 from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import torch_dist
 from core.formats.mcore.objects import is_sharded_object
-from core.formats.torch.format import load_object
 from core.formats.zarr import format as zarr
 from core.formats.zarr.dtypes import TENSORSTORE_ONLY
 from core.formats.zarr.metadata2 import parse_zarray
@@ -171,7 +170,7 @@ def test_the_catalog_is_that_of_the_torch_dist_checkpoint_of_the_same_run(
             tensor_bytes(ours, store, key).tobytes()
             == tensor_bytes(theirs, their_store, key).tobytes()
         ), key
-    theirs = loaded(theirs, their_store, load_object)
+    theirs = loaded(theirs, their_store)
     assert set(ours.objects) == set(theirs.objects)
     for key, item in theirs.objects.items():
         assert is_sharded_object(key)

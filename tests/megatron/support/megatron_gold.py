@@ -17,7 +17,6 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
-from core.formats.torch.format import load_object
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.tables import load_rules
@@ -61,9 +60,7 @@ def rank_files(golden: Path, model: str, case: str) -> tuple[LocalStore, Catalog
 def dist_files(golden: Path, family: str, model: str, case: str) -> tuple[LocalStore, Catalog]:
     """Store and catalog of a torch_dist case, its objects loaded."""
     store = LocalStore(golden / family / model / case / "iter_0000010")
-    return store, loaded(
-        torch_dist.read(store), store, lambda s, a, key: load_object(s, a, key=key)
-    )
+    return store, loaded(torch_dist.read(store), store)
 
 
 @cache

@@ -31,14 +31,13 @@ from core.arrays.box import full_box
 from core.catalog.stored import PlannedArray
 from core.catalog.tensor import Fragment, TargetTensor, Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.formats.deepspeed.experts import expert_of, numbered
 from core.formats.deepspeed.universal.names import CAT_DIM, STEP, state_of
-from core.formats.deepspeed.universal.parameter import UniversalParameter
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
     from core.catalog.catalog import Catalog, TargetCatalog
     from core.catalog.tensor import TargetTensor
+    from core.formats.deepspeed.universal.parameter import UniversalParameter
 
 IS_EXPERT = "is_expert_param"
 ROWS = "ep_num_experts"
@@ -79,6 +78,8 @@ def expert_facts(target: TargetCatalog) -> ExpertParallelFacts:
 
 def expert_notes(target: TargetCatalog) -> list[str]:
     """Return a note that names the EP size at which DeepSpeed loads the experts."""
+    from core.formats.deepspeed.experts import expert_of
+
     if not any(map(expert_of, target.tensors)):
         return []
     ep = expert_facts(target).ep
@@ -118,6 +119,8 @@ def cut_experts(
         UsageError: there are no experts of DeepSpeed's ``MoE`` layers, or they are not divisible.
         UnsupportedError: a parameter of an expert has no axes, or is unlike that of another expert.
     """
+    from core.formats.deepspeed.experts import expert_of
+
     names = [key for key in target.tensors if state_of(key, target.tensors) is None]
     rank_of, directory_of = _assigned([name for name in names if expert_of(name)], ep=ep)
     if ep == 1:
@@ -173,6 +176,8 @@ def _assigned(names: Sequence[str], *, ep: int) -> tuple[dict[str, int], dict[st
     Raises:
         UsageError: there are none, or the experts of a layer are not divisible.
     """
+    from core.formats.deepspeed.experts import numbered
+
     numbers: dict[str, set[int]] = {}
     for name in names:
         layer, number = _expert(name)
@@ -198,6 +203,8 @@ def _assigned(names: Sequence[str], *, ep: int) -> tuple[dict[str, int], dict[st
 
 
 def _expert(name: str) -> tuple[str, int]:
+    from core.formats.deepspeed.experts import expert_of
+
     expert = expert_of(name)
     assert expert is not None, "the parameter belongs to an expert"
     return expert
@@ -260,6 +267,8 @@ def directories(folders: Iterable[str], *, ep: int) -> dict[str, tuple[str, int]
     Returns:
         Parameter → (its directory, rank of the part of it that is the parameter).
     """
+    from core.formats.deepspeed.experts import expert_of, numbered
+
     folders = list(folders)
     n_local: dict[str, int] = {}
     for folder in folders:
@@ -290,6 +299,8 @@ def part_of_stack(
     Raises:
         CorruptError: the rows are not those of so many experts.
     """
+    from core.formats.deepspeed.universal.parameter import UniversalParameter
+
     shape = parameter.weight.shape
     extras = dict(parameter.extras)
     is_expert, rows = extras.pop(IS_EXPERT, False), extras.pop(ROWS, None)

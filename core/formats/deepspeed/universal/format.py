@@ -51,7 +51,6 @@ from core.catalog.dropped import dropped_together
 from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import check_name
-from core.formats.deepspeed.experts import expert_of
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.model_states import (
     ModelStates,
@@ -59,7 +58,6 @@ from core.formats.deepspeed.model_states import (
     parse_model_states,
     version_of,
 )
-from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
 from core.formats.deepspeed.state_file import StateFile, mapping_or_empty, read_state_file
 from core.formats.deepspeed.tree import (
     EXTRAS,
@@ -88,14 +86,8 @@ from core.formats.deepspeed.universal.names import (
     ZERO,
     ZERO_MODEL_FILE,
 )
-from core.formats.deepspeed.universal.parameter import (
-    UniversalParameter,
-    lacking_files,
-    read_parameter,
-)
 from core.formats.deepspeed.universal.source import for_universal
 from core.formats.deepspeed.universal.write import check, lay_out
-from core.formats.deepspeed.weights import advise_no_optim, buffers, frozen, with_shared
 from core.formats.format import Format
 from core.formats.torch.refused import aside_notes
 from core.pickle.inert import TensorLeaf
@@ -104,6 +96,7 @@ if TYPE_CHECKING:
     from core.catalog.catalog import Catalog, TargetCatalog
     from core.files.store import ReadStore
     from core.formats.deepspeed.partition import Shapes
+    from core.formats.deepspeed.universal.parameter import UniversalParameter
 
 __all__ = ["FORMAT", "check", "for_universal", "lay_out", "read", "read_weights", "sniff"]
 
@@ -129,6 +122,8 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: a file is not a torch file that can be read.
         UnsafeError: a pickle or a name is hostile.
     """
+    from core.formats.deepspeed.weights import advise_no_optim
+
     try:
         return _read(store)
     except (CorruptError, UnsupportedError) as err:
@@ -147,6 +142,8 @@ def read_weights(store: ReadStore) -> Catalog:
 
 def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
     """Read the catalog of all files, or of those without the optimizer; raises as ``read``."""
+    from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, enum_number
+
     folder = _folder(store)
     # Model states and the optimizer's file may be missing; their entries are then empty.
     models = _models(store, folder)
@@ -264,6 +261,8 @@ def _check_complete(folder: str, parameters: Mapping[str, UniversalParameter]) -
     Raises:
         MissingShardError: names the first such file.
     """
+    from core.formats.deepspeed.universal.parameter import lacking_files
+
     stored = {
         name: [f"{stem}.pt" for stem in (FP32, *parameter.states)]
         for name, parameter in parameters.items()
@@ -281,6 +280,8 @@ def _weights(
     models: Sequence[ModelStates], parameters: Mapping[str, UniversalParameter]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return all weights, including buffers and frozen parameters, and shared name → owner."""
+    from core.formats.deepspeed.weights import buffers, frozen, with_shared
+
     weights = buffers(models[0]) if models else {}
     weights |= {name: parameter.weight for name, parameter in parameters.items()}
     if not models:
@@ -311,6 +312,9 @@ def _parameters(
         MissingShardError: the model states list a parameter without a directory.
         CorruptError: files of a parameter are damaged, or contradict each other.
     """
+    from core.formats.deepspeed.experts import expert_of
+    from core.formats.deepspeed.universal.parameter import read_parameter
+
     info = mapping_or_empty(model.state.root.get("universal_checkpoint_info"))
     ep = recorded_ep(info, file=model.state.file)
     names = directories(store.folders(folder + ZERO), ep=ep)
@@ -349,6 +353,8 @@ def _param_groups(optim: StateFile) -> list[Mapping[object, object]]:
     Raises:
         CorruptError: the settings are not a list of dicts.
     """
+    from core.formats.deepspeed.optim_states import OPTIMIZER_STATE
+
     stored = optim.root.get(PARAM_GROUPS)
     if stored is None:
         stored = mapping_or_empty(optim.root.get(OPTIMIZER_STATE)).get(PARAM_GROUPS) or []
@@ -360,6 +366,8 @@ def _states(
     optim: StateFile, groups: Sequence[Shapes], parameters: Mapping[str, UniversalParameter]
 ) -> dict[str, dict[str, object]]:
     """Return the states by parameter, with the steps that ZeRO-3 stores by group added."""
+    from core.formats.deepspeed.optim_states import OPTIMIZER_STATE
+
     states = {
         name: dict(parameter.states) for name, parameter in parameters.items() if parameter.states
     }

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import TorchDistFacts
@@ -30,10 +31,11 @@ from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, ParamGroup, s
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import CONTENT, OPTIMIZER, common_of
 from core.megatron.optimizer.entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
-from core.megatron.optimizer.reshard_target import ReshardTarget
-from core.megatron.optimizer.target_groups import target_groups
 from core.megatron.rules.experts import OPTION
 from core.pickle.inert import as_mapping
+
+if TYPE_CHECKING:
+    from core.megatron.optimizer.reshard_target import ReshardTarget
 
 _CONTENT_SHARDING = "distrib_optim_sharding_type"
 
@@ -99,6 +101,8 @@ class StackedOptimizer:
         self._optimizer = target.optimizer
         before, after = target.facts.topology, target.topology
         if target.facts.n_experts and (after.ep, after.expert_tp) != (before.ep, before.expert_tp):
+            from core.megatron.optimizer.target_groups import target_groups
+
             groups = target_groups(target, trained(target.catalog.tensors))
             self._optimizer = replace(
                 target.optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings)

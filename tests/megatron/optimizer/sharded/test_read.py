@@ -18,7 +18,6 @@ from core.catalog.optimizer_keys import STEP, Optimizer, ParamGroup, state_key, 
 from core.convert.job import Job, Report, TopologyChange
 from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError
-from core.formats.torch.format import load_object
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import replaced
 from core.megatron.model.topology import Topology
@@ -53,7 +52,7 @@ SOURCES = (*PLAIN, RESHARDABLE, *MODEL_SPACE)
 def source(golden: Path, name: str) -> tuple[LocalStore, Catalog]:
     """Store and catalog of a case, its objects loaded."""
     found = open_checkpoint(golden / name)
-    return found.store, loaded(found.catalog, found.store, load_object)
+    return found.store, loaded(found.catalog, found.store)
 
 
 def sizes_of(name: str) -> Topology:
@@ -266,7 +265,7 @@ def converted(src: Path, dst: Path, to: str, **options: Any) -> tuple[Report, Lo
     """
     report = run(Job(src=src, dst=dst, to=to, fsync=False, **options))
     found = open_checkpoint(dst)
-    return report, found.store, loaded(found.catalog, found.store, load_object)
+    return report, found.store, loaded(found.catalog, found.store)
 
 
 @pytest.mark.parametrize("name", BUCKETS)
