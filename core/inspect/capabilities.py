@@ -37,11 +37,13 @@ from core.formats.registry import format_called, writable_formats
 from core.formats.torch.nested_names import uses_in
 from core.inspect.capability import (
     HF,
+    MANY,
     NEEDS_LAYOUT,
     WITH_FLOAT32,
     WITHOUT_OPTIM,
     Capability,
     ModelTraits,
+    list_representatives,
 )
 from core.megatron.model.topology import Topology
 from core.opening.objects import with_objects_loaded
@@ -52,8 +54,6 @@ from core.pickle.reader import gc_paused, judge
 from core.plan.match import OVERLAPS_RULE
 from core.plan.plan import make_plan
 
-MANY = 32
-"""Catalogs with more tensors than this are thinned."""
 MANY_STREAMS = 4_096
 """More objects than this are thinned before loading, because each may have its own stream."""
 LARGE = 400
@@ -374,14 +374,9 @@ def _thinned(catalog: Catalog) -> Catalog:
     if len(catalog.tensors) + len(catalog.objects) <= MANY or not catalog.tensors:
         return catalog
 
+    keys = {*list_representatives(catalog.tensors)}
     first_of: dict[object, str] = {}
-    for key, meta in catalog.tensors.items():
-        # An empty tensor does not represent one with data.
-        first_of.setdefault(
-            (_DIGITS.sub("0", key), meta.dtype, len(meta.shape), meta.n_elements > 0), key
-        )
     for key, item in catalog.objects.items():
         first_of.setdefault((_DIGITS.sub("0", key), frozenset(uses_in(item.value))), key)
-    keys = set(first_of.values())
-    keys |= set(catalog.refused)
+    keys |= {*first_of.values(), *catalog.refused}
     return keep_entries(catalog, keys.__contains__).catalog

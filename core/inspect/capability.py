@@ -13,7 +13,7 @@ What is not certain is planned.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,12 +22,17 @@ from core.arrays.coverage import is_tiled
 from core.catalog.catalog import Catalog
 from core.catalog.facets import DcpFacts, TorchFileFacts, WeightFileFacts, ZarrFacts
 from core.catalog.optimizer_keys import is_optimizer_key
+from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException
 from core.formats.registry import BUILT_IN, Stores, has_plug_ins
 from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
 from core.pickle.inert import ObjectLeaf, TensorLeaf, attributes
 from core.pickle.reader import gc_paused, judge
+
+MANY = 32
+"""Of more tensors than this, representatives are looked at."""
+_DIGITS = re.compile(r"\d+")
 
 HF = "hf"
 """The value of ``--to`` for the safetensors format with Hugging Face's names."""
@@ -245,7 +250,7 @@ def _is_plain(catalog: Catalog) -> bool:
         return False
     return (
         _has_plain_names([*catalog.tensors, *catalog.objects])
-        and all(_has_plain_data(catalog, key) for key in catalog.tensors)
+        and all(_has_plain_data(catalog, key) for key in list_representatives(catalog.tensors))
         and _are_plain(
             [
                 *(item.value for item in catalog.objects.values()),
@@ -271,6 +276,21 @@ def _has_plain_names(keys: Collection[str]) -> bool:
         if any(".".join(parts[:depth]) in names for depth in range(1, len(parts))):
             return False
     return True
+
+
+def list_representatives(tensors: Mapping[str, Tensor]) -> Iterable[str]:
+    """Return the keys of the first of tensors whose names differ in their numbers.
+
+    Each represents those of its dtype and number of axes. Of a few tensors, each represents itself.
+    """
+    if len(tensors) <= MANY:
+        return tensors
+    first_of: dict[object, str] = {}
+    for key, tensor in tensors.items():
+        # An empty tensor does not represent one with data.
+        kind = (_DIGITS.sub("0", key), tensor.dtype, len(tensor.shape), tensor.n_elements > 0)
+        first_of.setdefault(kind, key)
+    return first_of.values()
 
 
 def _has_plain_data(catalog: Catalog, key: str) -> bool:
