@@ -22,7 +22,7 @@ _HEAD_BYTES = 16
 
 
 class Stores(Enum):
-    """What can be written in a format if nothing tells how the model is cut over ranks."""
+    """Which checkpoints without a known parallel layout can be written in a format."""
 
     ANY = auto()
     """Tensors under any names that are paths, and plain values."""

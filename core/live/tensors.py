@@ -13,7 +13,7 @@ is a memoryview.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,10 +129,7 @@ def live_source(
     catalog = Catalog(
         format="live",
         version=None,
-        tensors={
-            key: replace(tensor, tiling=bind_argument(tuple, fragments.get(key, ())))
-            for key, tensor in metas_of_chunks(tensor.chunk for tensor in tensors).items()
-        },
+        tensors=_with_fragments(metas_of_chunks(tensor.chunk for tensor in tensors), fragments),
         hidden=hidden,
     )
     return catalog, MemoryStore(files)
@@ -166,12 +163,19 @@ def live_target(
     catalog: TargetCatalog = Catalog(
         format="live",
         version=None,
-        tensors={
-            key: replace(tensor, tiling=bind_argument(tuple, fragments.get(key, ())))
-            for key, tensor in metas_of_chunks(tensor.chunk for tensor in tensors).items()
-        },
+        tensors=_with_fragments(metas_of_chunks(tensor.chunk for tensor in tensors), fragments),
     )
     return catalog, images, MemoryStore(files)
+
+
+def _with_fragments(
+    tensors: Mapping[str, Tensor[Any]], fragments: Mapping[str, Sequence[Fragment[Any]]]
+) -> dict[str, Tensor[Any]]:
+    """Return tensors with their fragments; a tensor without a key among them has none."""
+    return {
+        key: replace(tensor, tiling=bind_argument(tuple, fragments.get(key, ())))
+        for key, tensor in tensors.items()
+    }
 
 
 def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, Tensor[Any]]:
