@@ -161,9 +161,7 @@ def _read_rows(
             yield start, bytes(n * itemsize)
         return
     # Get the exact position of the array's bytes, decoding them if necessary.
-    if array.extent.is_late:
-        array = array.locate(store)
-    array = store.placed(array)
+    array = store.placed(array.locate(store))
     extent = array.extent
     strides = c_strides(array.shape) if extent.strides is None else extent.strides
     for start in _row_starts(box):

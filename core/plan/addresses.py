@@ -109,7 +109,7 @@ class Ends:
         """Return the source of a part of a fragment.
 
         Raises:
-            CorruptError: the array's position is unknown, or its strides are negative.
+            CorruptError: the array's strides are negative.
         """
         if fragment.array is None:
             return Source(
@@ -157,16 +157,15 @@ def source_in(key: str, array: StoredArray, fragment: Fragment, box: Box) -> Sou
 
     Args:
         key: key of the tensor, for errors.
-        array: the fragment's array, bound.
+        array: the fragment's array, located.
         fragment: a fragment of a tensor.
         box: the part of the fragment.
 
     Raises:
-        CorruptError: the array's position is unknown, or its strides are negative.
+        CorruptError: the array's strides are negative.
     """
     extent = array.extent
-    if extent.is_late:
-        raise CorruptError("cannot find the array in its file", key=key)
+    assert not extent.is_late, "located before"
 
     # Strides of the array, in bytes.
     size = itemsize(array.dtype)
