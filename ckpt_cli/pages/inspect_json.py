@@ -51,7 +51,7 @@ def inspect_json(
         "files": summary.n_files,
         "unopened_files": summary.n_unopened,
         "file_bytes": summary.file_bytes,
-        "beside": sorted(checkpoint.catalog.carried),
+        "beside": sorted(checkpoint.catalog.files),
         "parallel": dict(summary.parallel),
         "ranks": summary.n_ranks,
         "model": dict(summary.model),

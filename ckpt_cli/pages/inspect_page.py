@@ -181,7 +181,7 @@ def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Ce
         pairs.append(("model", escaped(model)))
     pairs.append(("optimizer", summary.optimizer_title or "none"))
     pairs.append(("files", f"{n_text(summary.n_files, 'file')}, {bytes_text(summary.file_bytes)}"))
-    extras = sorted(checkpoint.catalog.carried)
+    extras = sorted(checkpoint.catalog.files)
     if extras:
         names = ", ".join(extras if len(extras) <= 4 else (*extras[:3], "…"))
         pairs.append(("", escaped(f"{n_text(len(extras), 'other file')}: {names}")))

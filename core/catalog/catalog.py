@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 FacetT = TypeVar("FacetT")
+_FILE = "file:"
 
 
 @value(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class StoredObject:
     raw_key: str | None = None
     coords: Coords = ()
     refused: str | None = None
+
+
+def file_key(path: str) -> str:
+    """Return the key under which a catalog lists a file that is copied unchanged."""
+    return _FILE + path
 
 
 def _sort_by_entry(
@@ -87,10 +93,9 @@ class Catalog(Generic[ArrayT_co]):
         aliases: key → key whose bytes it shares (tied tensors).
         attributes: path of a container, "" for the root → what the checkpoint says about it
             (``core.catalog.attributes``).
-        carried: path → key of the hidden uint8 tensor that is the file: configurations and
-            tokenizers next to the weights.
-        documents: path → bytes of small files that a layout created, to be written next to the
-            weights.
+        files: path → content of a file next to the weights (configurations, tokenizers …), in the
+            order in which they are written: a uint8 tensor of one axis if it is copied unchanged,
+            bytes if the program made it.
         zeros: key → boxes of a target's tensor that are zero and in no source (vocabulary padding).
         notes: notes for the user, a sentence each.
         dropped: the record of entries that are not carried, with the reasons.
@@ -110,8 +115,7 @@ class Catalog(Generic[ArrayT_co]):
     optimizer: Optimizer | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    carried: Mapping[str, str] = field(default_factory=dict)
-    documents: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, Tensor[ArrayT_co] | bytes] = field(default_factory=dict)
     zeros: Mapping[str, Sequence[Box]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     dropped: tuple[Dropped, ...] = ()
@@ -122,6 +126,13 @@ class Catalog(Generic[ArrayT_co]):
     )
 
     def __post_init__(self) -> None:
+        for key in map(file_key, self.files):
+            if key in self.tensors or key in self.hidden:
+                raise UnsupportedError(
+                    "a tensor has the key that stands for a file next to the weights",
+                    key=key,
+                    hint="move the file elsewhere, or give the tensor another name",
+                )
         # A layer has some stacks (weights, biases and their optimizer states), whose entries are
         # asked for in turn. The cache does not refer to the catalog: catalogs are freed while the
         # collector is paused.
@@ -149,12 +160,15 @@ class Catalog(Generic[ArrayT_co]):
         return whole.select(axis, number)
 
     def all_tensors(self) -> Iterator[tuple[str, Tensor[ArrayT_co]]]:
-        """Yield the key of every tensor and hidden tensor, with the tensor."""
+        """Yield every tensor, hidden tensor and copied file (``file_key``), with its key."""
         yield from self.tensors.items()
         yield from self.hidden.items()
+        for path, content in self.files.items():
+            if isinstance(content, Tensor):
+                yield file_key(path), content
 
     def all_fragments(self) -> Iterator[Fragment[ArrayT_co]]:
-        """Yield every fragment of every tensor and hidden tensor."""
+        """Yield every fragment of every tensor, hidden tensor and copied file."""
         for _, tensor in self.all_tensors():
             yield from tensor.fragments()
 
@@ -164,13 +178,23 @@ class Catalog(Generic[ArrayT_co]):
         return {array.name: array for array in arrays if array is not None}
 
     def find(self, key: str) -> Tensor[ArrayT_co] | None:
-        """Return the tensor or hidden tensor of a key, or None if there is none."""
-        return self.tensors.get(key) or self.hidden.get(key)
+        """Return the tensor, hidden tensor or copied file of a key, or None if there is none."""
+        tensor = self.tensors.get(key) or self.hidden.get(key)
+        if tensor is None and key.startswith(_FILE):
+            content = self.files.get(key.removeprefix(_FILE))
+            return content if isinstance(content, Tensor) else None
+        return tensor
 
     def meta(self, key: str) -> Tensor[ArrayT_co]:
-        """Return the tensor or hidden tensor of a key."""
-        meta = self.tensors.get(key)
-        return meta if meta is not None else self.hidden[key]
+        """Return the tensor, hidden tensor or copied file of a key.
+
+        Raises:
+            KeyError: there is none.
+        """
+        tensor = self.find(key)
+        if tensor is None:
+            raise KeyError(key)
+        return tensor
 
     def whole_array(self, key: str) -> ArrayT_co:
         """Return the only array of a tensor, in a target catalog whose format cannot cut tensors.
@@ -185,6 +209,11 @@ class Catalog(Generic[ArrayT_co]):
                 key=key,
             )
         return array
+
+    @property
+    def documents(self) -> dict[str, bytes]:
+        """The files that the program made, by path."""
+        return {path: data for path, data in self.files.items() if isinstance(data, bytes)}
 
     @property
     def n_bytes(self) -> int:
@@ -223,19 +252,27 @@ class Catalog(Generic[ArrayT_co]):
 
         Args:
             format: name of the target format.
-            place: returns a tensor or hidden tensor, given with its key, in arrays without a
-                position yet.
+            place: returns a tensor, hidden tensor or copied file, given with its key, in arrays
+                without a position yet.
         """
+        return replace(self.map_tensors(place), format=format, version=None)
+
+    def map_tensors(
+        self, change: Callable[[str, Tensor[ArrayT_co]], Tensor[ArrayT]]
+    ) -> Catalog[ArrayT]:
+        """Return a copy with what ``change`` returns for each of ``all_tensors``."""
         # For the type checker: replace() cannot change the type parameter.
         entries: Any = self
-        target: TargetCatalog = replace(
+        changed: Catalog[ArrayT] = replace(
             entries,
-            format=format,
-            version=None,
-            tensors={key: place(key, tensor) for key, tensor in self.tensors.items()},
-            hidden={key: place(key, tensor) for key, tensor in self.hidden.items()},
+            tensors={key: change(key, tensor) for key, tensor in self.tensors.items()},
+            hidden={key: change(key, tensor) for key, tensor in self.hidden.items()},
+            files={
+                path: content if isinstance(content, bytes) else change(file_key(path), content)
+                for path, content in self.files.items()
+            },
         )
-        return target
+        return changed
 
     def noted(self, notes: Iterable[str]) -> Catalog[ArrayT_co]:
         """Return a copy with more notes."""

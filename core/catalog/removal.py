@@ -57,7 +57,7 @@ def without_unused_tensors(catalog: Catalog, before: Catalog) -> Catalog:
 
 
 def find_used_tensors(catalog: Catalog) -> set[str]:
-    """Return the keys of the hidden tensors that entries and carried files refer to."""
+    """Return the keys of the hidden tensors that entries refer to."""
     model, optimizer = catalog.facet(MegatronModel), catalog.optimizer
     values = [
         catalog.common,
@@ -67,8 +67,7 @@ def find_used_tensors(catalog: Catalog) -> set[str]:
         *(item.value for item in catalog.objects.values()),
     ]
     keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
-    keys |= {item.raw_key for item in catalog.objects.values() if item.raw_key is not None}
-    return keys | set(catalog.carried.values())
+    return keys | {item.raw_key for item in catalog.objects.values() if item.raw_key is not None}
 
 
 def aliases_among(aliases: Mapping[str, str], keys: Iterable[str]) -> dict[str, str]:

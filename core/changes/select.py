@@ -123,7 +123,7 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
         optimizer=catalog.optimizer if any(map(state_of, tensors)) else None,
     )
 
-    # Hidden tensors remain if an entry that remains, or a carried file, refers to them.
+    # Hidden tensors remain if an entry that remains refers to them.
     hidden_keys = find_used_tensors(remaining)
     hidden = {key: meta for key, meta in catalog.hidden.items() if key in hidden_keys}
     return Selection(

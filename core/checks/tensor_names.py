@@ -65,9 +65,9 @@ class TensorNames:
 
 def _readable_arrays(catalog: Catalog) -> Iterator[tuple[str, StoredArray]]:
     """Yield (tensor name, stored array) for every array of a catalog that can be read."""
-    for key in (*catalog.tensors, *catalog.hidden):
+    for key, tensor in catalog.all_tensors():
         with suppress(CheckpointingException):
-            for fragment in catalog.fragments(key):
+            for fragment in tensor.fragments():
                 if fragment.array is not None:
                     yield key, fragment.array
 

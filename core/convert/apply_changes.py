@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, record_attributes, without_tensors_of
 from core.catalog.optimizer_keys import is_optimizer_key
@@ -92,7 +91,7 @@ def apply_changes(
         catalog: global tensors, all objects loaded.
         job: the conversion.
         config: the parsed ``config.json`` that comes with the weights, or None. A changed one is
-            put into ``Catalog.documents``; one that is already there is used instead of this.
+            put into ``Catalog.files``; one that the program made is used instead of this.
 
     Raises:
         UsageError: options contradict each other, or a pattern matches nothing.
@@ -419,10 +418,10 @@ def config_beside(
     catalog: Catalog, config: Mapping[str, object] | None
 ) -> Mapping[str, object] | None:
     """Return the ``config.json`` that the destination will have, or None."""
-    document = catalog.documents.get(CONFIG)
-    if document is not None:
-        return parse_json_object(document, file=CONFIG)
-    return config if CONFIG in carried_of(catalog) else None
+    content = catalog.files.get(CONFIG)
+    if isinstance(content, bytes):
+        return parse_json_object(content, file=CONFIG)
+    return None if content is None else config
 
 
 def _uncast_scale_notes(
@@ -453,7 +452,7 @@ def _uncast_scale_notes(
 def _edit_config(
     catalog: Catalog, config: Mapping[str, object] | None, edits: Mapping[str, object]
 ) -> tuple[Catalog, tuple[str, ...]]:
-    """Return the catalog with the edited configuration in its documents, and notes.
+    """Return the catalog with the edited configuration among its files, and notes.
 
     Args:
         catalog: the changed catalog.
@@ -465,7 +464,7 @@ def _edit_config(
 
     if config is None:
         stale = f"{CONFIG} is unchanged, although {', '.join(edits)} changed"
-        return catalog, (stale,) if CONFIG in carried_of(catalog) else ()
+        return catalog, (stale,) if CONFIG in catalog.files else ()
     edited = {
         name: value
         for name, value in (dict(config) | dict(edits)).items()

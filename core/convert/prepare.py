@@ -14,10 +14,10 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.files_beside import FILES_BESIDE, UNREAD, carried_of, without_carried
+from core.catalog.files_beside import FILES_BESIDE, UNREAD
 from core.catalog.key_patterns import folded, matcher
 from core.catalog.mapping_attributes import attributes_beside_tensors, attributes_of
-from core.catalog.tensor import without_fragments
+from core.catalog.tensor import Tensor, without_fragments
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
 from core.convert.global_form.build import global_form
@@ -460,8 +460,10 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     catalog, target = cut_form(job, recordable, format)
     if not is_file:
         catalog, target = with_folders_beside(catalog, target, opened, format)
-    unsafe = describe_unsafe_files(opened, carried_of(target) if not is_file else ())
-    target = without_carried(target, (name for entry in unsafe for name in entry.names))
+    unsafe = describe_unsafe_files(opened, {} if is_file else target.files)
+    refused = {name for entry in unsafe for name in entry.names}
+    kept = {path: content for path, content in target.files.items() if path not in refused}
+    target = replace(target, files=kept)
     copied_notes = check_copied_files(job, opened, catalog)
 
     # Collect what the user should know; steps may repeat a note of an earlier one.
@@ -480,13 +482,13 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     ]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
-    small_files = (*form.catalog.documents, *carried_of(form.catalog), *carried_of(target))
+    small_files = (*form.catalog.files, *target.files)
     if CONFIG in form.catalog.documents and job.merge is None:
         from core.formats.huggingface.tokenizer import has_tokenizer
 
         if not has_tokenizer(small_files):
             notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
-    modules = [path for path in carried_of(target) if path.endswith((".safetensors", ".bin"))]
+    modules = [path for path in target.files if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
         notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")
     options = None if format.keeps_nesting else model_options(form.catalog)
@@ -499,7 +501,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *unsafe,
     ]
     dropped += [entry for entry in target.dropped if entry not in dropped]
-    dropped += _describe_lost_files(opened, form.catalog, target, dropped, is_file=is_file)
+    written = {} if is_file else {path: catalog.files[path] for path in target.files}
+    dropped += _describe_lost_files(opened, form.catalog, written, dropped)
 
     # Lay out the files.
     if is_bare:
@@ -649,7 +652,7 @@ def _keep_recordable_ties(
     from core.changes.tie import keep_recordable_ties
 
     # The configuration decides whether readers tie the output layer, if it is written at all.
-    config = config_of(source.store) if CONFIG in carried_of(catalog) else None
+    config = config_of(source.store) if CONFIG in catalog.files else None
     has_config = format.carries_files and not is_file
     return keep_recordable_ties(catalog, config_beside(catalog, config) if has_config else None)
 
@@ -696,10 +699,10 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
 
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
-    carried = carried_of(source.catalog)
-    unsafe = describe_unsafe_files(source, carried)
+    beside = source.catalog.files
+    unsafe = describe_unsafe_files(source, beside)
     refused = {name for entry in unsafe for name in entry.names}
-    linked_files = (*linked.files, *(path for path in carried if path not in refused))
+    linked_files = (*linked.files, *(path for path in beside if path not in refused))
     paths = {name: name for name in linked_files}
     if format.has_common_state:
         iteration = RELEASE if source.is_release else source.iteration
@@ -710,7 +713,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     # The plan has no tensors: it only writes the new metadata.
     dst = _choose_dst(job, source, format)
     target = linked.catalog.as_target(format.name, lambda _, tensor: without_fragments(tensor))
-    empty = replace(linked.catalog, tensors={}, hidden={}, objects={})
+    empty = replace(linked.catalog, tensors={}, hidden={}, files={}, objects={})
     unread = unread_files(source, linked=linked.files)
     return Prepared(
         job=job,
@@ -796,29 +799,26 @@ def _describe_dropped(catalog: Catalog, format: Format, *, is_bare: bool) -> lis
 def _describe_lost_files(
     source: Checkpoint,
     form: Catalog,
-    target: TargetCatalog,
+    written: Mapping[str, Tensor | bytes],
     dropped: Sequence[Dropped],
-    *,
-    is_file: bool,
 ) -> list[Dropped]:
     """Describe the files beside the weights, of the source or made, that are not written.
 
     Args:
         form: the source's global form.
-        target: the files that are written beside the weights, unless the destination is a file.
+        written: path → content of the files that are written beside the weights.
         dropped: what is listed already.
     """
-    written = {} if is_file else {**carried_of(target), **target.documents}
+    files = {**source.catalog.files, **form.documents}
     # A tokenizer of Megatron is written under other paths.
-    keys = {*carried_of(target).values()} if written else set()
-    files = {**carried_of(source.catalog), **dict.fromkeys(form.documents)}
+    copied = set(map(id, written.values()))
     described = {name for entries in dropped for name in entries.names}
     # Of a model that becomes Megatron's, the arguments say what the configuration says.
     described |= {CONFIG} if form.facet(MegatronModel) is not None else set()
     lost = [
         path
-        for path, key in files.items()
-        if path not in written and key not in keys and path not in described
+        for path, content in files.items()
+        if path not in written and id(content) not in copied and path not in described
     ]
     return [*dropped_together(lost, FILES_BESIDE)]
 

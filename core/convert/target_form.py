@@ -7,7 +7,7 @@ know whether the steps succeed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from shlex import quote as quoted_word
 
@@ -20,7 +20,7 @@ from core.catalog.attributes import (
     without_any_attributes,
     without_stale_attributes,
 )
-from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.catalog import Catalog, TargetCatalog, file_key
 from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import (
     HuggingFaceModel,
@@ -29,10 +29,9 @@ from core.catalog.facets import (
     TorchFileFacts,
     TrainingState,
 )
-from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import listed_keys, matcher
 from core.catalog.optimizer_keys import param_of, state_key, state_of
-from core.catalog.stored import PlannedArray, StoredArray
+from core.catalog.tensor import AnyTensor, Tensor
 from core.changes.rename import rename_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
@@ -174,57 +173,62 @@ def with_folders_beside(
     Args:
         catalog, target: from ``cut_form``.
         source: the opened source.
+
+    Raises:
+        UnsupportedError: the target has other content for one of these files (``--tokenizer``).
     """
     folders = tuple(f"{folder}/" for folder in source.format.side_folders)
     is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
-    carried: dict[str, str] = {}
-    for path, key in carried_of(source.catalog).items():
+    files: dict[str, Tensor | bytes] = {}
+    for path, content in source.catalog.files.items():
         if not (path.startswith(folders) or (folders and LOADER_STATE.fullmatch(path))):
             continue
         name = path.partition("/")[2]
         if is_hf and is_tokenizer_file(name):
-            carried[name] = key
+            if name in target.files:
+                raise UnsupportedError(
+                    "the file is both carried over and newly written", file=name, key=file_key(path)
+                )
+            files[name] = content
         elif not is_hf and (format.side_folders or format.carries_files):
-            carried[path] = key
-    sources: dict[str, StoredArray] = {}
-    planned: dict[str, PlannedArray] = {}
-    for key in carried.values():
-        array = source.catalog.whole_array(key)
-        if key not in catalog.hidden:
-            sources[key] = array
-        if key not in target.hidden:
-            planned[key] = PlannedArray(key, array.dtype, array.shape)
-    target = replace(target, carried={**carried_of(target), **carried})
-    return catalog.with_hidden(sources), target.with_hidden(planned)
+            files[path] = content
+    beside = Catalog(source.format.name, None, {}, files=files)
+    planned = partitioned(beside, format=target.format, by="whole")
+    return (
+        replace(catalog, files={**catalog.files, **files}),
+        replace(target, files={**target.files, **planned.files}),
+    )
 
 
-def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> tuple[Dropped, ...]:
+def describe_unsafe_files(
+    source: Checkpoint, files: Mapping[str, AnyTensor | bytes]
+) -> tuple[Dropped, ...]:
     """Return the record of the files that are not carried, as their pickles would run code.
 
     Args:
-        paths: paths of carried files of the source.
+        files: as ``Catalog.files``; those that are copied have the path that they have in the
+            source, or the name of a tokenizer's file.
     """
     dropped: list[Dropped] = []
-    for path in paths:
-        if not (has_pickled_name(path) or path.endswith((".pt", ".pth", ".ckpt", ".bin"))):
+    for path, content in files.items():
+        is_pickle = has_pickled_name(path) or path.endswith((".pt", ".pth", ".ckpt", ".bin"))
+        if isinstance(content, bytes) or not is_pickle:
             continue
         from core.formats.torch.other_pickles import look_into
 
-        content = look_into(source.store, path, source.store.size(path))
-        names = list_dangerous_names(content.uses)
+        pickled = look_into(source.store, path, source.store.size(path))
+        names = list_dangerous_names(pickled.uses)
         if names:
             reason = f"refers to {names[0]}, which would run code when loaded"
             dropped.append(Dropped((path,), reason))
-        elif content.unread:
-            dropped.append(Dropped((path,), f"not examined for code: {content.unread[0]}"))
+        elif pickled.unread:
+            dropped.append(Dropped((path,), f"not examined for code: {pickled.unread[0]}"))
     return tuple(dropped)
 
 
 def describe_loader_states(job: Job, target: TargetCatalog) -> list[str]:
     """Write a note on carried states of data loaders if the parallel sizes change."""
-    ranks = {
-        match["rank"] for path in carried_of(target) if (match := LOADER_STATE.fullmatch(path))
-    }
+    ranks = {match["rank"] for path in target.files if (match := LOADER_STATE.fullmatch(path))}
     if not ranks or job.topology is None or not job.topology.is_change:
         return []
     n = f"{len(ranks)} data-parallel ranks" if len(ranks) > 1 else "one data-parallel rank"

@@ -199,6 +199,7 @@ def _locate_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) 
         catalog,
         tensors=tensors,
         hidden={},
+        files={},
         aliases={},
         zeros={},
     )

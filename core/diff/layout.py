@@ -6,7 +6,6 @@ other sizes. Such entries are reported, but do not make two checkpoints differen
 
 from __future__ import annotations
 
-from core.catalog.files_beside import carried_of
 from core.diff.entries import EntryDiff
 from core.diff.sides import Side
 from core.megatron.extras.common_state import CONTENT, RERUN, RNG
@@ -51,5 +50,5 @@ def is_of_layout(entry: EntryDiff, a: Side, b: Side) -> bool:
         return is_other_layout
     # Small files such as config.json accompany the weights in some formats only.
     if entry.kind in ("only_a", "only_b") and is_other_format:
-        return path in carried_of((a if entry.kind == "only_a" else b).catalog)
+        return path in (a if entry.kind == "only_a" else b).catalog.files
     return False

@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.attributes import build_entry_values, turn_into_attributes
-from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of
+from core.catalog.catalog import Catalog, file_key
 from core.catalog.mapping_attributes import VERSIONS, attributes_of
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
@@ -213,7 +212,7 @@ def _with_hf(
     from core.hf.to_megatron import to_megatron
 
     catalog = plain.catalog
-    config = config_of(other.store) if CONFIG in carried_of(catalog) else None
+    config = config_of(other.store) if CONFIG in catalog.files else None
     if not is_hf(catalog, config):
         note = (
             "its tensor names are neither Megatron's nor those of a Hugging Face model with a "
@@ -275,8 +274,7 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
             "param_groups": groups,
             **optimizer.entries,
         }
-    for path, key in carried_of(catalog).items():
-        result[path] = _document(store, path, key)
+    result |= {path: _document(store, path) for path in catalog.files}
     # Metadata and attributes get the same entries too.
     return result | build_entry_values(catalog)
 
@@ -288,7 +286,7 @@ def _number(catalog: Catalog, store: ReadStore, value: object) -> object:
     return first_values(store, catalog, value.key, 1)[0]
 
 
-def _document(store: ReadStore, path: str, key: str) -> object:
+def _document(store: ReadStore, path: str) -> object:
     """Return the parsed content of a configuration, or a tensor with the bytes of any other file.
 
     A configuration that is not JSON is compared as bytes too.
@@ -296,4 +294,4 @@ def _document(store: ReadStore, path: str, key: str) -> object:
     if path.endswith("config.json"):
         with suppress(CorruptError):
             return read_json_object(store, path, max_bytes=_MAX_CONFIG_BYTES)
-    return TensorLeaf(key)
+    return TensorLeaf(file_key(path))

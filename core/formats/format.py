@@ -86,8 +86,7 @@ class Format:
             beside them describes, so that checks compare the two.
         has_files_above: whether trainers keep files of the checkpoint in the directory above it.
         megatron_name: the format's name in Megatron's ``--ckpt-format``; None if it has none.
-        carries_files: whether files next to the weights (``Catalog.carried``,
-            ``Catalog.documents``) can be stored.
+        carries_files: whether files next to the weights (``Catalog.files``) can be stored.
         side_folders: names of direct subdirectories that are carried unchanged into other formats
             with that subdirectory (Megatron's ``tokenizer``), as are states of data loaders.
         own_folders: returns the direct subdirectories that hold files of the checkpoint. A

@@ -39,7 +39,6 @@ from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import dropped_each
-from core.catalog.files_beside import with_documents
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf.config_json.config import document
@@ -149,8 +148,8 @@ def text_model_of(
             *catalog.dropped,
             *dropped_each((f"{tower}.*" for tower in towers), "not part of the text model"),
         ),
+        files={**catalog.files, CONFIG: document(text_config)},
     )
-    text = with_documents(text, {CONFIG: document(text_config)})
     transposed: frozenset[str] = frozenset()
     if type_of_text(thinking_part(config)) == _QWEN3_VL_MOE:
         transposed = frozenset(_transposed_stacks(text, text_config))

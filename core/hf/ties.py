@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import with_documents
 from core.changes.rename import rename_entries
 from core.changes.tie import INPUT, OUTPUT, untie
 from core.hf.values import CONFIG
@@ -144,4 +143,4 @@ def with_embedding(catalog: Catalog, config: Mapping[str, object]) -> Catalog:
 def with_config(catalog: Catalog, config: Mapping[str, object]) -> Catalog:
     """Return a catalog with another ``config.json``."""
     data = json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n"
-    return with_documents(catalog, {CONFIG: data.encode()})
+    return replace(catalog, files={**catalog.files, CONFIG: data.encode()})

@@ -109,13 +109,13 @@ def to_hf(
         objects = states.objects
 
     # Describe the model in config.json, and list the entries that cannot be stored.
-    documents: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     notes = [*catalog.notes, *list_model_notes(family, fields)]
     if has_config:
         values = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         if head is not None:
             notes.append(f"the value head is {head.weight} of a {head.architecture}")
-        documents[CONFIG], note = _config_document(
+        files[CONFIG], note = _config_document(
             origin, values, fields=fields, family=family, model=model, head=head
         )
         notes.append(note)
@@ -126,7 +126,7 @@ def to_hf(
         tensors={key: tensors[key] for key in sorted(tensors, key=natural_order)},
         objects=objects,
         iteration=None if catalog.optimizer is None else catalog.iteration,
-        documents=documents,
+        files=files,
         notes=tuple(notes),
         dropped=tuple(_dropped(catalog, has_config=has_config)),
     ).with_facet(HuggingFaceModel(family.model_type))

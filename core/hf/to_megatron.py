@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.dropped import Dropped, dropped_each, dropped_together
 from core.catalog.facets import MegatronModel
-from core.catalog.files_beside import FILES_BESIDE, carried_of
+from core.catalog.files_beside import FILES_BESIDE
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import (
     MissingShardError,
@@ -353,7 +353,7 @@ def _dropped(catalog: Catalog, *, has_optimizer: bool) -> tuple[Dropped, ...]:
     """Return the record of the entries that Megatron checkpoints cannot store."""
     # Settings of the optimizer that is carried are in Megatron's groups, its steps as well.
     keys = [key for key in catalog.objects if not (has_optimizer and _is_of_states(catalog, key))]
-    files = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
+    files = [path for path in catalog.files if path != CONFIG]
     return (
         *catalog.dropped,
         *dropped_each(keys, "Megatron checkpoints cannot store it"),

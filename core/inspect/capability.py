@@ -210,13 +210,10 @@ def list_dense_capabilities(
         return None
     if any(map(arguments.get, _UNUSUAL_ARGS)) or not all(map(_DENSE.fullmatch, unsharded.tensors)):
         return None
-    # The files beside the weights are the only hidden tensors.
     catalog = checkpoint.catalog
-    if catalog.objects or not all(map(_MODEL_FILES.fullmatch, catalog.carried)):
+    if catalog.objects or not all(map(_MODEL_FILES.fullmatch, catalog.files)):
         return None
-    if {*catalog.hidden} != {*catalog.carried.values()}:
-        return None
-    if not _is_plain(replace(catalog, hidden={}, carried={})):
+    if not _is_plain(replace(catalog, files={})):
         return None
     masters = _condition_of_masters(catalog)
     if masters is None or masters.leaves_optim_out:
@@ -246,7 +243,7 @@ def _is_plain(catalog: Catalog) -> bool:
         or catalog.optimizer is not None
     ):
         return False
-    if catalog.refused or catalog.hidden or catalog.carried or catalog.documents:
+    if catalog.refused or catalog.hidden or catalog.files:
         return False
     return (
         _has_plain_names([*catalog.tensors, *catalog.objects])

@@ -206,11 +206,7 @@ def _locate_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
         except CheckpointingException:
             return fragment  # reading the tensor reports the problem
 
-    return replace(
-        catalog,
-        tensors={key: tensor.with_fragments(placed) for key, tensor in catalog.tensors.items()},
-        hidden={key: tensor.with_fragments(placed) for key, tensor in catalog.hidden.items()},
-    )
+    return catalog.map_tensors(lambda _, tensor: tensor.with_fragments(placed))
 
 
 def _position(array: StoredArray | None) -> object:

@@ -131,8 +131,4 @@ def relocated(catalog: Catalog, prefix: str) -> Catalog:
         extent = replace(extent, file=prefix + extent.file)
         return replace(array, extent=extent)
 
-    return replace(
-        catalog,
-        tensors={key: tensor.with_arrays(moved) for key, tensor in catalog.tensors.items()},
-        hidden={key: tensor.with_arrays(moved) for key, tensor in catalog.hidden.items()},
-    )
+    return catalog.map_tensors(lambda _, tensor: tensor.with_arrays(moved))

@@ -41,8 +41,7 @@ def pickled_tensors(
     Tensors that cannot be read are skipped. Longer ones than ``MAX_BYTES`` are yielded as unread.
     """
     reader = BoxReader(catalog, store)
-    for key in (*catalog.tensors, *catalog.hidden):
-        meta = catalog.meta(key)
+    for key, meta in catalog.all_tensors():
         if meta.dtype not in _DTYPES or len(meta.shape) != 1 or meta.shape[0] == 0:
             continue
         try:
@@ -62,7 +61,7 @@ def pickled_tensors(
                 )
         except CheckpointingException:  # reported by the checks that read values
             continue
-        array = catalog.fragments(key)[0].array
+        array = meta.fragments()[0].array
         file = store.label if array is None else array.extent.file
         yield file, key, content
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.facets import DcpFacts, TrainingState
-from core.catalog.files_beside import carried_of
 from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
 from core.files.source_store import (
@@ -74,13 +73,13 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     separate = tuple(f"{path}/" for path in source.below)
     unread = {name for name in list_files_below(store) if not f"{name}/".startswith(separate)}
     # Remove the files that the reader opened, those that are carried, and bookkeeping.
-    unread -= {*store.opened, *linked, *carried_of(catalog)}
+    unread -= {*store.opened, *linked, *(catalog.files.keys() - catalog.documents.keys())}
     unread = {name for name in unread if _BOOKKEEPING.fullmatch(name) is None}
     # Remove files with tensors. Only formats with one file per chunk have such files that have not
     # been opened yet, so the loop over all fragments is mostly skipped.
-    for key in (*catalog.tensors, *catalog.hidden) if unread else ():
+    for _, tensor in catalog.all_tensors() if unread else ():
         try:
-            fragments = catalog.fragments(key)
+            fragments = tensor.fragments()
         except UnsupportedError as err:
             # An array with a codec that is not known, which the user may exclude.
             folder = (err.file or "").rpartition("/")[0]
@@ -161,7 +160,7 @@ def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
     document = documents_above(source).get(CONFIG)
     if document is not None:
         return parse_json_object(document, file=CONFIG)
-    return config_of(source.store) if CONFIG in carried_of(source.catalog) else None
+    return config_of(source.store) if CONFIG in source.catalog.files else None
 
 
 def _folded(names: Collection[str]) -> Iterator[str]:

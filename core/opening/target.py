@@ -13,7 +13,6 @@ from functools import lru_cache
 
 from core.arrays.box import Box
 from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, catalog_of_arrays
-from core.catalog.files_beside import carried_of, without_carried
 from core.catalog.mapping_attributes import without_attributes
 from core.catalog.stored import Coords, PlannedArray, StoredArray, array_name
 from core.catalog.tensor import (
@@ -53,11 +52,11 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
         catalog = state_dict(catalog, keeps_root=format.keeps_nesting)
     if format.keeps_nesting:
         catalog = inlined(catalog)
-    # ``adapt`` gets the final form of the objects, and may change keys and carried files.
+    # ``adapt`` gets the final form of the objects, and may change keys and files.
     if format.adapt is not None:
         catalog = format.adapt(catalog)
     if not format.carries_files:
-        catalog = replace(without_carried(catalog, carried_of(catalog)), carried={}, documents={})
+        catalog = replace(catalog, files={})
     return catalog, partitioned(catalog, format=format.name, by=format.partition)
 
 
@@ -70,7 +69,7 @@ def keeps_containers(catalog: Catalog, format: Format) -> bool:
 
 def tensors_only(target: TargetCatalog) -> TargetCatalog:
     """Return a target catalog without anything that is not a tensor, for one file of tensors."""
-    return replace(target, objects={}, hidden={}, skeleton=None, carried={}, documents={})
+    return replace(target, objects={}, hidden={}, files={}, skeleton=None)
 
 
 def dense_target(tensors: Mapping[str, AnyTensor]) -> TargetCatalog:
@@ -104,7 +103,7 @@ def retyped(catalog: Catalog, dtype_for: Callable[[str, Tensor], str]) -> Catalo
 def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
     """Return the target catalog for a format that stores global tensors.
 
-    Hidden tensors always become one array each.
+    Hidden tensors and files always become one array each.
 
     Args:
         catalog: the catalog to be written; keys, shapes and dtypes are final.

@@ -227,7 +227,7 @@ def make_plan(
         coverage.finish()
 
     # Divide the memory between buffers and caches.
-    n_tensors = len(target.tensors) + len(target.hidden)
+    n_tensors = sum(1 for _ in target.all_tensors())
     metadata = _Metadata(n_tensors, len(places), totals.n_fragments, totals.most_fragments)
     memory = _divide_memory(threads, metadata, totals.decode_bytes, memory_bytes, beside_bytes)
     return Plan(
@@ -254,14 +254,13 @@ def make_plan(
 
 def _keys(target: TargetCatalog, places: Places) -> Iterator[str]:
     """Yield the target's keys, except aliases whose arrays are not in any file."""
-    for keys in (target.tensors, target.hidden):
-        for key in keys:
-            if key in target.aliases and all(
-                fragment.array is None or places.number_of(fragment.array.name) is None
-                for fragment in target.fragments(key)
-            ):
-                continue
-            yield key
+    for key, tensor in target.all_tensors():
+        if key in target.aliases and all(
+            fragment.array is None or places.number_of(fragment.array.name) is None
+            for fragment in tensor.fragments()
+        ):
+            continue
+        yield key
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,15 +370,10 @@ def test_what_is_there_already_is_not_untied() -> None:
 
 def test_choosing_keeps_the_files_beside_the_weights() -> None:
     plain = _catalog()
-    catalog = replace(
-        plain,
-        hidden={"file:config.json": Tensor("uint8", (7,))},
-        carried={"config.json": "file:config.json"},
-    )
+    catalog = replace(plain, files={"config.json": Tensor("uint8", (7,))})
     made = select(catalog, include=["model.*"]).catalog
-    assert list(made.hidden) == ["file:config.json"]
-    assert made.carried == {"config.json": "file:config.json"}
-    assert list(rename(made, [("model", "m")]).catalog.hidden) == ["file:config.json"]
+    assert made.files == catalog.files
+    assert rename(made, [("model", "m")]).catalog.files == catalog.files
 
 
 def test_parameter_groups_list_the_new_names() -> None:

@@ -61,11 +61,7 @@ def stored(
         data = json.dumps(config).encode()
         files["config.json"] = data
         array = StoredArray("file:config.json", "uint8", (len(data),), Extent("config.json", 0))
-        catalog = replace(
-            catalog,
-            hidden={array.name: whole_tensor(array)},
-            carried={"config.json": array.name},
-        )
+        catalog = replace(catalog, files={"config.json": whole_tensor(array)})
     return catalog, MemoryStore(files)
 
 
@@ -77,7 +73,7 @@ def test_a_job_without_changes_changes_nothing() -> None:
     catalog, _ = stored({"a": numbered("a", (2, 3))}, config={"dtype": "float32"})
     made = apply_changes(catalog, job(), config={"dtype": "float32"})
     assert made.catalog.tensors == catalog.tensors
-    assert made.catalog.carried == catalog.carried
+    assert made.catalog.files == catalog.files
     assert (made.renamed, made.left_out, made.notes) == ((), (), ())
 
 
@@ -191,8 +187,6 @@ def test_a_configuration_loses_its_scales_when_they_are_multiplied_in() -> None:
     weight = torch.ones(2, 2).to(E4M3)
     catalog, _ = stored({"a.weight": weight, "a.weight_scale_inv": torch.ones(1, 1)}, config=config)
     made = apply_changes(catalog, job(dequantize="bf16"), config=config).catalog
-    assert made.carried == {}
-    assert made.hidden == {}
     assert json.loads(made.documents["config.json"]) == {
         "model_type": "deepseek_v3",
         "torch_dtype": "bfloat16",
@@ -238,9 +232,7 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
 
 def test_a_configuration_that_was_made_already_counts_instead_of_the_carried_one() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
-    catalog = replace(
-        catalog, documents={"config.json": b'{"dtype": "float32", "new": 2}', "x": b"y"}
-    )
+    catalog = replace(catalog, files={"config.json": b'{"dtype": "float32", "new": 2}', "x": b"y"})
     made = apply_changes(catalog, job(dtype=((None, "fp16"),)), config={"old": 1}).catalog
     documents = made.documents
     assert json.loads(documents["config.json"]) == {"dtype": "float16", "new": 2}
@@ -251,7 +243,7 @@ def test_a_configuration_that_nobody_read_is_told_of() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
     made = apply_changes(catalog, job(quantize=((None, "block"),)))
     assert made.config_notes == ("config.json is unchanged, although quantization_config changed",)
-    assert made.catalog.carried == catalog.carried
+    assert made.catalog.files == catalog.files
 
 
 def test_float8_without_scales_stays_and_is_told_of() -> None:

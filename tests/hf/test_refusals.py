@@ -528,7 +528,7 @@ def test_objects_that_megatron_has_no_place_for_are_listed(folders: Folders) -> 
     catalog = replace(
         catalog,
         objects={"lr_scheduler": StoredObject("lr_scheduler", value={"step": 1})},
-        documents={"config.json": b"{}", "tokenizer.json": b"{}"},
+        files={"config.json": b"{}", "tokenizer.json": b"{}"},
     )
     assert tuple(map(str, to_megatron(catalog, config).dropped)) == (
         "lr_scheduler (Megatron checkpoints cannot store it)",

@@ -58,7 +58,7 @@ def test_the_configuration_comes_back_byte_for_byte(name: str, tmp_path: Path) -
     folder = saved(name, tmp_path / "model")
     _, source = catalog_of(folder)
     text = (folder / "config.json").read_bytes()
-    source = replace(source, documents={"config.json": text})
+    source = replace(source, files={"config.json": text})
     assert to_hf(to_megatron(source, config_of(folder))).documents["config.json"] == text
 
 

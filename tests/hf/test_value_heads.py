@@ -84,7 +84,7 @@ def test_a_classifier_with_one_label_comes_back_bit_for_bit(
     folder = critic(name, tmp_path / "model", kind=kind)
     text, config = (folder / "config.json").read_bytes(), config_of(folder)
     store, source = catalog_of(folder)
-    source = replace(source, documents={"config.json": text})
+    source = replace(source, files={"config.json": text})
     assert not find_differences(source.tensors, config)
     middle = to_megatron(source, config)
     assert middle.tensors["output_layer.weight"].shape == (1, 32)
@@ -103,8 +103,8 @@ def test_a_classifier_with_one_label_comes_back_bit_for_bit(
     assert config["architectures"][0].endswith(written_kind)
     if name != "ministral3":  # whose arguments do not say all of its rotary embeddings
         config["pad_token_id"] = 1
-        documents = {"config.json": json.dumps(config).encode()}
-        ours = written(replace(alone, documents=documents), store, tmp_path / "ours")
+        files = {"config.json": json.dumps(config).encode()}
+        ours = written(replace(alone, files=files), store, tmp_path / "ours")
         assert torch.equal(
             logits(loaded_model(ours, written_kind)), logits(loaded_model(folder, kind))
         )

@@ -255,7 +255,7 @@ def test_states_of_data_loaders_are_carried(golden: Path, tmp_path: Path, case: 
     assert len(notes) == (case == "reshard") and all("2 data-parallel" in note for note in notes)
     written = open_checkpoint(tmp_path / "out")
     written.store.close()
-    assert written.catalog.carried.keys() >= states.keys() and not written.below
+    assert written.catalog.files.keys() >= states.keys() and not written.below
 
 
 @pytest.mark.parametrize("to", ["torch", "hf", "zarr3", "orbax"])

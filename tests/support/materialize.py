@@ -91,7 +91,7 @@ def materialized(
         store: where ``source`` lies.
     """
     content: dict[str, bytes] = {}
-    for key in (*target.tensors, *target.hidden):
+    for key, _ in target.all_tensors():
         whole = tensor_bytes(source, store, key)
         for fragment in target.fragments(key):
             assert fragment.array is not None

@@ -37,9 +37,9 @@ def check_extents(subject: Subject) -> Iterator[Finding]:
         return
     # Find the array that ends last in each file, so that a truncated file gets one finding.
     last: dict[str, tuple[int, str]] = {}
-    for key in (*catalog.tensors, *catalog.hidden):
+    for key, tensor in catalog.all_tensors():
         try:
-            for fragment in catalog.fragments(key):
+            for fragment in tensor.fragments():
                 if fragment.array is None:
                     continue
                 extent = fragment.array.extent

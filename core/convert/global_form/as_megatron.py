@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of
 from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.request import FormRequest
 from core.convert.global_form.steps import (
@@ -70,15 +69,15 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
             check_model(
                 cast.catalog,
                 config,
-                files=carried_of(cast.catalog),
+                files=cast.catalog.files,
                 is_strict=True,
                 takes_optimizer=True,
             )
-        documents = cast.catalog.documents
-        if request.config_document is not None:
-            documents = {CONFIG: request.config_document, **documents}
+        files = cast.catalog.files
+        if request.config_document is not None and CONFIG not in cast.catalog.documents:
+            files = {**files, CONFIG: request.config_document}
         catalog = to_megatron(
-            replace(cast.catalog, documents=documents),
+            replace(cast.catalog, files=files),
             config,
             family=request.family,
             make_vocab_size_divisible_by=divisor,

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from core.catalog.dropped import dropped_together
 from core.catalog.facets import MegatronModel, WeightDeltas
-from core.catalog.files_beside import ADAPTER_CONFIG, UNREAD, with_documents
+from core.catalog.files_beside import ADAPTER_CONFIG, UNREAD
 from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.own_names import form_with_own_names
 from core.convert.global_form.refusals import check_request
@@ -70,7 +70,8 @@ def global_form(
             )
     # Read the objects, the layout rules and the configuration that describes the model.
     without_state = without_training_state(source.catalog, job, format)
-    catalog = with_documents(loaded(without_state.catalog, source.store), documents_above(source))
+    catalog = loaded(without_state.catalog, source.store)
+    catalog = replace(catalog, files={**catalog.files, **documents_above(source)})
     if not (format.has_live_objects or format.keeps_unknown_classes):
         catalog = with_array_tensors(catalog, source.store)
     if job.param_order is not None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
-from core.catalog.files_beside import carried_of
 from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.request import FormRequest
 from core.convert.global_form.steps import GlobalStep, apply_checked, blaming_options, config_after
@@ -38,7 +37,7 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
             notes += check_model(
                 result.catalog,
                 config,
-                files=carried_of(before),
+                files=before.files,
                 is_strict=job.config is not None,
                 takes_optimizer=not format.carries_files,
             )

@@ -7,12 +7,12 @@ files of the source. Reading them checks each by itself; ``refusals`` checks the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of, with_documents
+from core.catalog.tensor import Tensor
 from core.convert.job import Job
 from core.convert.options import HF_ALIASES, writes_fsdp_dtensor
 from core.errors import UsageError
@@ -162,7 +162,7 @@ def read_config(
     """
     if job.config is None:
         return catalog, config_of_source(source)
-    if CONFIG in carried_of(catalog):
+    if isinstance(catalog.files.get(CONFIG), Tensor):
         raise UsageError(
             f"--config: SRC already has a {CONFIG}",
             file=str(job.config),
@@ -181,11 +181,12 @@ def read_config(
         catalog = with_config_arguments(
             catalog, data, file=str(job.config), iteration=source.iteration, family=family
         )
-    return with_documents(catalog, {CONFIG: data}), config
+    return replace(catalog, files={**catalog.files, CONFIG: data}), config
 
 
 def config_document(catalog: Catalog, source: Checkpoint) -> bytes | None:
     """Return the content of the model's ``config.json``, from ``--config`` or from the source."""
-    if CONFIG in catalog.documents:
-        return catalog.documents[CONFIG]
-    return config_document_of(source.store) if CONFIG in carried_of(source.catalog) else None
+    content = catalog.files.get(CONFIG)
+    if isinstance(content, bytes):
+        return content
+    return config_document_of(source.store) if CONFIG in source.catalog.files else None

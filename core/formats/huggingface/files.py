@@ -7,9 +7,8 @@ On disk, next to the weights::
     added_tokens.json … chat_template.jinja  README.md  LICENSE  modeling_x.py …
 
 They are *carried*: a written directory contains them byte for byte. They are never run, and only
-``config.json`` is parsed. In a catalog each is a hidden one-dimensional uint8 tensor with the
-content of the file, and ``Catalog.carried`` maps its path to that tensor's key.
-``Catalog.documents`` maps paths to the content of small files that this project created.
+``config.json`` is parsed. In ``Catalog.files`` each is a one-dimensional uint8 tensor, beside the
+bytes of small files that this project created.
 
 Subdirectories are carried as a whole: those of small files alone (code, chat templates), and those
 of the modules of sentence-transformers, with weights of their own, which ``modules.json`` names::
@@ -32,11 +31,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.catalog import Catalog, TargetCatalog, file_key
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.files_beside import carried_of
 from core.catalog.stored import Extent, StoredArray
-from core.errors import CapacityError, CorruptError, StorageError, UnsafeError, UnsupportedError
+from core.catalog.tensor import whole_tensor
+from core.errors import CapacityError, CorruptError, StorageError, UnsafeError
 from core.files.json_object import parse_json_object, read_small_file
 
 if TYPE_CHECKING:
@@ -167,41 +166,37 @@ def with_carried(catalog: Catalog, store: ReadStore, *, without: Collection[str]
 
 
 def with_files(catalog: Catalog, files: Mapping[str, int]) -> Catalog:
-    """Add files to a catalog, as hidden tensors and in ``carried``.
+    """Add files of the checkpoint's directory to a catalog, to be copied unchanged.
 
     Args:
         files: path → size in bytes.
+
+    Raises:
+        UnsupportedError: a tensor has the key of a file.
     """
     if not files:
         return catalog
-    carried: dict[str, str] = {}
-    arrays: dict[str, StoredArray] = {}
-    for path, n_bytes in files.items():
-        key = f"file:{path}"
-        while key in catalog.tensors or key in catalog.hidden or key in catalog.objects:
-            key = f"file:{key}"
-        carried[path] = key
-        arrays[key] = StoredArray(key, "uint8", (n_bytes,), Extent(path, 0))
-    return replace(catalog.with_hidden(arrays), carried={**carried_of(catalog), **carried})
+    tensors = {
+        path: whole_tensor(StoredArray(file_key(path), "uint8", (n_bytes,), Extent(path, 0)))
+        for path, n_bytes in files.items()
+    }
+    return replace(catalog, files={**catalog.files, **tensors})
 
 
 def file_images(target: TargetCatalog) -> list[FileImage]:
-    """Lay out the carried files and the documents of a target catalog.
+    """Lay out the files of a target catalog that belong next to the weights.
 
     Raises:
-        UnsupportedError: a document has the path of a carried file, or a carried file is not one
-            array.
+        UnsupportedError: a file is not one array.
     """
-    documents = target.documents
     images = []
-    for path, key in carried_of(target).items():
-        if path in documents:
-            raise UnsupportedError(
-                "the file is both carried over and newly written", file=path, key=key
-            )
-        array = target.whole_array(key)
-        images.append(FileImage(path, array.n_bytes, (PlacedArray(0, array),)))
-    return images + [literal_file(path, data) for path, data in documents.items()]
+    for path, content in target.files.items():
+        if isinstance(content, bytes):
+            images.append(literal_file(path, content))
+        else:
+            array = target.whole_array(file_key(path))
+            images.append(FileImage(path, array.n_bytes, (PlacedArray(0, array),)))
+    return images
 
 
 def config_of(store: ReadStore) -> dict[str, object] | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of, with_documents
 from core.errors import UsageError
 from core.files.store import translate_os_errors
 from core.formats.huggingface.files import CONFIG, is_tokenizer_file
@@ -25,8 +25,7 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
             or the destination has one of them already.
         StorageError: a file cannot be read.
     """
-    present = {*carried_of(catalog), *catalog.documents}
-    if not carries_files or CONFIG not in present:
+    if not carries_files or CONFIG not in catalog.files:
         raise UsageError(
             "--tokenizer: the destination is not a Hugging Face directory",
             hint="omit --tokenizer, or write a directory with --to hf",
@@ -47,18 +46,18 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
             file=str(folder),
             hint="give a directory with tokenizer.json, tokenizer.model or vocab.json",
         )
-    existing = [path.name for path in paths if path.name in present]
+    existing = [path.name for path in paths if path.name in catalog.files]
     if existing:
         raise UsageError(
             f"--tokenizer: SRC already has {', '.join(existing)}",
             file=str(folder),
             hint="omit --tokenizer; the tokenizer files of SRC are copied",
         )
-    documents = {}
+    files = dict(catalog.files)
     for path in paths:
         with translate_os_errors(str(path), doing="read"):
-            documents[path.name] = path.read_bytes()
-    return with_documents(catalog, documents)
+            files[path.name] = path.read_bytes()
+    return replace(catalog, files=files)
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:

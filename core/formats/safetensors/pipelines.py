@@ -11,7 +11,7 @@ On disk (``DiffusionPipeline.save_pretrained``)::
     ├── scheduler/     scheduler_config.json       a component without weights: its files are
     └── tokenizer/     tokenizer.json …            carried, byte for byte
 
-``Catalog.carried`` has the small files of all components, under their paths in the pipeline. When
+``Catalog.files`` has the small files of all components, under their paths in the pipeline. When
 safetensors are written, every tensor goes back to the directory of its component, under its own
 name, so the result is a pipeline again (``PipelineFacts``).
 
@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from core.catalog.attributes import ROOT
@@ -148,27 +147,14 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
         parts: component → catalog.
         root: the small files of the pipeline's own directory.
     """
-
-    def keyed(field: str) -> dict[str, object]:
-        return {
-            f"{name}.{key}": item
-            for name, part in parts.items()
-            for key, item in getattr(part, field).items()
-        }
-
-    def tensors_in(field: str) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for name, part in parts.items():
-            stored: Mapping[str, Tensor] = getattr(part, field)
-            for key, tensor in stored.items():
-                tensors[f"{name}.{key}"] = tensor.with_arrays(partial(_below, component=name))
-        return tensors
-
-    carried = {
-        f"{name}/{path}": f"{name}.{key}"
-        for name, part in parts.items()
-        for path, key in part.carried.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    hidden = {**root.hidden}
+    files = {**root.files}
+    for name, part in parts.items():
+        moved = _below(part, name)
+        tensors |= {f"{name}.{key}": tensor for key, tensor in moved.tensors.items()}
+        hidden |= {f"{name}.{key}": tensor for key, tensor in moved.hidden.items()}
+        files |= {f"{name}/{path}": content for path, content in moved.files.items()}
     facts = {name: part.facet(WeightFileFacts) for name, part in parts.items() if part.tensors}
     models = {name: fact or WeightFileFacts() for name, fact in facts.items()}
     others = [name for name, part in parts.items() if not part.tensors]
@@ -178,8 +164,8 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
     return Catalog(
         "safetensors",
         None,
-        tensors_in("tensors"),
-        hidden={**root.hidden, **tensors_in("hidden")},
+        tensors,
+        hidden=hidden,
         aliases={
             f"{name}.{key}": f"{name}.{original}"
             for name, part in parts.items()
@@ -190,25 +176,28 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
             for name, part in parts.items()
             for path, values in part.attributes.items()
         },
-        carried={**root.carried, **carried},
+        files=files,
         notes=(note, *(f"{name}: {text}" for name, part in parts.items() for text in part.notes)),
     ).with_facet(PipelineFacts(models))
 
 
-def _below(array: StoredArray, component: str) -> StoredArray:
-    """Return an array of a component as an array of the pipeline.
+def _below(part: Catalog, component: str) -> Catalog:
+    """Return the catalog of a component with its arrays in the files of the pipeline.
 
-    Raises:
-        UnsupportedError: its bytes have to be decoded.
+    Its fragments raise UnsupportedError if their bytes have to be decoded.
     """
-    if array.extent.encoding is not None:
-        raise UnsupportedError(
-            "the file is compressed, which is not supported inside a pipeline",
-            file=f"{component}/{array.extent.file}",
-            hint=f"convert the directory {component} alone",
-        )
-    extent = replace(array.extent, file=f"{component}/{array.extent.file}")
-    return replace(array, name=f"{component}.{array.name}", extent=extent)
+
+    def moved(array: StoredArray) -> StoredArray:
+        if array.extent.encoding is not None:
+            raise UnsupportedError(
+                "the file is compressed, which is not supported inside a pipeline",
+                file=f"{component}/{array.extent.file}",
+                hint=f"convert the directory {component} alone",
+            )
+        extent = replace(array.extent, file=f"{component}/{array.extent.file}")
+        return replace(array, name=f"{component}.{array.name}", extent=extent)
+
+    return part.map_tensors(lambda _, tensor: tensor.with_arrays(moved))
 
 
 class _ComponentStore(ReadStore):

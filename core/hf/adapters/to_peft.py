@@ -131,7 +131,7 @@ def adapter_to_peft(
         format=catalog.format,
         version=None,
         tensors={name: tensors[name] for name in sorted(tensors, key=natural_order)},
-        documents={ADAPTER_CONFIG: _completed(text, modules, is_transposed=True in orientations)},
+        files={ADAPTER_CONFIG: _completed(text, modules, is_transposed=True in orientations)},
         notes=catalog.notes,
         dropped=(*dropped, *dropped_each(names, "not stored in adapters of peft")),
         facets={

@@ -71,9 +71,10 @@ class SeparatedTowers:
             raise CorruptError(f"argument {NAMES_ARGUMENT} gives several tensors the same name")
 
         tensors = {name: text.tensors[key] for name, key in in_text.items()} | dict(towers)
-        documents = dict(text.documents)
-        if CONFIG in documents:
-            documents[CONFIG] = self._config_document(documents[CONFIG])
+        files = {**text.files}
+        document = files.get(CONFIG)
+        if isinstance(document, bytes):
+            files[CONFIG] = self._config_document(document)
         notes = text.notes
         if self.model.left_out and self.complete_origin.config.get(_SPEAKS) is not False:
             parts = " and ".join(f"{start}*" for start in self.model.left_out)
@@ -82,7 +83,7 @@ class SeparatedTowers:
                 f"it with {_SPEAKS}=False"
             )
             notes = (*notes, note)
-        result = replace(text, tensors=tensors, documents=documents, notes=notes)
+        result = replace(text, tensors=tensors, files=files, notes=notes)
         return result.with_facet(HuggingFaceModel(self.model.model_type))
 
     def _name_of(self, key: str) -> str:

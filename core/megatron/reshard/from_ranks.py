@@ -237,6 +237,7 @@ def unshard_ranks(
         },
         objects=objects,
         hidden=hidden,
+        files=catalog.documents,
         skeleton=None,
         iteration=iteration_of(common),
         args=args,

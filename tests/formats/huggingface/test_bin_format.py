@@ -124,7 +124,7 @@ def test_golden_shards_hold_what_torch_loads(
     )
     assert catalog.notes == ()
     assert facet_of(catalog, WeightFileFacts).stem == "model"
-    assert catalog.carried == {"config.json": "file:config.json"}
+    assert list(catalog.files) == ["config.json"]
     assert entry_bytes(catalog, store, "file:config.json") == (folder / "config.json").read_bytes()
     assert_same(as_torch_file(catalog, store), loaded)
 
@@ -243,7 +243,7 @@ def test_other_torch_files_and_another_total_size_are_noted() -> None:
         f"the tensors have {n_bytes} bytes, but total_size in {INDEX} is 91",
         "not read: optimizer.pt, training_args.bin",
     )
-    assert catalog.carried == {"README.md": "file:README.md"}
+    assert list(catalog.files) == ["README.md"]
 
 
 def test_a_single_file_beside_the_shards_is_noted_as_what_transformers_loads() -> None:
@@ -387,10 +387,7 @@ def test_a_single_file_and_the_files_beside_it_are_read() -> None:
         assert sniff(store)
         catalog = read(store)
         assert list(catalog.tensors) == ["model.w"]
-        assert catalog.carried == {
-            config: f"file:{config}",
-            "tokenizer.json": "file:tokenizer.json",
-        }
+        assert list(catalog.files) == [config, "tokenizer.json"]
         assert facet_of(catalog, WeightFileFacts).stem == stem
         assert catalog.notes == ("not read: training_args.bin",)
         assert entry_bytes(catalog, store, "file:tokenizer.json") == b"[]"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of, with_documents, without_carried
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, StorageError, UnsupportedError
 from core.files.json_object import MAX_VALUES
@@ -108,21 +107,20 @@ def test_carried_files_come_out_byte_for_byte() -> None:
     files = {"config.json": b'{"a": 1}', "merges.txt": bytes(range(256)), "README.md": b""}
     store = MemoryStore(files)
     source = with_carried(empty(), store)
-    assert carried_of(source) == {name: f"file:{name}" for name in sorted(files)}
-    assert source.hidden["file:merges.txt"] == Tensor("uint8", (256,))
-    target = partitioned(with_documents(source, {"new.json": b"{}"}), format="fake", by="whole")
+    assert list(source.files) == sorted(files)
+    assert source.files["merges.txt"] == source.meta("file:merges.txt") == Tensor("uint8", (256,))
+    both = replace(source, files={**source.files, "new.json": b"{}"})
+    target = partitioned(both, format="fake", by="whole")
     made = materialized(file_images(target), target=target, source=source, store=store)
     assert made == {**files, "new.json": b"{}"}
 
 
-def test_a_carried_file_gets_a_key_that_no_tensor_has() -> None:
-    taken = Catalog(
-        "fake",
-        None,
-        {"file:config.json": Tensor("uint8", (1,))},
-    )
-    made = with_carried(taken, MemoryStore({"config.json": b"{}"}))
-    assert carried_of(made) == {"config.json": "file:file:config.json"}
+def test_a_tensor_with_the_key_of_a_file_is_refused() -> None:
+    taken = Catalog("fake", None, {"file:config.json": Tensor("uint8", (1,))})
+    assert with_carried(taken, MemoryStore({"README.md": b""})).files
+    with pytest.raises(UnsupportedError, match="key that stands for a file") as caught:
+        with_carried(taken, MemoryStore({"config.json": b"{}"}))
+    assert caught.value.key == "file:config.json"
 
 
 def test_a_directory_without_such_files_stays_as_it_is() -> None:
@@ -139,20 +137,13 @@ def test_links_as_in_the_hugging_face_cache_are_carried(tmp_path: Path) -> None:
     assert carried_files(LocalStore(tmp_path / "snapshot")) == {"config.json": 2}
 
 
-def test_a_document_takes_the_place_of_a_carried_file() -> None:
+def test_the_catalog_lists_the_copied_files_among_its_tensors_and_the_made_ones_apart() -> None:
     source = with_carried(empty(), MemoryStore({"config.json": b"{}", "README.md": b"x"}))
-    made = with_documents(source, {"config.json": b'{"new": 1}'})
-    assert list(carried_of(made)) == ["README.md"] and list(made.hidden) == ["file:README.md"]
-    assert with_documents(made, {"b": b"2"}).documents == {"config.json": b'{"new": 1}', "b": b"2"}
-    assert without_carried(source, ["nothing"]) is source
-
-
-def test_a_path_that_is_both_carried_and_made_is_refused() -> None:
-    carried = with_carried(empty(), MemoryStore({"config.json": b"{}"}))
-    source = replace(carried, documents={"config.json": b"{}"})
-    with pytest.raises(UnsupportedError, match="both carried over and newly written") as caught:
-        file_images(partitioned(source, format="fake", by="whole"))
-    assert caught.value.file == "config.json"
+    made = replace(source, files={**source.files, "config.json": b'{"new": 1}', "b": b"2"})
+    assert [key for key, _ in source.all_tensors()] == ["file:README.md", "file:config.json"]
+    assert [key for key, _ in made.all_tensors()] == ["file:README.md"]
+    assert made.find("file:config.json") is None
+    assert made.documents == {"config.json": b'{"new": 1}', "b": b"2"}
 
 
 def test_the_configuration_is_parsed(golden: Path) -> None:
@@ -210,7 +201,7 @@ def test_a_folder_that_is_not_carried_says_why() -> None:
     contents |= {f"large/{number}.json": b"" for number in range(10_001)}
     empty = Catalog("fake", None, {})
     catalog = with_carried(empty, LockedFolder(contents))
-    assert set(carried_of(catalog)) == {"config.json", "code/a.py"}
+    assert set(catalog.files) == {"config.json", "code/a.py"}
     assert catalog.notes == (
         "extra/ is not carried: extra/locked: permission denied",
         "large/ is not carried: it has more than 10,000 files",

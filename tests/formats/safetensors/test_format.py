@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save, save_file, save_model
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import WeightFileFacts, WriteOptions
-from core.catalog.files_beside import with_documents
 from core.copy.run import execute
 from core.errors import (
     CheckpointingException,
@@ -158,10 +157,7 @@ def test_golden_hugging_face_directories_are_read(golden: Path, model: str, form
     if (golden / "oracle" / "hf" / f"{model}.safetensors").exists():
         oracle = load_file(golden / "oracle" / "hf" / f"{model}.safetensors")
         assert_holds(catalog, store, oracle)
-    assert catalog.carried == {
-        "config.json": "file:config.json",
-        "generation_config.json": "file:generation_config.json",
-    }
+    assert list(catalog.files) == ["config.json", "generation_config.json"]
     assert catalog.attributes == {} and catalog.notes == ()
 
 
@@ -649,9 +645,9 @@ def with_settings(source: Catalog) -> Catalog:
 def test_a_directory_keeps_objects_and_small_files(golden: Path, tmp_path: Path) -> None:
     folder = golden / "hf" / "llama" / "safetensors_single"
     store = LocalStore(folder)
-    source = with_documents(
-        with_settings(read(store)), {"generation_config.json": b"{}", "NOTICE": b"hello"}
-    )
+    source = with_settings(read(store))
+    made = {"generation_config.json": b"{}", "NOTICE": b"hello"}
+    source = replace(source, files={**source.files, **made})
     out = written(source, store, tmp_path / "out")
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert (out / "generation_config.json").read_bytes() == b"{}" and (
@@ -674,7 +670,7 @@ def test_a_single_file_holds_nothing_but_tensors(golden: Path, tmp_path: Path) -
 
 def test_two_files_of_one_name_are_refused(golden: Path) -> None:
     store = LocalStore(golden / "hf" / "llama" / "safetensors_single")
-    source = with_documents(read(store), {"model.safetensors": b""})
+    source = replace(read(store), files={"model.safetensors": b""})
     with pytest.raises(UnsupportedError, match="same name") as caught:
         lay_out(target_of(source))
     assert caught.value.file == "model.safetensors"

@@ -112,7 +112,7 @@ def filled(target: TargetCatalog, source: Catalog, store: LocalStore) -> dict[st
     """
     arrays: dict[str, Bytes] = {}
     known: dict[str, np.ndarray] = {}
-    for key, meta in (*target.tensors.items(), *target.hidden.items()):
+    for key, meta in target.all_tensors():
         have = tensor_bytes(source, store, key)
         whole = np.zeros((*meta.shape, have.shape[-1]), np.uint8)
         covered = np.zeros(meta.shape, bool)
