@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
-from core.arrays.box import Box
 from core.arrays.fast_value import value
 from core.catalog.facets import RankFacts, WriteOptions
 from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray
@@ -96,7 +95,6 @@ class Catalog(Generic[ArrayT_co]):
         files: path → content of a file next to the weights (configurations, tokenizers …), in the
             order in which they are written: a uint8 tensor of one axis if it is copied unchanged,
             bytes if the program made it.
-        zeros: key → boxes of a target's tensor that are zero and in no source (vocabulary padding).
         notes: notes for the user, a sentence each.
         dropped: the record of entries that are not carried, with the reasons.
         write: options for writing the files of a target.
@@ -116,7 +114,6 @@ class Catalog(Generic[ArrayT_co]):
     aliases: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     files: Mapping[str, Tensor[ArrayT_co] | bytes] = field(default_factory=dict)
-    zeros: Mapping[str, Sequence[Box]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     write: WriteOptions = field(default_factory=WriteOptions)

@@ -94,7 +94,8 @@ class Tensor(Generic[ArrayT_co]):
         tiling: the array that is exactly the tensor, or a function that returns the fragments that
             tile it; readers call ``fragments``, which answers for both. Fragments are created when
             they are asked for, so that a tensor of 10⁵ chunks does not need 10⁵ objects.
-        flexible: a reader may request another shape (the documented ``allow_shape_mismatch``).
+        flexible: of a target, the source's tensor may have another shape: elements that it lacks
+            are zero (vocabulary padding, the documented ``allow_shape_mismatch``).
         attributes: what the checkpoint says about the tensor besides (``core.catalog.attributes``);
             None if nothing.
     """

@@ -131,7 +131,6 @@ def plan_comparison(
                 plan.source,
                 target,
                 _describe_files(bound, store),
-                zeros={key: boxes for key, boxes in plan.zeros.items() if key in target.tensors},
                 threads=plan.threads,
                 memory_bytes=memory_bytes - plan.metadata_bytes,
                 compares=plan.compares,
@@ -191,18 +190,11 @@ def _locate_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) 
 
     # An alias has the bytes of another tensor, so comparing that one is enough.
     tensors = {
-        key: catalog.tensors[key].with_arrays(bind)
-        for key in expected.tensors
+        key: replace(catalog.tensors[key].with_arrays(bind), flexible=tensor.flexible)
+        for key, tensor in expected.tensors.items()
         if key not in catalog.aliases
     }
-    return replace(
-        catalog,
-        tensors=tensors,
-        hidden={},
-        files={},
-        aliases={},
-        zeros={},
-    )
+    return replace(catalog, tensors=tensors, hidden={}, files={}, aliases={})
 
 
 def _describe_files(catalog: Catalog, store: ReadStore) -> list[FileImage]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from core.arrays.box import full_box
 from core.arrays.checksum import BLOCK_BYTES
 from core.catalog.catalog import Catalog
 from core.catalog.tensor import AnyTensor
@@ -44,18 +43,13 @@ def fill(
     target, images, memory = live_target(tensors)
     for key, meta in target.tensors.items():
         _require_tensor(key, meta, catalog, store)
-    # A flexible tensor may be larger than the stored one; elements that no file holds become zero.
-    zeros = {
-        key: full_box(meta.shape).subtract(full_box(catalog.tensors[key].shape))
-        for key, meta in target.tensors.items()
-        if meta.flexible and len(meta.shape) == len(catalog.tensors[key].shape)
-    }
     # A share: the chunks of this process need not cover their global tensors.
-    plan = make_plan(catalog, target, images, zeros=zeros, compares=False, is_share=True)
-    # The engine writes no zeros, since new files are zero; the caller's memory may hold anything.
-    # It is overwritten block by block, so that no second buffer of a tensor's size is needed.
+    plan = make_plan(catalog, target, images, compares=False, is_share=True)
+    # A flexible tensor may be larger than the stored one. The engine writes no zeros, since new
+    # files are zero; the caller's memory may hold anything. It is overwritten block by block, so
+    # that no second buffer of a tensor's size is needed.
     for tensor in tensors:
-        if zeros.get(tensor.chunk.key):
+        if tensor.chunk.shape != catalog.tensors[tensor.chunk.key].shape:
             for start in range(0, len(tensor.memory), BLOCK_BYTES):
                 block = tensor.memory[start : start + BLOCK_BYTES]
                 block[:] = bytes(len(block))

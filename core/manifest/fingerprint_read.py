@@ -62,7 +62,6 @@ def read_fingerprints(
         catalog,
         target,
         images,
-        zeros={},
         threads=threads,
         memory_bytes=memory_bytes,
         compares=False,

@@ -50,7 +50,6 @@ def match(
     target: TargetTensor,
     *,
     fragments: Sequence[TargetFragment] | None = None,
-    zeros: Sequence[Box] = (),
     covers: bool = True,
 ) -> Match:
     """Match source and target of one tensor, and prove that every element is filled.
@@ -58,9 +57,8 @@ def match(
     Args:
         key: key of the tensor, for errors.
         source: the tensor to copy; None if the source has none under the key.
-        target: the tensor to write.
+        target: the tensor to write; what a flexible one has beyond the source's shape is zero.
         fragments: the target's fragments, if the caller has looked them up.
-        zeros: boxes that have no source and are zero.
         covers: the target's fragments must cover the tensor; they need not if other processes fill
             the remainder.
 
@@ -76,18 +74,23 @@ def match(
         fragments = target.fragments()
 
     # Most tensors are one array on both sides; none of the work below is needed for them.
-    if not zeros and (simple := _match_arrays(key, source, stored, target, fragments)) is not None:
+    if (simple := _match_arrays(key, source, stored, target, fragments)) is not None:
         return simple
 
     # Check both sides separately.
     targets = [fragment for fragment in fragments if not fragment.box.is_empty]
-    _check_shapes(key, source, target, zeros)
+    if source.shape != target.shape and not target.flexible:
+        raise CorruptError(
+            f"the source has shape {source.shape}, but the target has {target.shape}", key=key
+        )
     dtype = _check_fragments(key, source, stored)
     _check_targets(key, target, targets, dtype=dtype)
 
-    # Match them. Zeros come last, so that a stored fragment is preferred where both exist.
-    zero_fragments = [Fragment(box, None, ()) for box in zeros]
-    candidates = [f for f in (*stored, *zero_fragments) if not f.box.is_empty]
+    # Match them.
+    candidates = [fragment for fragment in stored if not fragment.box.is_empty]
+    if source.shape != target.shape and len(source.shape) == len(target.shape):
+        beyond = full_box(target.shape).subtract(full_box(source.shape))
+        candidates += [Fragment(box, None, ()) for box in beyond]
     pieces, copies = _split_primaries(key, candidates)
     pairs = _pair(key, target.shape, [box for box, _ in pieces], targets)
     if covers:
@@ -127,24 +130,6 @@ def is_all(fragment: AnyFragment, array: AnyArray, tensor: AnyTensor) -> bool:
     """Return whether a fragment is the complete tensor and its array holds nothing else."""
     box = fragment.box
     return box.shape == tensor.shape == array.shape and not any(box.offset) and not any(fragment.at)
-
-
-def _check_shapes(key: str, source: Tensor, target: TargetTensor, zeros: Sequence[Box]) -> None:
-    """Raise unless source and target have the same shape, or zeros fill what the target adds.
-
-    Raises:
-        CorruptError: the shapes differ.
-    """
-    if source.shape == target.shape or target.flexible:
-        return
-    grows = len(source.shape) == len(target.shape) and all(
-        old <= new for old, new in zip(source.shape, target.shape, strict=True)
-    )
-    if not (zeros and grows):
-        raise CorruptError(
-            f"the source has shape {source.shape}, but the target has {target.shape}",
-            key=key,
-        )
 
 
 def _check_fragments(key: str, tensor: Tensor, fragments: Sequence[Fragment]) -> str:

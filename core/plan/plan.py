@@ -16,12 +16,11 @@ their memory counts like that of buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
@@ -61,7 +60,6 @@ class Plan:
     Args:
         source, target: catalogs of the source and the target.
         places: positions of the target's arrays.
-        zeros: regions of target tensors that are zero by rule.
         threads: number of copying threads.
         buffer_bytes: maximum size of a thread's buffers.
         read_bytes: source bytes to read, copies included.
@@ -81,7 +79,6 @@ class Plan:
     source: Catalog
     target: TargetCatalog
     places: Places
-    zeros: Mapping[str, Sequence[Box]]
     threads: int
     buffer_bytes: int
     read_bytes: int
@@ -123,7 +120,6 @@ class Plan:
             key,
             self.source.find(key),
             self.target.meta(key),
-            zeros=self.zeros.get(key, ()),
             covers=not self.is_share,
         )
         return work if self.compares else replace(work, copies=())
@@ -169,7 +165,6 @@ def make_plan(
     target: TargetCatalog,
     images: Sequence[FileImage],
     *,
-    zeros: Mapping[str, Sequence[Box]] | None = None,
     threads: int = DEFAULT_THREADS,
     memory_bytes: int | None = None,
     beside_bytes: int = 0,
@@ -183,7 +178,6 @@ def make_plan(
         target: a catalog whose arrays the images place by name. A key in its ``aliases`` whose
             array has no position has no bytes of its own and is skipped.
         images: the files to write, from the target format's ``lay_out``.
-        zeros: target key → boxes that have no source and are zero; None uses ``target.zeros``.
         threads: number of copying threads.
         memory_bytes: memory limit of the process, imports included; None for no limit.
         beside_bytes: memory that the caller uses for other purposes; it counts against the limit.
@@ -199,9 +193,6 @@ def make_plan(
         UnsupportedError: a cast is not supported.
         CapacityError: the work does not fit into ``memory_bytes``.
     """
-    if zeros is None:
-        zeros = target.zeros
-
     # Match every tensor, and add up the work. No match is stored, see the module's docstring.
     places = Places(images)
     totals = _Totals()
@@ -214,7 +205,6 @@ def make_plan(
             source.find(key),
             tensor,
             fragments=fragments,
-            zeros=zeros.get(key, ()),
             covers=not is_share,
         )
         coverage.add(key, fragments)
@@ -234,7 +224,6 @@ def make_plan(
         source=source,
         target=target,
         places=places,
-        zeros=zeros,
         threads=memory.threads,
         buffer_bytes=memory.buffer_bytes,
         read_bytes=totals.read_bytes,

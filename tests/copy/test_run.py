@@ -283,7 +283,7 @@ def test_zeros_by_rule_pad_the_target(cut: Cut) -> None:
     target_model = Model({"w": (16, 8)}, {"w": cut})
     source = source_model.source()
     target, images = target_model.target()
-    target = replace(target, zeros={"w": [Box((13, 0), (3, 8))]})
+    target = replace(target, tensors={"w": replace(target.tensors["w"], flexible=True)})
     found, _ = moved(source, source_model.store, target, images)
     padded = np.zeros((16, 8), np.int32)
     padded[:13] = values("w", (13, 8))

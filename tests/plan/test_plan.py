@@ -112,7 +112,7 @@ def test_a_source_box_out_of_bounds_is_refused() -> None:
     refused(CorruptError, "does not fit at", array_moved, target, images)
 
 
-def test_shapes_must_agree_unless_zeros_or_flexible() -> None:
+def test_shapes_must_agree_unless_the_target_is_flexible() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
     taller = replace(source, tensors={"w": replace(source.tensors["w"], shape=(13, 8))})
     refused(CorruptError, "source has shape", taller, target, images)

@@ -19,7 +19,6 @@ _FACTS = (
         "aliases",
         "attributes",
         "files",
-        "zeros",
     ),
     *("notes", "dropped", "write", "facets"),
 )

@@ -199,8 +199,7 @@ def _encode_line(plan: Plan, key: str, encoder: Encoder, plain_lines: _PlainLine
     """
     source, target = plan.source.meta(key), plan.target.meta(key)
     sources, targets = plan.source.fragments(key), plan.target.fragments(key)
-    zeros = plan.zeros.get(key, ())
-    if len(sources) == len(targets) == 1 and not zeros:
+    if len(sources) == len(targets) == 1:
         plain_line = plain_lines.line(key, source, target, sources[0], targets[0])
         if plain_line is not None:
             return plain_line
@@ -223,7 +222,6 @@ def _encode_line(plan: Plan, key: str, encoder: Encoder, plain_lines: _PlainLine
         (target.dtype, target.shape, target.flexible),
         encoder.fragments(key, source, sources),
         encoder.fragments(key, target, numbered),
-        [(box.offset, box.shape) for box in zeros],
         plan.is_share,
     )
     n_written = sum(fragment.box.n_elements for fragment in targets) * itemsize(target.dtype)
@@ -279,7 +277,7 @@ class _PlainLines:
         self._places = plan.places
         self._images = plan.places.as_columns()[0]
         self._files = encoder.files
-        self._end = f"],[],[0]],[],{_encode(plan.is_share)}]\n"
+        self._end = f"],[],[0]],{_encode(plan.is_share)}]\n"
         self._texts_of_kind: dict[object, tuple[str, str, str, KeyWork, int, tuple[int, ...]]] = {}
 
     def line(
@@ -484,7 +482,7 @@ class StoredPlan:
 
     def _match(self, number: int) -> Match:
         begin, end = self._lines[number], self._lines[number + 1]
-        key, *sides, sources, targets, zeros, is_share = json.loads(self._read(begin, end - begin))
+        key, *sides, sources, targets, is_share = json.loads(self._read(begin, end - begin))
         (dtype, shape, flexible), (target_dtype, target_shape, target_flexible) = sides
         source = Tensor(dtype, tuple(shape), flexible=flexible)
         target: TargetTensor = Tensor(target_dtype, tuple(target_shape), flexible=target_flexible)
@@ -495,7 +493,6 @@ class StoredPlan:
             replace(source, tiling=lambda: source_fragments),
             target,
             fragments=self._decoder.targets(key, target, targets),
-            zeros=[Box(tuple(offset), tuple(shape)) for offset, shape in zeros],
             covers=not is_share,
         )
         return work if self._compares else replace(work, copies=())

@@ -254,9 +254,8 @@ def _shard_of(leaf: object, arrays: Mapping[str, StoredArray], file: str) -> _Sh
             file=file,
             key=key,
         )
-    flexible = fields.get("allow_shape_mismatch") is True
     box = Box(offset, shape)
-    meta = Tensor(array.dtype, global_shape, flexible=flexible)
+    meta = Tensor(array.dtype, global_shape)
     return _Shard(key, meta, box, replace(array, name=f"{file}:{array_name(key, box)}"))
 
 

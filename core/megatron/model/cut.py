@@ -197,14 +197,6 @@ def param_array(
     return packed(name, parts, expert.rest)
 
 
-def zeros_of(meta: Tensor, cut: Cut) -> list[Box]:
-    """Return the boxes of the destination's tensor that are padding, which the source lacks."""
-    if cut.shape == meta.shape:
-        return []
-    rows = meta.shape[0]
-    return [Box((rows, *(0 for _ in cut.shape[1:])), (cut.shape[0] - rows, *cut.shape[1:]))]
-
-
 def check_towers(catalog: Catalog, format: str) -> None:
     """Raise if a model with towers is to be written in a format that its trainer does not load.
 

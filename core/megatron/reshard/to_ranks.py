@@ -3,7 +3,7 @@
 The result is a target catalog for ``core.formats.megatron.format``. Its keys are the source's
 (global) keys; a fragment maps a box of the global tensor to a new array, named ``<rank dir>:<path
 in the file>``, which has no file position yet. The catalog has the fields ``args`` (updated),
-``iteration``, ``zeros``, ``notes`` and ``dropped``, and the facets ``RankFacts`` and ``Topology``.
+``iteration``, ``notes`` and ``dropped``, and the facets ``RankFacts`` and ``Topology``.
 ``RankFacts.transposed`` names tensors whose axes are in the other order in files and in this
 catalog; the source's must be brought into that order (``core.megatron.rules.experts.transposed``).
 
@@ -54,7 +54,6 @@ from core.megatron.model.cut import (
     check_towers,
     cuts_of,
     param_array,
-    zeros_of,
 )
 from core.megatron.model.facts import ModelFacts, pipeline_notes
 from core.megatron.model.new_args import update_args
@@ -182,7 +181,6 @@ def _target_catalog(
         tensors: the source's tensors, states included, in the order of the target.
     """
     cuts, model, extras = plan.cuts, plan.model, files.extras
-    zeros = {key: zeros_of(meta, cuts[key]) for key, meta in tensors.items()}
     rank_facts = RankFacts(
         ranks=files.ranks,
         planned=files.arrays
@@ -198,8 +196,8 @@ def _target_catalog(
                 tensor.dtype,
                 cuts[key].target_shape,
                 bind_argument(files.list_fragments, key),
-                tensor.flexible,
-                tensor.attributes,
+                flexible=cuts[key].shape != tensor.shape,
+                attributes=tensor.attributes,
             )
             for key, tensor in tensors.items()
         },
@@ -209,7 +207,6 @@ def _target_catalog(
             for key, copies in extras.items()
         },
         iteration=model.iteration,
-        zeros={key: boxes for key, boxes in zeros.items() if boxes},
         write=model.write,
         facets={Topology: plan.topology, RankFacts: rank_facts},
     )

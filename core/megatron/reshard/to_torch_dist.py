@@ -55,7 +55,6 @@ from core.megatron.model.cut import (
     check_target,
     check_towers,
     cuts_of,
-    zeros_of,
 )
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.parts import with_sizes
@@ -75,7 +74,7 @@ class Stacked:
 
     Args:
         source: the source's tensors under torch_dist's keys, from which the target is filled.
-        target: the chunks to write; ``zeros`` lists boxes that are not in the source.
+        target: the chunks to write; tensors with padding that the source lacks are flexible.
     """
 
     source: Catalog
@@ -231,7 +230,6 @@ def stack(
         args=common["args"],
         common=common,
         iteration=catalog.iteration,
-        zeros=model.zeros(),
         notes=tuple(notes),
         dropped=(*catalog.dropped, *states.dropped, *sharded_objects.dropped),
         write=catalog.write,
@@ -391,9 +389,13 @@ class _StackedModel:
         tensors: dict[str, TargetTensor] = {}
         for key, group in self.groups.items():
             first: Any = self.catalog.tensors[group[0].key]
-            shape = (*group[0].shape, *self.cuts[group[0].key].shape)
-            fragments = bind_argument(self._target_fragments, key)
-            tensors[key] = replace(first, shape=shape, tiling=fragments)
+            of_layer = self.cuts[group[0].key].shape
+            tensors[key] = replace(
+                first,
+                shape=(*group[0].shape, *of_layer),
+                tiling=bind_argument(self._target_fragments, key),
+                flexible=of_layer != first.shape,
+            )
         return tensors
 
     def _source_fragments(self, key: str) -> Sequence[Fragment]:
@@ -426,19 +428,6 @@ class _StackedModel:
                         )
                         chunks[box] = Fragment(box, array, (0,) * len(box.shape))
         return tuple(chunks.values())
-
-    def zeros(self) -> dict[str, list[Box]]:
-        """Return the boxes of each key that are not in the source: padding of the vocabulary."""
-        zeros: dict[str, list[Box]] = {}
-        for key, group in self.groups.items():
-            boxes = [
-                tensor.box(box)
-                for tensor in group
-                for box in zeros_of(self.catalog.tensors[tensor.key], self.cuts[tensor.key])
-            ]
-            if boxes:
-                zeros[key] = boxes
-        return zeros
 
 
 def _file_coords(number: int) -> Coords:

@@ -153,9 +153,8 @@ def test_the_padding_of_a_vocabulary_follows_the_tensor_ranks(a: int, b: int, ro
     )
     store, catalog = model.catalog(Topology(tp=a))
     target = check(model, store, unshard(catalog, rules=RULES), Topology(tp=b))
-    assert target.tensors["output_layer.weight"].shape[0] == rows
-    zeros = target.zeros["output_layer.weight"]
-    assert [(box.offset[0], box.end[0]) for box in zeros] == [(50257, rows)]
+    head = target.tensors["output_layer.weight"]
+    assert head.shape[0] == rows and head.flexible
 
 
 def test_a_vocabulary_that_nothing_tells_needs_the_users_word() -> None:

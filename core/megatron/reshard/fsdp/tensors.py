@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.arrays.box import Box
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts
 from core.catalog.optimizer_keys import MASTER, param_of, state_key, state_of
@@ -99,12 +98,9 @@ def with_padding(target: TargetCatalog) -> TargetCatalog:
     facts = target.facet(FsdpDtensorFacts)
     assert facts is not None, "the target is an fsdp_dtensor checkpoint"
     tensors = dict(target.tensors)
-    zeros: dict[str, Sequence[Box]] = {}
     for key, tensor in target.tensors.items():
         shape = facts.shapes[key]
         if shape != tensor.shape:
             padded = whole_tensor(PlannedArray(key, tensor.dtype, shape))
-            tensors[key] = replace(tensor, shape=shape, tiling=padded.tiling)
-            n_rows, rest = tensor.shape[0], shape[1:]
-            zeros[key] = [Box((n_rows, *(0 for _ in rest)), (shape[0] - n_rows, *rest))]
-    return replace(target, tensors=tensors, zeros=zeros)
+            tensors[key] = replace(tensor, shape=shape, tiling=padded.tiling, flexible=True)
+    return replace(target, tensors=tensors)
