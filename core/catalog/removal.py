@@ -23,7 +23,19 @@ def drop_entries(catalog: Catalog, reasons: Mapping[str, str]) -> Catalog:
         return catalog
     record = (Dropped((key,), reason) for key, reason in reasons.items())
     remaining = remove_entries(catalog, reasons.keys())
-    return replace(remaining, dropped=(*catalog.dropped, *record))
+    return record_left_out(replace(remaining, dropped=(*catalog.dropped, *record)), catalog)
+
+
+def record_left_out(catalog: Catalog, before: Catalog, reason: str = "") -> Catalog:
+    """Record the tensors that a catalog no longer has as left out, without listing them.
+
+    For entries that the user left out, and those that other records list.
+    """
+    removed = {key: item for key, item in before.all_tensors() if catalog.find(key) is None}
+    if not removed:
+        return catalog
+    record = Dropped(tuple(removed), reason, tensors=tuple(removed.values()), is_listed=False)
+    return replace(catalog, dropped=(*catalog.dropped, record))
 
 
 def remove_entries(catalog: Catalog, keys: Collection[str]) -> Catalog:
