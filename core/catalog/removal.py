@@ -31,10 +31,23 @@ def record_left_out(catalog: Catalog, before: Catalog, reason: str = "") -> Cata
 
     For entries that the user left out, and those that other records list.
     """
-    removed = {key: item for key, item in before.all_tensors() if catalog.find(key) is None}
-    if not removed:
+    removed = [key for key, _ in before.all_tensors() if catalog.find(key) is None]
+    return _record_unlisted(catalog, before, removed, reason)
+
+
+def record_replaced(catalog: Catalog, before: Catalog, keys: Iterable[str]) -> Catalog:
+    """Record that tensors are those of another checkpoint, as the user requested."""
+    return _record_unlisted(catalog, before, keys, "replaced")
+
+
+def _record_unlisted(
+    catalog: Catalog, before: Catalog, keys: Iterable[str], reason: str
+) -> Catalog:
+    keys = tuple(keys)
+    if not keys:
         return catalog
-    record = Dropped(tuple(removed), reason, tensors=tuple(removed.values()), is_listed=False)
+    tensors = tuple(before.meta(key) for key in keys)
+    record = Dropped(keys, reason, tensors=tensors, is_listed=False)
     return replace(catalog, dropped=(*catalog.dropped, record))
 
 

@@ -20,14 +20,15 @@ from core.catalog.tensor import Tensor
 
 
 def check_account(
-    opened: Iterable[Catalog], source: Catalog, target: AnyCatalog, record: Sequence[Dropped]
+    opened: Catalog, source: Catalog, target: AnyCatalog, record: Sequence[Dropped]
 ) -> None:
     """Raise if a tensor is neither written nor recorded as left out.
 
     A tensor of which a part is written is accounted for: the rest is padding.
 
     Args:
-        opened: the sources as they were opened.
+        opened: the source as it was opened; of a merge, the first one (``core.merge`` matches the
+            tensors of the others with its own).
         source: the source under the target's keys.
         target: what is written.
         record: the entries that are not.
@@ -45,19 +46,22 @@ def check_account(
 
 
 def _find_unaccounted(
-    opened: Iterable[Catalog], source: Catalog, target: AnyCatalog, record: Sequence[Dropped]
+    opened: Catalog, source: Catalog, target: AnyCatalog, record: Sequence[Dropped]
 ) -> list[str]:
     """Return the keys of the tensors that are neither written nor recorded as left out."""
     written = [source.meta(key) for key, _ in target.all_tensors()]
     # Most tensors only change their name, and are recognized without their fragments.
     unchanged = {id(tensor.tiling) for tensor in written}
     names = {name.partition(" ")[0] for entries in record for name in entries.names}
-    missing = [
-        (key, tensor)
-        for catalog in opened
-        for key, tensor in _list_tensors(catalog)
-        if id(tensor.tiling) not in unchanged and not _is_named(key, names)
-    ]
+    missing = {
+        key: tensor for key, tensor in opened.tensors.items() if id(tensor.tiling) not in unchanged
+    }
+    missing = {
+        key: tensor
+        for key, tensor in missing.items()
+        # The record has the names of a rank's entries without the rank.
+        if not _is_named(key.partition(":")[2] if opened.is_rank_local else key, names)
+    }
     if not missing:
         return []
 
@@ -69,29 +73,22 @@ def _find_unaccounted(
             places.setdefault(stored.extent.file, set()).add(stored.extent.offset)
     offsets = {file: sorted(found) for file, found in places.items()}
 
-    def is_used(array: StoredArray) -> bool:
+    def is_lost(array: StoredArray) -> bool:
         extent = array.extent
         if extent.file in names:
-            return True
+            return False
         # A part of an array begins inside of it.
         starts = offsets.get(extent.file, [])
         n_bytes = 1 if extent.is_late else max(1, n_stored_bytes(array))
         number = bisect_left(starts, extent.offset)
-        return number < len(starts) and starts[number] < extent.offset + n_bytes
+        return number == len(starts) or starts[number] >= extent.offset + n_bytes
 
-    return [
-        key
-        for key, tensor in missing
-        if tensor.n_elements and not any(map(is_used, _arrays_of([tensor])))
-    ]
-
-
-def _list_tensors(catalog: Catalog) -> Iterator[tuple[str, Tensor]]:
-    """Yield key and tensor of a source's entries; objects and carried files are none."""
-    others = {item.raw_key for item in catalog.objects.values()} | {*catalog.carried.values()}
-    for key, tensor in catalog.all_tensors():
-        if key not in others:
-            yield key.partition(":")[2] if catalog.is_rank_local else key, tensor
+    lost = []
+    for key, tensor in missing.items():
+        arrays = list(_arrays_of([tensor])) if tensor.n_elements else []
+        if arrays and all(map(is_lost, arrays)):
+            lost.append(key)
+    return lost
 
 
 def _arrays_of(tensors: Iterable[Tensor]) -> Iterator[StoredArray]:

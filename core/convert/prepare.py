@@ -506,7 +506,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     if is_bare:
         target = tensors_only(target)
     _raise_if_empty(source, target, format)
-    check_account([one.catalog for one in (opened, *others)], catalog, target, dropped)
+    check_account(opened.catalog, catalog, target, dropped)
     write = replace(
         target.write,
         max_file_bytes=job.max_file_bytes,
