@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from core.catalog.optimizer_keys import is_optimizer_key
+
+if TYPE_CHECKING:
+    from core.catalog.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +29,15 @@ class Dropped:
         names: names of the entries: keys, or paths of files; at least one.
         reason: why the destination does not hold them; "" if the name says it.
         line: the line, if it is not that of a single entry.
+        tensors: those of the entries, if their names are not those of the source.
+        is_listed: False for what the user excluded, and for what other entries say as well.
     """
 
     names: tuple[str, ...]
     reason: str
     line: str | None = None
+    tensors: tuple[Tensor[Any], ...] = ()
+    is_listed: bool = True
 
     def __str__(self) -> str:
         return "".join(self.label_and_ending)

@@ -23,7 +23,32 @@ def drop_entries(catalog: Catalog, reasons: Mapping[str, str]) -> Catalog:
         return catalog
     record = (Dropped((key,), reason) for key, reason in reasons.items())
     remaining = remove_entries(catalog, reasons.keys())
-    return replace(remaining, dropped=(*catalog.dropped, *record))
+    return record_left_out(replace(remaining, dropped=(*catalog.dropped, *record)), catalog)
+
+
+def record_left_out(catalog: Catalog, before: Catalog, reason: str = "") -> Catalog:
+    """Record the tensors that a catalog no longer has as left out, without listing them.
+
+    For entries that the user left out, and those that other records list.
+    """
+    removed = [key for key in before.tensors if key not in catalog.tensors]
+    return _record_unlisted(catalog, before, removed, reason)
+
+
+def record_replaced(catalog: Catalog, before: Catalog, keys: Iterable[str]) -> Catalog:
+    """Record that tensors are those of another checkpoint, as the user requested."""
+    return _record_unlisted(catalog, before, keys, "replaced")
+
+
+def _record_unlisted(
+    catalog: Catalog, before: Catalog, keys: Iterable[str], reason: str
+) -> Catalog:
+    keys = tuple(keys)
+    if not keys:
+        return catalog
+    tensors = tuple(before.meta(key) for key in keys)
+    record = Dropped(keys, reason, tensors=tensors, is_listed=False)
+    return replace(catalog, dropped=(*catalog.dropped, record))
 
 
 def remove_entries(catalog: Catalog, keys: Collection[str]) -> Catalog:

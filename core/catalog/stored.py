@@ -8,7 +8,7 @@ produces their dense bytes. The engine reads such an array as if it were a file 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -33,9 +33,9 @@ class Encoding(Protocol):
     units of ``unit_bytes``; the last unit may be shorter. A codec without random access has one
     unit, the complete array.
 
-    An encoding that reads other files than the extent's lists them in an attribute ``files``
-    (``files_read``). An encoding that verifies a checksum has an attribute ``has_checksum`` that is
-    true.
+    An encoding that computes an array from others lists these in an attribute ``inputs``
+    (``find_inputs``). An encoding that verifies a checksum has an attribute ``has_checksum`` that
+    is true.
     """
 
     @property
@@ -76,10 +76,24 @@ def stored_bytes_of(encoding: Encoding) -> int | None:
     return n_bytes if isinstance(n_bytes, int) else None
 
 
-def files_read(encoding: Encoding | None) -> Sequence[str]:
-    """Return the files that decoding reads in addition to the extent's."""
-    files: Sequence[str] = getattr(encoding, "files", ())
-    return files
+def inputs_of(encoding: Encoding | None) -> Sequence[StoredArray]:
+    """Return the arrays from which an encoding computes; none if it decodes the extent's bytes."""
+    inputs: Sequence[StoredArray] = getattr(encoding, "inputs", ())
+    return inputs
+
+
+def find_inputs(array: StoredArray) -> Iterator[StoredArray]:
+    """Yield the arrays in files that an array is computed from; itself if it is one of them."""
+    inputs = inputs_of(array.extent.encoding)
+    if not inputs:
+        yield array
+    for one in inputs:
+        yield from find_inputs(one)
+
+
+def files_read(encoding: Encoding | None) -> list[str]:
+    """Return the files that computing an array reads, sorted; none if it is decoded."""
+    return sorted({part.extent.file for one in inputs_of(encoding) for part in find_inputs(one)})
 
 
 def has_checksum(encoding: Encoding) -> bool:

@@ -16,7 +16,7 @@ from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attr
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, state_of
-from core.catalog.removal import aliases_among, find_used_tensors
+from core.catalog.removal import aliases_among, find_used_tensors, record_left_out
 from core.catalog.tensor import Tensor
 from core.changes.rename import add_prefix as add_prefix
 from core.changes.rename import owned_entries, with_parameters
@@ -126,9 +126,8 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     # Hidden tensors remain if an entry that remains refers to them.
     hidden_keys = find_used_tensors(remaining)
     hidden = {key: meta for key, meta in catalog.hidden.items() if key in hidden_keys}
-    return Selection(
-        replace(remaining, hidden=hidden), tuple(key for key in keys if not is_kept(key))
-    )
+    remaining = record_left_out(replace(remaining, hidden=hidden), catalog, "as requested")
+    return Selection(remaining, tuple(key for key in keys if not is_kept(key)))
 
 
 def without_optimizer(catalog: Catalog) -> Selection:

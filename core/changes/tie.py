@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.key_patterns import LIST_THEM
-from core.catalog.removal import aliases_among
+from core.catalog.removal import aliases_among, record_left_out
 from core.catalog.tensor import Tensor
 from core.changes.rename import nest_again, new_path, owned_entries, with_parameters
 from core.errors import UsageError
@@ -77,7 +77,7 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
         skeleton = map_leaves(
             skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
         )
-    return replace(
+    tied = replace(
         followed,
         tensors={
             key: tensor.with_replicas(first) if key == original else tensor
@@ -88,6 +88,7 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
         skeleton=skeleton,
         aliases=_aliases_without(catalog, alias),
     )
+    return record_left_out(tied, catalog, "tied")
 
 
 def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:

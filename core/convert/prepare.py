@@ -18,6 +18,7 @@ from core.catalog.files_beside import FILES_BESIDE, UNREAD
 from core.catalog.key_patterns import folded, matcher
 from core.catalog.mapping_attributes import attributes_beside_tensors, attributes_of
 from core.catalog.tensor import Tensor, without_fragments
+from core.convert.account import check_account
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
 from core.convert.global_form.build import global_form
@@ -508,6 +509,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     if is_bare:
         target = tensors_only(target)
     _raise_if_empty(source, target, format)
+    check_account(opened.catalog, catalog, target, dropped)
     write = replace(
         target.write,
         max_file_bytes=job.max_file_bytes,
@@ -555,7 +557,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         plan=plan,
         renamed=form.renamed,
         notes=tuple(folded(notes, end=": ")),
-        dropped_entries=tuple(dropped),
+        dropped_entries=tuple(entry for entry in dropped if entry.is_listed),
         form=form.catalog,
         load_line=load_line(
             WrittenResult(

@@ -220,14 +220,14 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[Dropped]:
     dropped = [*catalog.dropped]
     # Details of an optimizer that was dropped before mean nothing outside Megatron: one line for
     # all.
-    has_optimizer = any(entry.is_of_optimizer for entry in dropped)
+    of_optimizer = [entry for entry in dropped if entry.is_listed and entry.is_of_optimizer]
     if catalog.optimizer is not None:
         parts = (f"{name} of the optimizer" for name in catalog.optimizer.entries)
         dropped += dropped_each(parts, "not stored under Hugging Face's names")
-    elif has_optimizer or any(map(is_optimizer_key, catalog.tensors)):
+    elif of_optimizer or any(map(is_optimizer_key, catalog.tensors)):
         dropped = [
             Dropped(("optimizer",), NOT_IN_HF),
-            *(entry for entry in dropped if not entry.is_of_optimizer),
+            *(entry for entry in dropped if entry not in of_optimizer),
         ]
     names = _other_entries(catalog)
     if has_config and "args" in names:

@@ -242,7 +242,7 @@ def to_megatron(
         common=common,
         optimizer=None if restored is None else restored.optimizer,
         notes=(*catalog.notes, *notes),
-        dropped=_dropped(catalog, has_optimizer=restored is not None),
+        dropped=_dropped(catalog, ignored, has_optimizer=restored is not None),
         facets={MegatronModel: facts, Topology: Topology()},
     )
     return result if separated is None else separated.joined(result)
@@ -349,15 +349,35 @@ def _building_notes(family: Family, config: Mapping[str, object], model: Model) 
         yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"
 
 
-def _dropped(catalog: Catalog, *, has_optimizer: bool) -> tuple[Dropped, ...]:
-    """Return the record of the entries that Megatron checkpoints cannot store."""
+def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tuple[Dropped, ...]:
+    """Return the record of the entries that Megatron checkpoints cannot store.
+
+    Args:
+        ignored: tensors that can be computed from the configuration.
+    """
     # Settings of the optimizer that is carried are in Megatron's groups, its steps as well.
     keys = [key for key in catalog.objects if not (has_optimizer and _is_of_states(catalog, key))]
     files = [path for path in catalog.files if path != CONFIG]
+    settings: tuple[Dropped, ...] = ()
+    computed = list(ignored)
+    if has_optimizer:
+        from core.hf.optimizer.groups import record_other_settings
+        from core.hf.optimizer.states import STEP
+
+        settings = record_other_settings(catalog)
+        computed += [
+            key
+            for key in catalog.tensors
+            if (state := named_state_of(catalog, key)) is not None and state[1] == STEP
+        ]
+    tensors = tuple(catalog.tensors[key] for key in computed)
+    in_others = Dropped(tuple(computed), "in other entries", tensors=tensors, is_listed=False)
     return (
         *catalog.dropped,
         *dropped_each(keys, "Megatron checkpoints cannot store it"),
         *dropped_together(files, FILES_BESIDE),
+        *settings,
+        in_others,
     )
 
 

@@ -25,7 +25,7 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.key_patterns import listed_keys
-from core.catalog.removal import aliases_among
+from core.catalog.removal import aliases_among, record_replaced
 from core.catalog.stored import Encoding
 from core.catalog.tensor import Fragment, Tensor
 from core.changes.select import without_optimizer
@@ -191,7 +191,8 @@ def fold_adapter(
         key: replace(tensor, tiling=partial(computed, key)) if key in changed else tensor
         for key, tensor in catalog.tensors.items()
     }
-    folded = replace(catalog, tensors=tensors)
+    replaced = [name for name in replacements if name in base.catalog.tensors]
+    folded = record_replaced(replace(catalog, tensors=tensors), base.catalog, replaced)
     if config is not None and edited != config:
         folded = with_config(folded, edited)
     texts = [

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from core.arrays.box import Box, boxes_of_flat_range
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize, numpy_dtype
-from core.quantize.source import SourceTensor
+from core.quantize.source import SourceTensor, join_arrays
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -63,9 +63,9 @@ class Combined:
         return UNIT_ELEMENTS * itemsize(self.dtype)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return files_of(self.tensors)
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return join_arrays(*self.tensors)
 
     @property
     def working_bytes(self) -> int:
@@ -129,11 +129,6 @@ def rounded(values: Any, dtype: str) -> memoryview:
     result = memoryview(bytearray(values.size * itemsize(dtype)))
     cast_of(computed, dtype)(data, result)
     return result
-
-
-def files_of(tensors: Sequence[SourceTensor]) -> tuple[str, ...]:
-    """Return the names of the files with any of the tensors, sorted."""
-    return tuple(sorted({file for tensor in tensors for file in tensor.files}))
 
 
 def reading_bytes(tensors: Sequence[SourceTensor], dtype: str) -> int:

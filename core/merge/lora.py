@@ -29,11 +29,10 @@ from core.arrays.dtypes import itemsize, numpy_dtype
 from core.merge.combined import (
     UNIT_ELEMENTS,
     computing_type,
-    files_of,
     read_numbers,
     rounded,
 )
-from core.quantize.source import SourceTensor
+from core.quantize.source import SourceTensor, join_arrays
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -79,9 +78,9 @@ class Folded:
         return self._rows_per_unit * max(1, self.weight.shape[1]) * itemsize(self.dtype)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return files_of((self.weight, self.a, self.b))
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return join_arrays(self.weight, self.a, self.b)
 
     @property
     def working_bytes(self) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from core.catalog.key_patterns import listed_keys, some_of
+from core.catalog.removal import record_replaced
 from core.errors import UnsupportedError
 from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
 from core.merge.merge import MergedCatalog, MergeSource, origin_note, refuse_quantized
@@ -87,4 +88,4 @@ def replace_tensors(
     if dtypes:
         notes.append(f"{some_of(dtypes)}: the result has the dtypes of {other.label}")
     result = replace(first.catalog, tensors=tensors, aliases=aliases)
-    return MergedCatalog(result, tuple(notes))
+    return MergedCatalog(record_replaced(result, first.catalog, key_of), tuple(notes))

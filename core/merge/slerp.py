@@ -31,12 +31,11 @@ from core.arrays.dtypes import itemsize, numpy_dtype
 from core.merge.combined import (
     UNIT_ELEMENTS,
     boxes_of_unit,
-    files_of,
     n_in_unit,
     read_numbers,
     reading_bytes,
 )
-from core.quantize.source import SourceTensor
+from core.quantize.source import SourceTensor, join_arrays
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -82,9 +81,9 @@ class Slerp:
         return UNIT_ELEMENTS * itemsize(self.dtype)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return files_of(self.tensors)
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return join_arrays(*self.tensors)
 
     @property
     def working_bytes(self) -> int:

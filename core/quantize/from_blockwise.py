@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from core.arrays.box import Shape, boxes_of_flat_range, full_box
 from core.arrays.cast import cast_of
 from core.errors import CorruptError
-from core.quantize.source import SourceTensor
+from core.quantize.source import SourceTensor, join_arrays
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -65,10 +65,9 @@ class DequantizedState:
         return 4 * _UNIT
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        table = () if self.table is None else self.table.files
-        return tuple(sorted({*self.codes.files, *self.scales.files, *table}))
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return join_arrays(self.codes, self.scales, self.table)
 
     @property
     def working_bytes(self) -> int:

@@ -27,7 +27,7 @@ from core.device.device import DEQUANTIZE, Device
 from core.device.lane import lane_of
 from core.device.scales import multiply_by_scales
 from core.errors import UnsupportedError
-from core.quantize.source import SourceTensor
+from core.quantize.source import SourceTensor, join_arrays
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -76,13 +76,9 @@ class Dequantized:
         return row_bytes * max(1, UNIT_BYTES // row_bytes)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return (
-            *self.weight.files,
-            *self.scales.files,
-            *(self.row_format.files if self.row_format else ()),
-        )
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return join_arrays(self.weight, self.scales, self.row_format)
 
     @property
     def working_bytes(self) -> int:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from core.arrays.box import Box
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize, numpy_dtype
-from core.quantize.source import SourceTensor
+from core.quantize.source import SourceTensor, join_arrays
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -71,9 +71,9 @@ class DequantizedMxfp4:
         return max(1, self._n_elements * itemsize(self.dtype))
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return tuple(sorted({*self.blocks.files, *self.scales.files}))
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return join_arrays(self.blocks, self.scales)
 
     @property
     def working_bytes(self) -> int:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from core.arrays.box import Shape, boxes_of_flat_range
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize
-from core.quantize.source import SourceTensor
+from core.quantize.source import SourceTensor, join_arrays
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -63,10 +63,9 @@ class DequantizedTorchao:
         return itemsize(self.dtype) * _UNIT
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        zeros = () if self.zeros is None else self.zeros.files
-        return tuple(sorted({*self.codes.files, *self.scales.files, *zeros}))
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return join_arrays(self.codes, self.scales, self.zeros)
 
     @property
     def working_bytes(self) -> int:

@@ -17,6 +17,7 @@ from core.arrays.dtypes import itemsize
 from core.arrays.gather import StridedLayout, copy_box, dense_layout, is_dense, read_box
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore, decoding_bytes
+from core.catalog.stored import StoredArray
 from core.catalog.tensor import Fragment
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError
 
@@ -61,10 +62,10 @@ class SourceTensor:
         return ""
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files with the tensor, sorted."""
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """The arrays with the tensor."""
         arrays = (fragment.array for fragment in self.fragments)
-        return tuple(sorted({array.extent.file for array in arrays if array is not None}))
+        return tuple(array for array in arrays if array is not None)
 
     @property
     def working_bytes(self) -> int:
@@ -185,6 +186,11 @@ class SourceTensor:
             itemsize=size,
             raw=memoryview(bytearray(_RAW_BYTES)),
         )
+
+
+def join_arrays(*tensors: SourceTensor | None) -> tuple[StoredArray, ...]:
+    """Return the arrays with any of some tensors; None stands for a tensor that is not there."""
+    return tuple(array for tensor in tensors if tensor is not None for array in tensor.arrays)
 
 
 def source_of(

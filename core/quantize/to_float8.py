@@ -235,9 +235,9 @@ class Quantized:
         return max(1, self.weight.stripes_per_unit * BLOCK * self.weight.n_columns)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return self.weight.source.files
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return self.weight.source.arrays
 
     @property
     def working_bytes(self) -> int:
@@ -288,9 +288,9 @@ class Scales:
         )
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return self.weight.source.files
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return self.weight.source.arrays
 
     @property
     def working_bytes(self) -> int:

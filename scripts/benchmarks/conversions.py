@@ -61,14 +61,12 @@ class Peer:
     Args:
         name: what it is called in the table.
         code: a program; its arguments are the source and the destination.
-        source: what it takes of the source's directory; "" for all.
         target: our format for the same work.
         reach, aim: how many times slower it is to be.
     """
 
     name: str
     code: str
-    source: str
     target: str
     reach: float
     aim: float
@@ -100,13 +98,13 @@ for name in sorted(os.listdir(sys.argv[1])):
 """
 PEERS: dict[str, tuple[Peer, ...]] = {
     "torch": (
-        Peer("torch_save_to_dcp of torch", _TO_DCP, "model.pt", "dcp", 8, 10),
-        Peer("dcp.save with HuggingFaceStorageWriter", _TO_HF, "model.pt", "safetensors", 1, 10),
+        Peer("torch_save_to_dcp of torch", _TO_DCP, "dcp", 8, 10),
+        Peer("dcp.save with HuggingFaceStorageWriter", _TO_HF, "safetensors", 1, 10),
     ),
-    "dcp-1": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "", "torch", 8, 10),),
-    "dcp-4": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "", "torch", 8, 10),),
+    "dcp-1": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "torch", 8, 10),),
+    "dcp-4": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "torch", 8, 10),),
     "safetensors": (
-        Peer("load_file + save_file of safetensors", _LOAD_SAVE, "", "safetensors", 1, 4),
+        Peer("load_file + save_file of safetensors", _LOAD_SAVE, "safetensors", 1, 4),
     ),
 }
 """Kind of source → other tools' converters for it."""
@@ -141,7 +139,7 @@ class Bench(Page):
             else:
                 maker = Path(__file__).with_name("sources.py")
                 run([sys.executable, "-W", "ignore", maker, kind, folder, "--bytes", str(n_bytes)])
-            yield folder
+            yield folder / "model.pt" if kind == "torch" else folder
         finally:
             remove(folder)
 
@@ -158,6 +156,7 @@ class Bench(Page):
                 if to != format or kind == "dcp-4"
             }
             peers = [(f"{peer.name}, {kind}", peer) for peer in PEERS.get(kind, ())]
+            peers = peers if self.options.peer_runs else []
             if not any(map(self.wants, [*names.values(), *(name for name, _ in peers)])):
                 continue
             with (
@@ -220,7 +219,7 @@ class Bench(Page):
     def _peer(self, name: str, peer: Peer, src: Path, *, fsync: bool) -> list[Case]:
         """How many times slower the peer is, and how many times more memory it takes."""
         dst = self.scratch_dir / "written"
-        theirs = [sys.executable, "-W", "ignore", "-c", peer.code, src / peer.source, dst]
+        theirs = [sys.executable, "-W", "ignore", "-c", peer.code, src, dst]
         ours = ckpt(
             "convert", src, dst, "--to", peer.target, "-q", *([] if fsync else ["--no-fsync"])
         )

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import UnsupportedError
 from core.hf.optimizer.states import STEP
@@ -72,6 +73,18 @@ def torch_groups(
         for name, value in {**settings, _PARAMS: list(dict.fromkeys(names))}.items()
     }
     return {key: StoredObject(key, value=value) for key, value in entries.items()}
+
+
+def record_other_settings(catalog: Catalog) -> tuple[Dropped, ...]:
+    """Return the record of the settings of torch's groups that Megatron's groups do not have.
+
+    Args:
+        catalog: weights, states and groups under Hugging Face's names.
+    """
+    keys = (key for key in catalog.objects if key.startswith(PARAM_GROUPS))
+    names = dict.fromkeys(key.rpartition(".")[2] for key in keys)
+    others = [f"{PARAM_GROUPS}*.{name}" for name in names if name not in (*_OF_TORCH, _PARAMS)]
+    return dropped_together(others, "settings that Megatron's optimizer does not have")
 
 
 @dataclass(frozen=True, slots=True)

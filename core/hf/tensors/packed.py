@@ -90,9 +90,9 @@ class Rearranged:
         return max(1, prod(self.box.shape) * itemsize(self.source.dtype))
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return self.source.files
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return self.source.arrays
 
     @property
     def working_bytes(self) -> int:

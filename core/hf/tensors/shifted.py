@@ -64,9 +64,9 @@ class Shifted:
         return max(1, prod(self.source.shape) * itemsize(self.source.dtype))
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that decoding reads."""
-        return self.source.files
+    def inputs(self) -> tuple[StoredArray, ...]:
+        """The arrays from which the tensor is computed."""
+        return self.source.arrays
 
     @property
     def working_bytes(self) -> int:

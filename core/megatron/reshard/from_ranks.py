@@ -249,6 +249,7 @@ def unshard_ranks(
             *catalog.dropped,
             *record_attributes(_list_lost_attributes(ranks, optim=optim)),
             *(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
+            *_record_padding(fragments),
         ),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
@@ -540,6 +541,16 @@ def _join_shapes(
     return _JoinedShapes(shapes, true_rows.n_rows, sized_facts, notes)
 
 
+def _record_padding(fragments: _RankFragments) -> tuple[Dropped, ...]:
+    """Return the record of the shards that have nothing but padding of the vocabulary."""
+    shards = fragments.list_padding()
+    if not shards:
+        return ()
+    names = tuple(array.name for array in shards)
+    tensors = tuple(map(whole_tensor, shards))
+    return (Dropped(names, "padding of the vocabulary", tensors=tensors, is_listed=False),)
+
+
 def _describe_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]]) -> MegatronModel:
     """Describe the form of the files, so that rank files can be written in the same form."""
     root = as_mapping(next(iter(ranks.values()))[1]) or {}
@@ -572,7 +583,9 @@ class _RankFragments:
     """Cache of the pieces of a shard, by rule, shapes and rank: equal ones are cut alike."""
 
     def list_fragments(self, key: str) -> Sequence[Fragment]:
-        """Return the fragments of a tensor, at least one for each shard, in the order of the ranks.
+        """Return the fragments of a tensor in the order of the ranks, of each shard at least one.
+
+        A shard that is only padding of the vocabulary has none.
 
         Raises:
             CorruptError: the sizes of the tensor's parts do not add up to its extent.
@@ -587,6 +600,16 @@ class _RankFragments:
                 else:
                     fragments += tensor.old_rows.fragments(fragment)
         return tuple(fragments)
+
+    def list_padding(self) -> list[StoredArray]:
+        """Return the shards that have nothing but padding of the vocabulary."""
+        return [
+            part.array
+            for key, tensor in self.tensors.items()
+            if tensor.rule.kind == "vocab"
+            for part in tensor.parts
+            if not self._pieces_of(key, tensor.rule, part)
+        ]
 
     def _pieces_of(self, key: str, rule: Rule, part: RankPart) -> list[ShardPiece]:
         """Return the pieces of a tensor that a rank's array holds, without padding."""
