@@ -9,7 +9,7 @@ schedule that Megatron starts anew are notes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,18 @@ class Dropped:
 def dropped_each(names: Iterable[object], reason: str) -> tuple[Dropped, ...]:
     """Return the record of entries that have a line each: ``name (reason)``."""
     return tuple(Dropped((str(name),), reason) for name in names)
+
+
+def left_out(tensors: Mapping[str, Tensor[Any]], reason: str) -> tuple[Dropped, ...]:
+    """Return the record of tensors that are not listed; none without any.
+
+    Args:
+        tensors: by any name.
+        reason: why they are neither written nor listed.
+    """
+    if not tensors:
+        return ()
+    return (Dropped(tuple(tensors), reason, tensors=tuple(tensors.values()), is_listed=False),)
 
 
 def dropped_together(names: Iterable[str], reason: str) -> tuple[Dropped, ...]:

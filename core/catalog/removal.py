@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped
+from core.catalog.dropped import Dropped, left_out
 from core.catalog.facets import MegatronModel
 from core.catalog.mapping_attributes import attributes_of
 from core.pickle.inert import TensorLeaf, walk
@@ -31,24 +31,14 @@ def record_left_out(catalog: Catalog, before: Catalog, reason: str = "") -> Cata
 
     For entries that the user left out, and those that other records list.
     """
-    removed = [key for key in before.tensors if key not in catalog.tensors]
-    return _record_unlisted(catalog, before, removed, reason)
+    removed = {key: item for key, item in before.tensors.items() if key not in catalog.tensors}
+    return replace(catalog, dropped=(*catalog.dropped, *left_out(removed, reason)))
 
 
 def record_replaced(catalog: Catalog, before: Catalog, keys: Iterable[str]) -> Catalog:
     """Record that tensors are those of another checkpoint, as the user requested."""
-    return _record_unlisted(catalog, before, keys, "replaced")
-
-
-def _record_unlisted(
-    catalog: Catalog, before: Catalog, keys: Iterable[str], reason: str
-) -> Catalog:
-    keys = tuple(keys)
-    if not keys:
-        return catalog
-    tensors = tuple(before.meta(key) for key in keys)
-    record = Dropped(keys, reason, tensors=tensors, is_listed=False)
-    return replace(catalog, dropped=(*catalog.dropped, record))
+    replaced = {key: before.tensors[key] for key in keys}
+    return replace(catalog, dropped=(*catalog.dropped, *left_out(replaced, "replaced")))
 
 
 def remove_entries(catalog: Catalog, keys: Collection[str]) -> Catalog:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each, dropped_together
+from core.catalog.dropped import Dropped, dropped_each, dropped_together, left_out
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import FILES_BESIDE
 from core.catalog.optimizer_keys import is_optimizer_key
@@ -370,14 +370,12 @@ def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tup
             for key in catalog.tensors
             if (state := named_state_of(catalog, key)) is not None and state[1] == STEP
         ]
-    tensors = tuple(catalog.tensors[key] for key in computed)
-    in_others = Dropped(tuple(computed), "in other entries", tensors=tensors, is_listed=False)
     return (
         *catalog.dropped,
         *dropped_each(keys, "Megatron checkpoints cannot store it"),
         *dropped_together(files, FILES_BESIDE),
         *settings,
-        in_others,
+        *left_out({key: catalog.tensors[key] for key in computed}, "in other entries"),
     )
 
 

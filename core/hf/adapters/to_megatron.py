@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from core.arrays.box import Shape, full_box
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
+from core.catalog.dropped import left_out
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import ADAPTER_CONFIG
 from core.catalog.key_patterns import listed_keys
@@ -157,6 +158,13 @@ def adapter_to_megatron(
     for layer in layers:
         tensors.update(_tensors_of(catalog, layer, is_canonical=is_canonical))
 
+    copies = {
+        item.a: catalog.tensors[item.a]
+        for layer in layers
+        if not (is_canonical and _has_canonical_form(layer))
+        for _, _, item in list(layer.parts)[1:]
+    }
+
     fields |= {
         "tensor_model_parallel_size": tp,
         ARGUMENT: text_of(config, catalog.documents.get(CONFIG)),
@@ -178,7 +186,7 @@ def adapter_to_megatron(
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 1},
         notes=(*catalog.notes, note),
-        dropped=catalog.dropped,
+        dropped=(*catalog.dropped, *left_out(copies, "equal to that of another module")),
         facets={
             MegatronModel: MegatronModel(vocab_size=n_rows, order=tuple(tensors)),
             Topology: Topology(),

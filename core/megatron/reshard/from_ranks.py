@@ -25,13 +25,13 @@ matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each
+from core.catalog.dropped import Dropped, dropped_each, left_out
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.mapping_attributes import (
     VERSIONS,
@@ -217,6 +217,11 @@ def unshard_ranks(
         "not used: with multi-token prediction and tied embeddings, the last stage computes its "
         "output with its copy of the embedding",
     )
+    # The extra states of all ranks become one, or are listed above.
+    extra_states = left_out(
+        _tensors_where(catalog, lambda name: EXTRA_STATE in name), "in the state of another rank"
+    )
+    unused_head = left_out(_by_name([*model.unused, *optimizer.unused]), "of the unused output")
     megatron = replace(
         _describe_files(model, ranks),
         vocab_size=true_shapes.n_rows,
@@ -248,7 +253,8 @@ def unshard_ranks(
         dropped=(
             *catalog.dropped,
             *record_attributes(_list_lost_attributes(ranks, optim=optim)),
-            *(*extras.dropped, *lost_states, *unused, *optimizer.dropped),
+            *(*extras.dropped, *lost_states, *extra_states),
+            *(*unused, *unused_head, *optimizer.dropped),
             *_record_padding(fragments),
         ),
         facets={Topology: facts.topology, MegatronModel: megatron},
@@ -297,6 +303,7 @@ class _RankOptimizer:
         states: key of a state → its shards.
         copies: key of a hidden tensor → the equal arrays that hold it.
         notes, dropped: notes for the user.
+        unused: states of an output layer that is not used.
     """
 
     optimizer: Optimizer | None = None
@@ -304,6 +311,7 @@ class _RankOptimizer:
     copies: Mapping[str, Sequence[StoredArray]] = field(default_factory=dict)
     notes: Sequence[str] = ()
     dropped: Sequence[Dropped] = ()
+    unused: Sequence[StoredArray] = ()
 
 
 def _read_optimizer(
@@ -329,13 +337,16 @@ def _read_optimizer(
             return _RankOptimizer()
         kind = "in model_optim_rng.pt"
     if optim != "carry":
-        return _RankOptimizer(dropped=[note_dropped_optimizer(str(kind), optim=optim)])
+        record = note_dropped_optimizer(str(kind), optim=optim)
+        left = _tensors_where(catalog, lambda name: not is_chunk(name.partition(".")[0]))
+        return _RankOptimizer(dropped=[record, *left_out(left, record.reason)])
 
     # Put the states of all ranks under the global names of their parameters.
     from core.megatron.reshard.rank_optimizer import read_states
 
     result = read_states(catalog, tuple(model.files.values()), facts, rules, store=store)
     states: dict[str, RankTensor] = {}
+    unused: list[StoredArray] = []
     for state in result.states:
         chunk = state.param.chunk
         for _, global_name, array in chunk.arrays(state.param.name, state.array):
@@ -345,19 +356,32 @@ def _read_optimizer(
                 tied = chunk.rules.rule_of(name).tied
                 assert tied is not None and facts.is_tied, "every tensor of a rank was merged"
                 if facts.has_unused_head(facts.topology):
+                    unused.append(array)
                     continue
                 name = tied
             key = state_key(state.state, name)
             if key not in states:
                 states[key] = RankTensor(model.tensors[name].rule)
             states[key].parts.append(RankPart(chunk.rank, chunk.folder, array))
+    # The layer-wise optimizer stores the part of data parallel rank 0 a second time.
+    copies: tuple[Dropped, ...] = ()
+    if kind == "layer-wise":
+        first = _tensors_where(catalog, lambda name: name.startswith(f"{OPTIMIZER}."))
+        copies = left_out(first, "also in layer_wise_optimizer_0.pt")
     return _RankOptimizer(
         optimizer=result.optimizer,
         states=states,
         copies={**result.beside, **({STEP: result.steps} if result.steps else {})},
         notes=result.notes,
-        dropped=result.dropped,
+        dropped=(*result.dropped, *copies),
+        unused=unused,
     )
+
+
+def _tensors_where(catalog: Catalog, matches: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return the tensors of a rank catalog whose names, without the rank, match."""
+    tensors = catalog.tensors.items()
+    return {key: tensor for key, tensor in tensors if matches(key.partition(":")[2])}
 
 
 def _list_lost_attributes(
@@ -543,12 +567,12 @@ def _join_shapes(
 
 def _record_padding(fragments: _RankFragments) -> tuple[Dropped, ...]:
     """Return the record of the shards that have nothing but padding of the vocabulary."""
-    shards = fragments.list_padding()
-    if not shards:
-        return ()
-    names = tuple(array.name for array in shards)
-    tensors = tuple(map(whole_tensor, shards))
-    return (Dropped(names, "padding of the vocabulary", tensors=tensors, is_listed=False),)
+    return left_out(_by_name(fragments.list_padding()), "padding of the vocabulary")
+
+
+def _by_name(arrays: Iterable[StoredArray]) -> dict[str, Tensor]:
+    """Return arrays as tensors by their names in the files."""
+    return {array.name: whole_tensor(array) for array in arrays}
 
 
 def _describe_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]]) -> MegatronModel:

@@ -81,6 +81,7 @@ class RankModel:
             without experts.
         files: rank → the parameters of its file.
         outer, wrapper: beginnings of names that were removed (``without_outer_names``).
+        unused: shards of an output layer that is not used.
     """
 
     tensors: dict[str, RankTensor] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class RankModel:
     files: dict[Rank, RankFile] = field(default_factory=dict)
     outer: str = ""
     wrapper: Wrapper | None = None
+    unused: list[StoredArray] = field(default_factory=list)
 
     def metas(self) -> dict[str, Tensor]:
         """Return the name, element type and shape that one rank's share of each tensor has."""
@@ -318,6 +320,7 @@ def _add_entry(
         rule = tensor.rule if tensor else _rule_of(global_name, catalog, leaf.key, chunk)
         if rule.tied is not None and chunk.facts.is_tied:
             if chunk.facts.has_unused_head(chunk.facts.topology):
+                model.unused.append(array)
                 continue
             tensor = model.tensors.get(rule.tied)
             if tensor is None:

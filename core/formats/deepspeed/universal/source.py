@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.catalog.dropped import left_out
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS
 from core.formats.deepspeed.universal.names import MASTER, STEP, STEP_COPY, state_of
 
@@ -48,7 +49,10 @@ def for_universal(catalog: Catalog) -> Catalog:
         hidden[STEP_COPY] = tensors[step]
 
     notes = _notes(catalog, {state for _, state in state_of_key.values()})
-    return replace(catalog, tensors=tensors, hidden=hidden, skeleton=None).noted(notes)
+    rounded = {name: catalog.tensors[name] for name in masters if name in catalog.tensors}
+    record = (*catalog.dropped, *left_out(rounded, "rounded master weights, which are written"))
+    result = replace(catalog, tensors=tensors, hidden=hidden, skeleton=None, dropped=record)
+    return result.noted(notes)
 
 
 def _notes(catalog: Catalog, states: set[str]) -> list[str]:

@@ -35,9 +35,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each
+from core.catalog.dropped import Dropped, dropped_each, left_out
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel
-from core.catalog.optimizer_keys import param_of, trained
+from core.catalog.optimizer_keys import MASTER, param_of, state_key, trained
 from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OF_RANKS, OPTIMIZER, RERUN, RNG
 from core.megatron.extras.random_states import WITHOUT
 from core.megatron.model.args import facts_of, replaced
@@ -215,8 +215,14 @@ def _dropped(catalog: Catalog) -> list[Dropped]:
         dropped.append(Dropped((RERUN,), OF_RANKS))
     filled = [key for key, item in catalog.objects.items() if item.value is not None]
     filled += [key for key, meta in catalog.tensors.items() if meta.n_elements]
-    states = (key for key in filled if key.endswith(EXTRA_STATE))
+    states = [key for key in filled if key.endswith(EXTRA_STATE)]
     dropped += dropped_each(states, "Megatron-FSDP stores no extra states")
+    copies = {
+        key: tensor
+        for key, tensor in catalog.tensors.items()
+        if state_key(MASTER, key) in catalog.tensors
+    }
+    dropped += left_out(copies, "rounded master weights, which are written")
     if catalog.optimizer is not None:
         names = (f"optimizer.{name}" for name in catalog.optimizer.entries)
         dropped += dropped_each(names, f"{FORMAT} has no place for it")
