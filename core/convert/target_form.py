@@ -20,7 +20,7 @@ from core.catalog.attributes import (
     without_any_attributes,
     without_stale_attributes,
 )
-from core.catalog.catalog import Catalog, TargetCatalog, file_key
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import (
     HuggingFaceModel,
@@ -40,7 +40,7 @@ from core.convert.job import Job
 from core.convert.options import cuts_experts, writes_fsdp_dtensor
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
-from core.errors import UnsupportedError
+from core.errors import UnsupportedError, UsageError
 from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import is_tokenizer_file
 from core.formats.torch.refused import names_importable
@@ -175,7 +175,7 @@ def with_folders_beside(
         source: the opened source.
 
     Raises:
-        UnsupportedError: the target has other content for one of these files (``--tokenizer``).
+        UsageError: ``--tokenizer`` names another tokenizer.
     """
     folders = tuple(f"{folder}/" for folder in source.format.side_folders)
     is_hf = format.carries_files and catalog.facet(HuggingFaceModel) is not None
@@ -186,8 +186,10 @@ def with_folders_beside(
         name = path.partition("/")[2]
         if is_hf and is_tokenizer_file(name):
             if name in target.files:
-                raise UnsupportedError(
-                    "the file is both carried over and newly written", file=name, key=file_key(path)
+                raise UsageError(
+                    f"--tokenizer: the checkpoint has a tokenizer of its own ({path})",
+                    file=name,
+                    hint="omit the option",
                 )
             files[name] = content
         elif not is_hf and (format.side_folders or format.carries_files):

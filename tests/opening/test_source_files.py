@@ -17,6 +17,7 @@ import torch
 from core.convert.job import TopologyChange
 from core.convert.prepare import Prepared, prepare
 from core.convert.run import Job, run
+from core.errors import UsageError
 from core.files.store import list_files_below
 from core.merge.request import Merge
 from core.opening.open import open_checkpoint
@@ -290,6 +291,14 @@ def test_the_tokenizer_of_an_iteration_becomes_that_of_the_model(
     assert not any("--tokenizer" in note for note in report.notes)
     with prepare(Job(src=path, dst=tmp_path / "out.pt", to="torch")) as prepared:
         assert TOKENIZER.keys() <= listed(prepared)
+
+
+def test_two_tokenizers_are_refused(golden: Path, tmp_path: Path) -> None:
+    path = with_tokenizer(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "in")
+    other = next(path.glob("iter_*")) / "tokenizer"
+    with pytest.raises(UsageError, match="has a tokenizer of its own"):
+        run(Job(src=path, dst=tmp_path / "out", to="hf", tokenizer=other))
+    assert not (tmp_path / "out").exists()
 
 
 def test_links_hold_the_tokenizer_too(golden: Path, tmp_path: Path) -> None:
