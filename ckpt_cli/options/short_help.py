@@ -8,7 +8,8 @@ that each option and each command line exists.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

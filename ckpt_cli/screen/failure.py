@@ -38,7 +38,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -53,6 +52,7 @@ from core.errors import (
     did_you_mean,
 )
 from core.files.requests.waiting import allow_requests, end_requests
+from core.values import dataclass
 
 INTERNAL_ERROR = 70
 """Exit code of a bug in ckpt (EX_SOFTWARE of sysexits.h)."""

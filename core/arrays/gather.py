@@ -7,11 +7,11 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from core.arrays.box import Shape
+from core.values import dataclass
 
 ReadAt = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes of one file, from an address on."""

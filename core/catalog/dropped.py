@@ -10,9 +10,9 @@ schedule that Megatron starts anew are notes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from core.catalog.optimizer_keys import is_optimizer_key
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from importlib import import_module
 from itertools import chain
@@ -27,6 +27,7 @@ from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_
 from core.pickle.uses import Use
 from core.progress import OnProgress, Phase, report_bytes
 from core.team.protocol import ALONE, Team
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.checks.comparison import ReferenceFingerprints

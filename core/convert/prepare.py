@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,7 @@ from core.opening.target import keeps_containers, tensors_only
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.convert.explain import LayoutLine

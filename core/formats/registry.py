@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
 from importlib import import_module
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError, UsageError, did_you_mean
 from core.formats.format import Format
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -21,6 +20,7 @@ from core.hf.family import Family, families
 from core.hf.name_tables import pairs_of
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
+from core.values import dataclass
 
 _N_NEAREST = 3
 _N_NAMED = 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from core.errors import UnsupportedError, UsageError, did_you_mean
 from core.files.store import translate_os_errors
 from core.hf.settings import Setting
+from core.values import dataclass
 
 _FIELDS = frozenset(
     (

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import dropped_each
@@ -46,6 +46,7 @@ from core.hf.config_json.config import document
 from core.hf.family import families, family_of
 from core.hf.tensors.packed import transpose_matrix
 from core.hf.values import CONFIG, count_of
+from core.values import dataclass
 
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.language_model.": "model.", "lm_head.": "lm_head.", "mtp.": "mtp."},

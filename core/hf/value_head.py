@@ -20,13 +20,14 @@ takes ``reward_head.weight``: both are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.hf.family import Family
 from core.hf.proof.expected import count_labels, describe_model
 from core.megatron.rules.rules import GPT, has_value_head
+from core.values import dataclass
 
 _BIAS = "output_layer.bias"
 _HEADS = ("score.weight", "classifier.weight", "reward_head.weight")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from core.arrays.box import full_box
@@ -29,6 +29,7 @@ from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
 from core.pickle.inert import ObjectLeaf, TensorLeaf, attributes
 from core.pickle.reader import gc_paused, judge
+from core.values import dataclass
 
 MANY = 32
 """Of more tensors than this, representatives are looked at."""

@@ -38,7 +38,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from core.catalog.catalog import Catalog
@@ -72,6 +72,7 @@ from core.opening.iterations import (
 from core.opening.other_software import refuse_other_software
 from core.pickle.reader import gc_paused, noting_uses
 from core.pickle.uses import Use
+from core.values import dataclass
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Literal
 
 from core.arrays.dtypes import BY_STORAGE, DTYPES
+from core.values import dataclass
 
 Name = tuple[str, str]
 """Module and name of a class or function."""

@@ -25,7 +25,6 @@ import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from traceback import clear_frames
 
 from core.errors import (
@@ -41,6 +40,7 @@ from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
 from core.pickle.names import classify, globals_of, judge
 from core.pickle.reduce import Name
 from core.pickle.uses import Use
+from core.values import dataclass
 
 __all__ = [
     "DEFAULT_LIMITS",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from core.arrays.dtypes import dtype_of
 from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
+from core.values import dataclass
 
 _TABLE = "schemes.toml"
 

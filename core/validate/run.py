@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from core.pickle.reader import gc_paused
 from core.progress import OnProgress, Phase, count_steps
 from core.team.agreement import observe_files, require_agreement
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.checks.plan_request import PlanRequest

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -39,6 +39,7 @@ from core.pickle.reader import (
     noting_uses,
 )
 from core.pickle.uses import Use, is_plain_call, uses_of_node
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

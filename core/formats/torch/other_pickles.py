@@ -26,7 +26,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedIOBase
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +37,7 @@ from core.formats.torch.stream import PICKLED_NAME, stream_kind
 from core.pickle.inert import NO_STATE, Global, Inert
 from core.pickle.reader import load_next, noting_uses
 from core.pickle.uses import Use
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

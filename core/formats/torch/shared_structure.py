@@ -22,7 +22,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException
@@ -32,6 +32,7 @@ from core.formats.torch.zip.container import CENTRAL, Archive, Record, read_arch
 from core.formats.torch.zip.records import is_big_endian, read_pickle
 from core.pickle.inert import Global, as_mapping, attributes, walk
 from core.pickle.reader import gc_paused, load, noting_uses
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -21,7 +21,7 @@ Not supported: files with this name from other programs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
@@ -33,6 +33,7 @@ from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.pickle.plain import from_plain, to_plain
 from core.pickle.reader import gc_paused
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

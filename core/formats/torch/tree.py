@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import StoredObject
@@ -46,6 +46,7 @@ from core.pickle.key_text import text_of
 from core.pickle.nesting import MAX_DEPTH, LeafEntry, containers, entries, join_path, map_leaves
 from core.pickle.reader import gc_paused, load
 from core.pickle.reduce import Name
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import Coords

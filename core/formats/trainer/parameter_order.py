@@ -24,13 +24,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import permutations, product
 from math import factorial, prod
 
 from core.arrays.box import Shape
+from core.values import dataclass
 
 _LEAVES = ("weight", "bias")
 _LEAST_ROWS = 3

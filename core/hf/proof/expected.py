@@ -15,7 +15,7 @@ Source: transformers 5.23.0 ``models/*/modeling_*.py``; its defaults for missing
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from core.arrays.box import Shape
 from core.hf.config_json.config import groups_of, stated_blocks
@@ -34,6 +34,7 @@ from core.hf.traits import (
     mamba_sizes,
 )
 from core.hf.values import count_of, number_of
+from core.values import dataclass
 
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from core.hf.values import count_of
 from core.pickle.inert import as_mapping
+from core.values import dataclass
 
 LAYER = "{layer}"
 """Stands for the number of the layer in a Hugging Face name."""

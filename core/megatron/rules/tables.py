@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +27,7 @@ from core.megatron.rules.rules import (
     tells_numbers_apart,
 )
 from core.megatron.rules.sizes import PartSize, ShapeSize, parsed_size
+from core.values import dataclass
 
 KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
