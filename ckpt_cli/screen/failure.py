@@ -51,7 +51,7 @@ from core.errors import (
     UsageError,
     did_you_mean,
 )
-from core.files.requests.waiting import allow_requests, end_requests
+from core.files.requests.ending import allow_requests, end_requests
 from core.values import dataclass
 
 INTERNAL_ERROR = 70
