@@ -11,7 +11,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -105,7 +105,7 @@ def detect_family(
 @cache
 def refused_types() -> Mapping[str, str]:
     """Return the model types that are refused by name, each with the reason."""
-    text = files("core.hf").joinpath("refused.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("refused.toml").read_text(encoding="utf-8")
     return {
         model_type: reason
         for reason, model_types in tomllib.loads(text)["reasons"].items()

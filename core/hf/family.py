@@ -10,7 +10,6 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from core.files.store import translate_os_errors
 from core.hf.settings import Setting
 from core.values import dataclass
 
+_TABLES = Path(__file__).parent / "tables"
 _FIELDS = frozenset(
     (
         *(
@@ -209,7 +209,7 @@ class Family:
 @cache
 def families() -> Mapping[str, Family]:
     """Return every supported family by its ``model_type``."""
-    items = sorted(files("core.hf").joinpath("tables").iterdir(), key=lambda item: item.name)
+    items = sorted(_TABLES.iterdir(), key=lambda item: item.name)
     names = (item.name for item in items if item.name.endswith(".toml"))
     parsed = (_parse_family(_table_of(name.removesuffix(".toml"))) for name in names)
     return {family.model_type: family for family in parsed}
@@ -218,7 +218,7 @@ def families() -> Mapping[str, Family]:
 @cache
 def _table_of(name: str) -> Mapping[str, Any]:
     """Return the table in a file of ``hf/tables``."""
-    path = files("core.hf").joinpath("tables", f"{name}.toml")
+    path = _TABLES / f"{name}.toml"
     if not path.is_file():
         raise ValueError(f"there is no table {name!r} whose rows it could have (rows_of)")
     return tomllib.loads(path.read_text(encoding="utf-8"))

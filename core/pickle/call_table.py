@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Literal
 
 from core.arrays.dtypes import BY_STORAGE, DTYPES
@@ -102,7 +102,7 @@ def _texts() -> Mapping[str, str]:
 
     Rows whose package has a ``*`` are those of ``_SEVERAL``; what precedes all rows is ``_HEAD``.
     """
-    text = files("core.pickle").joinpath(_LABEL).read_text(encoding="utf-8")
+    text = Path(__file__).with_name(_LABEL).read_text(encoding="utf-8")
     head, *rows = re.split(r"^(?=\[\[)", text, flags=re.MULTILINE)
     texts: dict[str, list[str]] = {_HEAD: [head]}
     for row in rows:

@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 
 from core.errors import UsageError
@@ -65,7 +64,7 @@ def _load_own_rules(unknown: str) -> Rules:
 
 def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
     """Load the project's rules, with those of a user before them."""
-    table = tomllib.loads(files("core.megatron.rules").joinpath(_OWN).read_text(encoding="utf-8"))
+    table = tomllib.loads(Path(__file__).with_name(_OWN).read_text(encoding="utf-8"))
 
     # Put the user's rules first, so that they win, and the rule for all other tensors last.
     rows = _parse_rows(table, label=_OWN)
