@@ -16,7 +16,7 @@ from pathlib import Path
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf.config_json.config import arguments_of
-from core.hf.family import Family, families
+from core.hf.family import Family, families, find_family
 from core.hf.name_tables import pairs_of
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
@@ -48,9 +48,9 @@ def detect_family(
         UnsupportedError: Megatron has no such models, or no family has these tensors.
     """
     model_type = config.get("model_type")
-    for family in families().values():
-        if model_type in (family.model_type, *family.aliases):
-            return family, None
+    family = find_family(model_type)
+    if family is not None:
+        return family, None
     text = str(model_type)[:80]
     if not isinstance(model_type, str):
         raise UnsupportedError(

@@ -60,7 +60,7 @@ class ValueHead:
         if self.bias is not None:
             rows.append(replace(plain, megatron=_BIAS, hf=(self.bias,), shape=("one",)))
         first = tuple(replace(row, tied=None) for row in family.first)
-        return replace(family, first=first, last=tuple(rows))
+        return replace(family, rows={**family.rows, "first": first, "last": tuple(rows)})
 
     def edit_config(self, config: Mapping[str, object]) -> dict[str, object]:
         """Return the ``config.json`` of a language model as that of a model with this head."""
