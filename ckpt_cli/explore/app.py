@@ -42,7 +42,7 @@ from ckpt_cli.screen.terminal import Screen
 from core.files.remote_path import location_of
 from core.files.requests.ending import allow_requests, end_requests
 from core.files.store import override
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.progress import OnProgress
 
 _OF_FIRST_SCREEN = frozenset(

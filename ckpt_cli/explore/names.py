@@ -21,7 +21,7 @@ from typing import Literal
 from core.arrays.box import Shape
 from core.catalog.tensor import Tensor
 from core.inspect.tree import MAX_DEPTH
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.values import dataclass
 
 MOST_SIBLINGS = 200

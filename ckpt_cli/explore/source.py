@@ -22,7 +22,7 @@ from core.catalog.tensor import Tensor
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.inspect.preview import BoxLocation, Number, first_values, places_of
 from core.opening.open import FILL, Checkpoint
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.pictures.shards import ShardMap, shard_map
 from core.progress import OnProgress, Phase, Progress, report_bytes
 from core.values import dataclass

@@ -23,7 +23,7 @@ from core.files.walk import FileEnds, Tree, read_ends, sparse_files
 from core.formats.format import Format
 from core.formats.torch.stream import SUFFIXES
 from core.opening.open import FILL
-from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
+from core.pickle.noted import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.pickle.uses import Use
 from core.progress import OnProgress, Phase, report_bytes
 from core.team.protocol import ALONE, Team

@@ -50,7 +50,8 @@ from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
 from core.opening.target import retyped
 from core.pickle.inert import attributes, count_values
-from core.pickle.reader import gc_paused, judge
+from core.pickle.names import judge
+from core.pickle.noted import gc_paused
 from core.plan.match import OVERLAPS_RULE
 from core.plan.plan import make_plan
 from core.values import dataclass

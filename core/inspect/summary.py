@@ -34,7 +34,7 @@ from core.opening.iterations import list_other_iterations, listed
 from core.opening.objects import load_attributes, loaded
 from core.opening.source_files import config_of_source
 from core.pickle.inert import Global, attributes
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.quantize.schemes import quantized_weights
 from core.values import dataclass
 

@@ -16,7 +16,7 @@ from dataclasses import field, replace
 from core.arrays.box import Shape
 from core.catalog.key_patterns import ranges
 from core.catalog.tensor import Tensor
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.values import dataclass
 
 MAX_DEPTH = 48

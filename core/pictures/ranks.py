@@ -39,7 +39,7 @@ from core.megatron.reshard.rank_model import merge_ranks
 from core.megatron.rules.tables import load_rules
 from core.opening.damaged import open_readable_part
 from core.opening.objects import loaded
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.values import dataclass
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from core.catalog.optimizer_keys import MOMENTS
 from core.inspect.optimizer_states import is_state
 from core.inspect.summary import bare_key
 from core.inspect.tree import MIN_SUFFIXED, components, number_in
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.values import dataclass
 
 if TYPE_CHECKING:

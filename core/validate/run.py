@@ -18,7 +18,7 @@ from core.errors import CheckpointingException, UsageError, WorkerError
 from core.files.syscalls import default_memory_bytes
 from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations, listed
 from core.opening.open import FILL, Located, locate_checkpoint
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.progress import OnProgress, Phase, count_steps
 from core.team.agreement import observe_files, require_agreement
 from core.team.protocol import ALONE, Figures, Team, broadcast_result

@@ -28,7 +28,7 @@ from core.convert.job import Job
 from core.convert.options import has_model_form
 from core.formats.format import Format
 from core.formats.torch.nested_names import uses_in
-from core.pickle.reader import judge
+from core.pickle.names import judge
 from core.values import dataclass
 
 _NOT_HERE = "training state, which {} does not hold: --to dcp or --to torch keeps it"

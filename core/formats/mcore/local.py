@@ -47,7 +47,7 @@ from core.formats.format import Format
 from core.formats.mcore.common_state import with_common_state
 from core.formats.torch.tree import parse
 from core.pickle.inert import Inert, TensorLeaf, as_mapping, attributes, walk
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.values import dataclass
 
 if TYPE_CHECKING:

@@ -39,7 +39,9 @@ from core.formats.torch.tensors import Location, TensorHooks, unsupported_kind
 from core.formats.torch.zip.container import CENTRAL, Archive, check_kind, read_archive
 from core.formats.torch.zip.records import read_record, refuse_encoded
 from core.pickle.inert import TensorLeaf
-from core.pickle.reader import judge, load, noting_uses
+from core.pickle.names import judge
+from core.pickle.noted import noting_uses
+from core.pickle.reader import load
 from core.values import dataclass
 
 if TYPE_CHECKING:

@@ -29,15 +29,8 @@ from core.errors import (
 from core.files.store import MemoryStore
 from core.formats.torch.stream import stream_kind, tar_members
 from core.pickle.inert import Global, Inert, Persistent, walk
-from core.pickle.reader import (
-    PickleLimits,
-    ReadPickle,
-    gc_paused,
-    load,
-    load_next,
-    note_uses,
-    noting_uses,
-)
+from core.pickle.noted import ReadPickle, gc_paused, note_uses, noting_uses
+from core.pickle.reader import PickleLimits, load, load_next
 from core.pickle.uses import Use, is_plain_call, uses_of_node
 from core.values import dataclass
 

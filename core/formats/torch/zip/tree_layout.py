@@ -17,7 +17,7 @@ from core.catalog.file_image import CrcOf, JoinedArray, Literal, PlacedArray
 from core.errors import UnsupportedError
 from core.formats.torch.zip.layout import ArchivePlan, plan_archive
 from core.pickle.inert import Global, Inert, Persistent, TensorLeaf
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.pickle.writer import dumps
 from core.values import dataclass
 
