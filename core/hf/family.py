@@ -246,7 +246,8 @@ class _Families(Mapping[str, Family]):
             parts = _PART.split(_text_of(name))
             head = "".join(part for part in parts if not part.startswith(_ROWS))
             self._parsed[name] = _parse_family(
-                tomllib.loads(head), _Rows(lambda section: _section_of(_table_of(name), section))
+                tomllib.loads(head),
+                _RowsBySection(lambda section: _section_of(_table_of(name), section)),
             )
         return self._parsed[name]
 
@@ -259,7 +260,7 @@ class _Families(Mapping[str, Family]):
         return len(self._names)
 
 
-class _Rows(Mapping[str, tuple[NameRow, ...]]):
+class _RowsBySection(Mapping[str, tuple[NameRow, ...]]):
     """The rows of a table by section, each parsed when it is used.
 
     Args:
@@ -384,7 +385,7 @@ def parse_family(data: bytes, *, file: str) -> Family:
             hint=did_you_mean(name, sorted(_FIELDS)) or f"fields: {', '.join(sorted(_FIELDS))}",
         )
     try:
-        rows = _Rows(lambda section: _section_of(table, section))
+        rows = _RowsBySection(lambda section: _section_of(table, section))
         if not rows["first"]:
             raise ValueError("the table has no embedding ([[first]]) and no rows_of")
         return _parse_family(table, {**rows})

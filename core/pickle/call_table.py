@@ -55,7 +55,7 @@ _Pattern = tuple[re.Pattern[str], re.Pattern[str], Constructor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _PackageRows:
     """The rows of the table about one package.
 
     Args:
@@ -111,16 +111,16 @@ def _texts() -> Mapping[str, str]:
     return {package: "".join(rows) for package, rows in texts.items()}
 
 
-def _rows_of(package: str) -> _Rows | None:
+def _rows_of(package: str) -> _PackageRows | None:
     """Return the rows about a package; None if it has none."""
     return _parse_rows(package) if package in _texts() else None
 
 
 @cache
-def _parse_rows(package: str) -> _Rows:
+def _parse_rows(package: str) -> _PackageRows:
     """Parse the rows about a package, once per process."""
     parsed = tomllib.loads(_texts()[package])
-    rows = _Rows({}, [], {})
+    rows = _PackageRows({}, [], {})
     # torch's element types and storages are not listed in the file, as ``dtypes`` has their names.
     if package == "torch":
         dtypes = Constructor(is_data=True, may="call")
